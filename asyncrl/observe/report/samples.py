@@ -178,17 +178,8 @@ def share_figures(histories: TracedSamples) -> dict[str, Any]:
     rows = histories.trajectories[histories.trajectories["lifetime"] > 0]
     kinds = list(KINDS)
     percent = rows[kinds].div(rows["lifetime"], axis=0) * 100
-    table = [
-        {
-            "kind": kind,
-            "meaning": KINDS[kind],
-            "percent": percent[kind].mean(),
-            "mean_s": rows[kind].mean(),
-            "p95_s": rows[kind].quantile(0.95),
-            "max_s": rows[kind].max(),
-        }
-        for kind in kinds
-    ]
+    columns = {"percent": percent.mean(), "mean_s": rows[kinds].mean(), "p95_s": rows[kinds].quantile(0.95)}
+    table = pd.DataFrame({"meaning": KINDS, **columns, "max_s": rows[kinds].max()}).rename_axis("kind").reset_index()
     steps = sorted(rows["step"].unique())
     size = max(1, math.ceil(len(steps) / MAX_PERIODS))
     by_period = []
@@ -198,7 +189,7 @@ def share_figures(histories: TracedSamples) -> dict[str, Any]:
     return {
         "trajectories": len(rows),
         "lifetime_s_mean": rows["lifetime"].mean() if len(rows) else None,
-        "table": sorted(table, key=lambda row: -row["percent"]) if len(rows) else [],
+        "table": table.sort_values("percent", ascending=False, kind="stable").to_dict("records") if len(rows) else [],
         "by_step": by_period,
         "lifetimes": _lifetimes(rows),
     }

@@ -38,13 +38,10 @@ DecodeToken = Callable[[int], str]
 
 
 def overview(trajectories: Sequence[DumpedTrajectory]) -> Table:
-    """A row for each trajectory of a sample."""
+    """Return a table with a row for each trajectory of a sample."""
     table = Table(box=None, header_style=DIM)
-    for column in ("trajectory", "turns", "tool calls", "tokens"):
-        table.add_column(column, justify="right")
-    table.add_column("versions")
-    table.add_column("reward", justify="right")
-    table.add_column("finish")
+    for column in ("trajectory", "turns", "tool calls", "tokens", "versions", "reward", "finish"):
+        table.add_column(column, justify="left" if column in ("versions", "finish") else "right")
     for one in trajectories:
         trajectory = one.trajectory
         table.add_row(
@@ -65,7 +62,7 @@ def title(one: DumpedTrajectory) -> Text:
 
 
 def conversation(one: DumpedTrajectory) -> Iterator[Text]:
-    """All messages, turn by turn."""
+    """Yield all messages, turn by turn."""
     messages, turns = one.trajectory.messages, one.trajectory.turns
     places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     # The policy's answers come last; assistant messages of the prompt, such as examples, are before them.
@@ -87,7 +84,7 @@ def conversation(one: DumpedTrajectory) -> Iterator[Text]:
 
 
 def closing(one: DumpedTrajectory, fate: str) -> Iterator[Text]:
-    """Reward, finish reason and origin of a trajectory. `fate`: what became of its sample; empty if unknown."""
+    """Yield reward, finish reason and origin of a trajectory. `fate`: the end of its sample; empty if unknown."""
     trajectory, score = one.trajectory, one.score
     reward = _labelled("reward").append(_amount(score.reward), style="bold")
     for name, value in score.extra.items():
@@ -119,7 +116,7 @@ def closing(one: DumpedTrajectory, fate: str) -> Iterator[Text]:
 
 
 def tokens(one: DumpedTrajectory, decode: DecodeToken) -> Iterator[Text]:
-    """Every row, token by token: its place, id, mask, version, log-prob and text."""
+    """Yield every row, token by token: its place, id, mask, version, log-prob and text."""
     shades = _shades(one)
     for number, row in enumerate(one.trajectory.rows):
         sampled = int(row.response_mask.sum())
@@ -157,7 +154,7 @@ def _message(message: Mapping[str, Any], about: str) -> Iterator[Text]:
 
 
 def _num_tokens_before(one: DumpedTrajectory, next_turn: int) -> str:
-    """The number of tokens that the policy got before that turn."""
+    """Return the number of tokens in the prompt or, later, between the previous turn and this one, as text."""
     turns, rows = one.trajectory.turns, one.trajectory.rows
     if next_turn == 0:
         turn = turns[0]
@@ -169,7 +166,7 @@ def _num_tokens_before(one: DumpedTrajectory, next_turn: int) -> str:
 
 
 def _turn(one: DumpedTrajectory, number: int, message: Mapping[str, Any], *, answered: bool) -> Iterator[Text]:
-    """`answered`: the results of its tool calls are in the next messages."""
+    """Yield one turn. `answered`: the results of its tool calls are in the next messages."""
     trajectory = one.trajectory
     turn = trajectory.turns[number]
     row = trajectory.rows[turn.row]
@@ -232,7 +229,7 @@ def _header(role: str, about: Sequence[str]) -> Text:
 
 
 def _content(content: Any) -> str:
-    """A message's content as text; other media by a description."""
+    """Return a message's content as text, with a description of other media."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
@@ -268,7 +265,7 @@ def _turn_versions(one: DumpedTrajectory, number: int) -> list[int]:
 
 
 def _versions_of(spans: Sequence[Span], first: int, num_tokens: int) -> list[int]:
-    """The versions of these tokens in order, without repetitions."""
+    """Return the versions of these tokens in order, without repetitions."""
     versions: list[int] = []
     for version in versions_per_token(spans, first + num_tokens)[first:].tolist():
         if not versions or versions[-1] != version:
@@ -277,7 +274,7 @@ def _versions_of(spans: Sequence[Span], first: int, num_tokens: int) -> list[int
 
 
 def _versions(versions: Sequence[int], between: str) -> str:
-    """`v3→v4`; with `–` between, only the ends of the range."""
+    """Format versions as `v3→v4`; with `–` between, only the ends of the range."""
     ends = [versions[0], versions[-1]] if between == "–" and len(versions) > 2 else versions
     return between.join(f"v{version}" for version in ends)
 

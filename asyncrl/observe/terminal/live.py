@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,12 +22,12 @@ from asyncrl.observe.status.run_status import Restart
 from asyncrl.observe.terminal.screen import (
     DIM,
     Dashboard,
-    LiveViewState,
     ProgressPhase,
     draw,
     elapsed,
     facts,
     number,
+    panel,
     percent,
     restart_line,
     run_directory,
@@ -58,17 +57,17 @@ class View:
     """
 
     def phase(self, text: str) -> None:
-        """The phase `text` begins and the previous one ends; an empty text only ends it."""
+        """End the current phase and begin the phase `text`, unless it is empty."""
 
     def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
-        """A row was recorded, which has changed the dashboard."""
+        """Show a row that was recorded, and the dashboard that it has changed."""
         self.update(dashboard)
 
     def update(self, dashboard: Dashboard) -> None:
-        """The values on the dashboard have changed."""
+        """Show the changed values of the dashboard."""
 
     def restart(self, restart: Restart, dashboard: Dashboard) -> None:
-        """A part is being replaced, or its replacement has recovered."""
+        """Show that a part is being replaced, or that its replacement has recovered."""
         level = "warning" if restart.recovered_at is None else ""
         self.message(level, restart_line(restart))
         self.update(dashboard)
@@ -149,9 +148,11 @@ class LiveView(View):
         self._console = console
         self._clock = clock
         self._spinner = Spinner("dots", style="cyan")
-        self._lock = threading.Lock()
-        """Protects the state, which the event loop replaces and the drawing thread reads."""
-        self._scene = LiveViewState(title, clock(), clock(), (), None)
+        self._title = title
+        self._started_s = clock()
+        # Both are immutable: the event loop replaces them, and the drawing thread reads them without a lock.
+        self._phases: tuple[ProgressPhase, ...] = ()
+        self._dashboard: Dashboard | None = None
         self._live = Live(
             console=console, get_renderable=self.render, refresh_per_second=per_second, vertical_overflow="crop"
         )
@@ -164,23 +165,20 @@ class LiveView(View):
         self._live.stop()
 
     def render(self) -> RenderableType:
-        """The current content of the terminal."""
-        with self._lock:
-            scene = replace(self._scene, now_s=self._clock())
-        return draw(scene, self._spinner)
+        """Return the current content of the terminal."""
+        now_s = self._clock()
+        content = draw(self._phases, self._dashboard, now_s, self._spinner)
+        return panel(content, self._title, elapsed(now_s - self._started_s))
 
     def phase(self, text: str) -> None:
         now_s = self._clock()
-        with self._lock:
-            ended = tuple(p if p.ended_s is not None else replace(p, ended_s=now_s) for p in self._scene.phases)
-            begun = (ProgressPhase(text, now_s),) if text else ()
-            self._scene = replace(self._scene, phases=(*ended, *begun))
+        ended = tuple(p if p.ended_s is not None else replace(p, ended_s=now_s) for p in self._phases)
+        self._phases = (*ended, ProgressPhase(text, now_s)) if text else ended
 
     def update(self, dashboard: Dashboard) -> None:
-        with self._lock:
-            # Until there is a first result, the phases are more informative than a table of dashes.
-            if self._scene.dashboard is not None or dashboard.rewards or dashboard.validations:
-                self._scene = replace(self._scene, dashboard=dashboard)
+        # Until there is a first result, the phases are more informative than a table of dashes.
+        if self._dashboard is not None or dashboard.rewards or dashboard.validations:
+            self._dashboard = dashboard
 
     def message(self, level: str, text: str) -> None:
         self._console.print(Text(f"{level}: {text}" if level else text, style=_LEVEL_STYLES.get(level, "")))
@@ -192,7 +190,7 @@ class LiveView(View):
 
 
 def make_view(mode: Literal["auto", "live", "plain", "off"], title: str, console: Console | None = None) -> View:
-    """The view that `logging.console` selects; `auto` is a live view on a terminal and plain lines elsewhere."""
+    """Return the view that `logging.console` selects; `auto` is a live view on a terminal and plain lines elsewhere."""
     if mode == "off":
         return View()
     console = console or Console(highlight=False)
@@ -207,7 +205,7 @@ def make_view(mode: Literal["auto", "live", "plain", "off"], title: str, console
 def closing_summary(
     summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None
 ) -> RenderableType:
-    """The outcome of a run, what it cost, and the answers to one prompt before and after training."""
+    """Return the outcome of a run, its costs, and the answers to one prompt before and after training."""
     parts: list[RenderableType] = [_headline(summary)]
     if summary["error"] is not None:
         parts.append(_error(summary["error"]))

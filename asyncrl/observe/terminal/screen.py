@@ -67,7 +67,7 @@ class Dashboard:
     """When the last steps ended, on the view's clock; for `eta_s`."""
 
     def eta_s(self, now_s: float) -> float | None:
-        """Seconds until the last step, at the pace of the last ones."""
+        """Return the seconds until the last step, at the pace of the last ones."""
         if self.total_steps is None or len(self.step_times) < 2:
             return None
         pace_s = (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
@@ -78,7 +78,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as a sparkline of at most `width` characters."""
+    """Draw `values` as a sparkline of at most `width` characters."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))
@@ -91,21 +91,21 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def elapsed(seconds: float) -> str:
-    """`0:07`, `12:34`, `3:04:05`."""
+    """Format a duration as `0:07`, `12:34`, `3:04:05`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def short_s(seconds: float) -> str:
-    """`28 ms`, `1.4 s`, `2:05`."""
+    """Format a duration as `28 ms`, `1.4 s`, `2:05`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 60 else elapsed(seconds)
 
 
 def restart_line(restart: Restart) -> str:
-    """The restart in one line: its cause, and after recovery its duration and effect."""
+    """Describe a restart in one line: its cause, and after recovery its duration and effect."""
     if restart.recovered_at is None:
         return f"the {restart.part} is being replaced: {_first_line(restart.cause)}"
     detail = f"; {restart.detail}" if restart.detail else ""
@@ -118,7 +118,7 @@ def _first_line(text: str) -> str:
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """`value`, or a dash if it is unknown."""
+    """Format `value`, or return a dash if it is unknown."""
     return "-" if value is None else format(value, form)
 
 
@@ -139,34 +139,31 @@ class ProgressPhase:
     ended_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LiveViewState:
-    """Everything that the live view draws."""
+def draw(
+    phases: Sequence[ProgressPhase], dashboard: Dashboard | None, now_s: float, spinner: Spinner
+) -> RenderableType:
+    """Return the content of the live view.
 
-    title: str
-    started_s: float
-    now_s: float
-    phases: tuple[ProgressPhase, ...]
-    dashboard: Dashboard | None
-    """None until the run has results."""
+    Args:
+        dashboard: None until the run has results.
+        spinner: the same one in all calls, or it would never turn.
+    """
+    if dashboard is None:
+        return _phases(phases, now_s, spinner)
+    parts = [_progress(dashboard, now_s), Text(), _facts(dashboard)]
+    if open_phases := [phase for phase in phases if phase.ended_s is None]:
+        parts += [Text(), _phases(open_phases, now_s, spinner)]
+    return Group(*parts)
 
 
-def draw(scene: LiveViewState, spinner: Spinner) -> RenderableType:
-    """The caller keeps `spinner` between calls, or it would never turn."""
-    parts: list[RenderableType] = []
-    if scene.dashboard is None:
-        parts.append(_phases(scene.phases, scene.now_s, spinner))
-    else:
-        parts += [_progress(scene.dashboard, scene.now_s), Text(), _facts(scene.dashboard)]
-        open_phases = [phase for phase in scene.phases if phase.ended_s is None]
-        if open_phases:
-            parts += [Text(), _phases(open_phases, scene.now_s, spinner)]
+def panel(content: RenderableType, title: str, subtitle: str = "") -> RenderableType:
+    """Return `content` in a frame of limited width."""
     return WidthLimited(
         Panel(
-            Group(*parts),
-            title=Text(scene.title, style="bold"),
+            content,
+            title=Text(title, style="bold"),
             title_align="left",
-            subtitle=Text(elapsed(scene.now_s - scene.started_s), style=DIM),
+            subtitle=Text(subtitle, style=DIM) if subtitle else None,
             subtitle_align="right",
             border_style="cyan",
             padding=(0, 1),
@@ -239,7 +236,7 @@ def _facts(board: Dashboard) -> RenderableType:
 
 
 def facts(*rows: tuple[str, RenderableType | None], width: int | None = 11) -> Table:
-    """A table of named values. Rows without a value are left out, and a name that repeats is shown once.
+    """Return a table of named values. Rows without a value are left out, and a name that repeats is shown once.
 
     Args:
         width: of the names; None: as wide as the longest.
@@ -256,7 +253,7 @@ def facts(*rows: tuple[str, RenderableType | None], width: int | None = 11) -> T
 
 
 def items(**items: str | int | None) -> Text:
-    """Pairs of name and value, the name dim and the value plain; without values of None."""
+    """Return pairs of name and value, the name dim and the value plain; without values of None."""
     text = Text()
     for name, value in items.items():
         if value is not None:
@@ -271,7 +268,7 @@ def run_directory(path: Path | str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Reward:
-    """The last step's mean, a sparkline of the available width, the first and the last tenth."""
+    """Draws the last step's mean, a sparkline of the available width, the first and the last tenth."""
 
     board: Dashboard
 
@@ -291,7 +288,7 @@ class _Reward:
 
 
 def _validation(board: Dashboard) -> Text:
-    """The first point and the last ones."""
+    """Return the first point and the last ones."""
     points = board.validations
     text = Text()
     shown = points if len(points) <= 4 else (points[0], *points[-3:])
@@ -323,7 +320,7 @@ def _sync(board: Dashboard) -> Text:
 
 
 def health_line(health: RunHealth) -> Text | None:
-    """The worst value of each kind in one line; None if all are unknown."""
+    """Return the worst value of each kind in one line; None if all are unknown."""
     shown: dict[str, str | None] = {}
     lags = [(process.lag_s, name) for name, process in health.processes.items() if process.lag_s is not None]
     if lags:
@@ -347,7 +344,7 @@ def health_line(health: RunHealth) -> Text | None:
 
 
 def _restarts(board: Dashboard) -> Text:
-    """The number of restarts of each part, and the cause of the newest, in one line."""
+    """Return the number of restarts of each part, and the cause of the newest, in one line."""
     counts = count_restarts(board.restarts, board.earlier_restarts)
     text = items(**{str(part): count for part, count in counts.items()})
     text.no_wrap, text.overflow = True, "ellipsis"
@@ -355,7 +352,7 @@ def _restarts(board: Dashboard) -> Text:
 
 
 def _waits(part: str, waits: tuple[Wait, ...]) -> Text:
-    """The three longest waits in one line, so that the layout does not jump."""
+    """Return the three longest waits in one line, so that the layout does not jump."""
     text = Text(no_wrap=True, overflow="ellipsis").append(f"{part} on ", style=DIM)
     if not waits:
         return text.append("nothing")

@@ -7,12 +7,11 @@ from heapq import nlargest
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.text import Text
 
 from asyncrl.observe.health.rules import size
 from asyncrl.observe.status.why import REPLICA_SILENT_S, duration
-from asyncrl.observe.terminal.screen import DIM, WidthLimited, elapsed, facts, items, number, run_directory, short_s
+from asyncrl.observe.terminal.screen import DIM, elapsed, facts, items, number, panel, run_directory, short_s
 
 BAR = 24
 MAX_BARS = 10
@@ -30,17 +29,14 @@ _BAD = "bold red"
 
 
 def status_page(report: Mapping[str, Any], name: str) -> RenderableType:
-    """`report`: the result of `asyncrl.observe.status.run_files.status_report`."""
+    """Return the page of the result of `asyncrl.observe.status.run_files.status_report`."""
     title = " · ".join(part for part in (report["experiment"], name, report["mode"]) if part)
-    parts: list[RenderableType] = [_headline(report), _position(report), Text(), _facts(report)]
-    panel = Panel(
-        Group(*parts), title=Text(title, style="bold"), title_align="left", border_style="cyan", padding=(0, 1)
-    )
-    return Group(WidthLimited(panel), run_directory(report["run_dir"]))
+    content = Group(_headline(report), _position(report), Text(), _facts(report))
+    return Group(panel(content, title), run_directory(report["run_dir"]))
 
 
 def _headline(report: Mapping[str, Any]) -> Text:
-    """The phase of the run and the state of its driver."""
+    """Return the phase of the run and the state of its driver."""
     phase, driver = report["phase"], report["driver"]
     is_dead = not report["live"] and phase in ("starting", "running", "stopping")
     wall_s = "" if report["wall_s"] is None else f" {'for' if report['live'] else 'after'} {elapsed(report['wall_s'])}"
@@ -114,7 +110,7 @@ def _counts(report: Mapping[str, Any]) -> Text:
 
 
 def _histogram(staleness: Mapping[str, Any]) -> Iterator[Text]:
-    """Trained samples by staleness, as shares of all."""
+    """Yield the trained samples by staleness, as shares of all."""
     shown = list(staleness.get("histogram", {}).items())
     total = sum(count for _, count in shown)
     if len(shown) > MAX_BARS:
@@ -152,7 +148,7 @@ def _replica(replica: Mapping[str, Any]) -> Text:
 
 
 def _health(health: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
-    """Resource usage, of a run that has ended that at its end."""
+    """Yield resource usage; for a run that has ended, that at its end."""
     processes: Mapping[str, Mapping[str, Any]] = health.get("processes") or {}
     lags = {name: each["lag_s"] for name, each in processes.items() if each["lag_s"] is not None}
     if lags:

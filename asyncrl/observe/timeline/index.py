@@ -1,4 +1,4 @@
-"""All bars of a run in memory, in numpy columns of about 50 bytes an event; the events' fields stay in their files."""
+"""The bars of a run in numpy columns of about 50 bytes an event; the events' fields stay in their files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VersionMark(NamedTuple):
 
 
 class Index:
-    """Grows by `add`. Times are Unix microseconds. Not safe for threads."""
+    """All bars of a run, and the events that they belong to. Times are Unix microseconds. Not safe for threads."""
 
     def __init__(self) -> None:
         self._assigner = TrackAssigner()

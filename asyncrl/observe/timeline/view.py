@@ -125,9 +125,7 @@ def view(selection: Selection, fields: Mapping[int, Mapping[str, Any]]) -> dict[
         "height": selection.layout.height,
         "blocks": blocks,
         "groups": groups,
-        "bars": dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
-        if rows
-        else {c: [] for c in COLUMNS},
+        "bars": {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS)},
         "versions": selection.versions,
         "merged": int(np.count_nonzero(selection.bars.event == MERGED)),
         "crowded": len(selection.crowded),
