@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -113,15 +114,22 @@ def wait(page: Page, condition: str) -> None:
     page.wait_for_function(f"() => document.body.dataset.drawn && (data => {condition})({_SOURCE})")
 
 
+@contextmanager
+def opened(browser: Browser, url: str, until: str = "data.left.length > 100") -> Iterator[tuple[Page, Tab]]:
+    """Open a page and wait for its bars; no error may be on its console in the end."""
+    with Tab.opened(browser, url) as tab:
+        wait(tab.page, until)
+        yield tab.page, tab
+        assert tab.errors == []
+
+
 def place(page: Page, description: str = "", title: str = "") -> tuple[float, float]:
     found = page.evaluate(_WHERE, {"description": description, "title": title})
     return found[0], found[1]
 
 
 def test_the_page_of_a_finished_run(chromium: Browser, run: FakeRun, url: str) -> None:  # noqa: F811
-    with Tab.opened(chromium, url) as tab:
-        page = tab.page
-        wait(page, "data.left.length > 100")
+    with opened(chromium, url) as (page, tab):
         # All states of requests, tools, users and rewards are drawn.
         states = set(page.evaluate(f"Array.from({_SOURCE}.state)"))
         assert {*PHASES, "tool", "user", "reward", "wait", "experience", "update", "weights"} <= states
@@ -137,15 +145,12 @@ def test_the_page_of_a_finished_run(chromium: Browser, run: FakeRun, url: str) -
         assert blocks[:4] == ["trainer", "rank-actor-0", "rank-actor-1", "rollouter"]
         assert tab.overflow() <= 0
         assert page.evaluate("document.documentElement.scrollHeight - window.innerHeight") <= 0
-        assert tab.errors == []
         assert tab.external(url) == []
         assert len(tab.requests) >= 3
 
 
 def test_zooming_fetches_finer_bars_and_blocks_can_be_hidden(chromium: Browser, url: str) -> None:  # noqa: F811
-    with Tab.opened(chromium, url) as tab:
-        page = tab.page
-        wait(page, "data.left.length > 100 && data.event.includes(-1)")
+    with opened(chromium, url, "data.left.length > 100 && data.event.includes(-1)") as (page, _):
         wide = page.evaluate("document.getElementById('summary').textContent")
         page.mouse.move(*place(page, title="trainer.update"))
         for _ in range(12):
@@ -167,13 +172,10 @@ def test_zooming_fetches_finer_bars_and_blocks_can_be_hidden(chromium: Browser, 
         page.click("#parts summary")
         page.get_by_label("rollouter").uncheck()
         wait(page, "!data.state.includes('tool') && data.state.includes('decode')")
-        assert tab.errors == []
 
 
 def test_a_tooltip_and_the_conversation_of_a_request(chromium: Browser, url: str) -> None:  # noqa: F811
-    with Tab.opened(chromium, url) as tab:
-        page = tab.page
-        wait(page, "data.left.length > 100")
+    with opened(chromium, url) as (page, tab):
         where = place(page, f"sample_0_{RECORDED}/0", "request · decode")
         page.mouse.move(where[0] - 3, where[1])
         page.mouse.move(*where)
@@ -188,20 +190,16 @@ def test_a_tooltip_and_the_conversation_of_a_request(chromium: Browser, url: str
         assert tab.overflow() <= 0
         page.keyboard.press("Escape")
         expect(panel).to_be_hidden()
-        assert tab.errors == []
 
 
 def test_details_of_an_unrecorded_sample_explain_how_to_record_it(chromium: Browser, url: str) -> None:  # noqa: F811
-    with Tab.opened(chromium, url) as tab:
-        wait(tab.page, "data.left.length > 100")
-        tab.page.mouse.click(*place(tab.page, "sample_0_9<", "trajectory"))
-        expect(tab.page.locator("#panel")).to_contain_text("rollout.dump_dir")
+    with opened(chromium, url) as (page, _):
+        page.mouse.click(*place(page, "sample_0_9<", "trajectory"))
+        expect(page.locator("#panel")).to_contain_text("rollout.dump_dir")
 
 
 def test_a_live_run_is_followed(chromium: Browser, live: FakeRun, live_url: str) -> None:  # noqa: F811
-    with Tab.opened(chromium, live_url) as tab:
-        page = tab.page
-        wait(page, "data.left.length > 100")
+    with opened(chromium, live_url) as (page, _):
         expect(page.locator("#phase")).to_have_text("live · running")
         expect(page.locator("#follow")).to_be_checked()
         before = page.evaluate(f"Math.max(...{_SOURCE}.right)")
@@ -218,7 +216,6 @@ def test_a_live_run_is_followed(chromium: Browser, live: FakeRun, live_url: str)
         live.write(1, first=4, at=18.0)
         page.wait_for_function(f"() => Number(document.body.dataset.drawn) > {count + 1}")
         assert page.evaluate("Bokeh.documents[0].get_model_by_name('time').end") == end
-        assert tab.errors == []
 
 
 def test_the_first_view_begins_with_the_first_sample_and_a_click_shows_the_whole_run(
@@ -226,21 +223,16 @@ def test_the_first_view_begins_with_the_first_sample_and_a_click_shows_the_whole
     slow_start_url: str,
 ) -> None:
     start = "Bokeh.documents[0].get_model_by_name('time').start"
-    with Tab.opened(chromium, slow_start_url) as tab:
-        page = tab.page
-        wait(page, "data.left.length > 100")
+    with opened(chromium, slow_start_url) as (page, _):
         assert 85_000 < page.evaluate(start) < 90_000
         assert "trouble" not in page.evaluate(f"Array.from({_SOURCE}.state)")
         page.click("#whole")
         wait(page, "data.state.includes('trouble')")
         assert page.evaluate(start) < 0
-        assert tab.errors == []
 
 
 def test_tracks_too_thin_to_be_seen_are_opened_by_a_click(chromium: Browser, slow_start_url: str) -> None:  # noqa: F811
-    with Tab.opened(chromium, slow_start_url) as tab:
-        page = tab.page
-        wait(page, "data.title.some(title => title.startsWith('requests: '))")
+    with opened(chromium, slow_start_url, "data.title.some(title => title.startsWith('requests: '))") as (page, _):
         expect(page.locator("#rows")).to_be_hidden()
         page.mouse.click(*place(page, title="requests: "))
         wait(page, "data.title.some(title => title.startsWith('request · decode'))")
@@ -248,7 +240,6 @@ def test_tracks_too_thin_to_be_seen_are_opened_by_a_click(chromium: Browser, slo
         page.click("#rows")
         wait(page, "data.title.some(title => title.startsWith('requests: '))")
         expect(page.locator("#rows")).to_be_hidden()
-        assert tab.errors == []
 
 
 def test_the_page_reports_unreadable_files(chromium: Browser, tmp_path: Path) -> None:  # noqa: F811
