@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.observe.report.analysis import analyse
@@ -363,6 +363,7 @@ def test_equal_or_unknown_rewards_recommend_no_limit(tmp_path: Path, reward: flo
 BASE = RunPlan(steps=5, samples=4, n=2, validation_every=2)
 PLANS = {
     "complete": BASE,
+    "all events": replace(BASE, level="full", n=3, turns=4),
     "truncated": replace(BASE, until_s=15.0),
     "validated alone": replace(BASE, validation_alone=True, ahead=0),
     "validation truncated": replace(BASE, validation_alone=True, ahead=0, until_s=18.0),
@@ -404,6 +405,13 @@ def test_invariants_of_any_run(runs: Runs, name: str) -> None:
     assert run["last_event"] - run["first_event"] == pytest.approx(wall_s, abs=2e-3)
     assert run["requests"] == report["requests"]["count"] >= sum(row["requests"] for row in report["steps"]["by_step"])
     assert sum(row["requests"] for row in report["requests"]["by_replica"]) == report["requests"]["count"]
+    percentages = [report["turns"]["percent"], {row["kind"]: row["percent"] for row in report["shares"]["table"]}]
+    for each in percentages + [row["percent"] for row in report["shares"]["by_step"]]:
+        assert sum(each.values()) == pytest.approx(100, abs=1e-2)
+    for bar in report["shares"]["lifetimes"]:
+        assert sum(bar["seconds"].values()) == pytest.approx(bar["lifetime_s"], rel=1e-4)
+    for row in report["steps"]["by_step"]:
+        assert sum(row["parts"].values()) == pytest.approx(row["duration_s"], rel=0.02)
     figures(report)
 
 
@@ -453,22 +461,6 @@ def test_the_paused_share_is_of_the_lifetimes_of_replicas(runs: Runs) -> None:
         lifetimes += max(frame["end"].max() for frame in own) - min(frame["timestamp"].min() for frame in own)
     paused = sum(total(spans(own)) for _, own in events["sync.pause"].groupby("replica", observed=True))
     assert report["weight_sync"]["paused_share"] == pytest.approx(paused / lifetimes, rel=1e-4)
-
-
-@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["summary", "full"]))
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_percentages_sum_up(tmp_path_factory: Any, seed: int, n: int, turns: int, level: Any) -> None:
-    path = tmp_path_factory.mktemp("run")
-    write_run(path, RunPlan(steps=3, samples=3, seed=seed, n=n, turns=turns, level=level))
-    report = completed(path)
-    assert sum(row["percent"] for row in report["shares"]["table"]) == pytest.approx(100, abs=1e-2)
-    for row in report["shares"]["by_step"]:
-        assert sum(row["percent"].values()) == pytest.approx(100, abs=1e-2)
-    assert sum(report["turns"]["percent"].values()) == pytest.approx(100, abs=1e-2)
-    for bar in report["shares"]["lifetimes"]:
-        assert sum(bar["seconds"].values()) == pytest.approx(bar["lifetime_s"], rel=1e-4)
-    for row in report["steps"]["by_step"]:
-        assert sum(row["parts"].values()) == pytest.approx(row["duration_s"], rel=0.02)
 
 
 # ---------------------------------------------------------------------------------------------- missing events
