@@ -1,4 +1,4 @@
-"""Scored samples as the Rollouter dumps them: conversations whose tokens are the characters of what was said."""
+"""Scored samples as the Rollouter dumps them: conversations whose tokens are the characters of their text."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def prompt(text: str = PROMPT) -> Prompt:
 
 def calculation() -> Trajectory:
     """Two turns with a call between them; the weights changed from 3 to 4 within the first one."""
-    said = ("calculate(6*7)", "[tool: 42]", "It is 42.")
-    tokens = ids("".join(said))
-    mask = np.repeat([True, False, True], [len(part) for part in said])
+    parts = ("calculate(6*7)", "[tool: 42]", "It is 42.")
+    tokens = ids("".join(parts))
+    mask = np.repeat([True, False, True], [len(part) for part in parts])
     log_probs = np.where(mask, -0.123456789, 0.0).astype(np.float32)
     row = TokenRow(ids(PROMPT), tokens, mask, log_probs, (Span(0, 3), Span(9, 4)))
     call = ToolCall("calculator", '{"expression": "6*7"}', "42", "ok", 0.25, 0.012, 0.5, {"calls": 1.0})

@@ -150,23 +150,20 @@ def _distribution(values: NDArray[np.float64]) -> dict[str, Any]:
 
 def _replicas(done: pd.DataFrame) -> list[dict[str, Any]]:
     """Return requests, tokens, busy time and seconds per token of each replica."""
-    rows = []
-    for replica, own in done.groupby("replica", observed=True):
-        tokens, busy = own["response_tokens"].sum(), total(spans(own))
-        work = (own["duration_s"] - own["gate_s"] - own["paused_s"]).sum()
-        rows.append(
-            {
-                "replica": replica,
-                "requests": len(own),
-                "tokens": tokens,
-                "busy_s": busy,
-                "tokens_per_s": tokens / busy if busy > 0 else None,
-                "decode_s": own["decode_s"].sum(),
-                "decode_s_per_token": own["decode_s"].sum() / tokens if tokens > 0 else None,
-                "work_s_per_token": work / tokens if tokens > 0 else None,
-                "queued_s_mean": own["queued_s"].mean(),
-                "prefill_s_mean": own["prefill_s"].mean(),
-                "paused_s": own["paused_s"].sum(),
-            }
-        )
-    return rows
+    by_replica = done.groupby("replica", observed=True)
+    sums, means = by_replica[list(SUMS)].sum(), by_replica[["queued_s", "prefill_s"]].mean()
+    busy = pd.Series([total(spans(own)) for _, own in by_replica], index=sums.index, dtype="float64")
+    tokens = sums["response_tokens"].where(sums["response_tokens"] > 0)
+    columns = {
+        "requests": by_replica.size(),
+        "tokens": sums["response_tokens"],
+        "busy_s": busy,
+        "tokens_per_s": sums["response_tokens"] / busy.where(busy > 0),
+        "decode_s": sums["decode_s"],
+        "decode_s_per_token": sums["decode_s"] / tokens,
+        "work_s_per_token": (sums["duration_s"] - sums["gate_s"] - sums["paused_s"]) / tokens,
+        "queued_s_mean": means["queued_s"],
+        "prefill_s_mean": means["prefill_s"],
+        "paused_s": sums["paused_s"],
+    }
+    return pd.DataFrame(columns).reset_index().to_dict("records")
