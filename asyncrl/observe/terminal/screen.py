@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.constrain import Constrain
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -128,6 +129,7 @@ def percent(share: float | None) -> str:
 
 DIM = "grey58"
 MAX_WIDTH = 120
+"""Longer lines are hard to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ def draw(
 
 def panel(content: RenderableType, title: str, subtitle: str = "") -> RenderableType:
     """Return `content` in a frame of limited width."""
-    return WidthLimited(
+    return Constrain(
         Panel(
             content,
             title=Text(title, style="bold"),
@@ -167,18 +169,9 @@ def panel(content: RenderableType, title: str, subtitle: str = "") -> Renderable
             subtitle_align="right",
             border_style="cyan",
             padding=(0, 1),
-        )
+        ),
+        MAX_WIDTH,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class WidthLimited:
-    """Limits the width: lines longer than about 120 columns are hard to read."""
-
-    inner: RenderableType
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from console.render(self.inner, options.update_width(min(options.max_width, MAX_WIDTH)))
 
 
 def _phases(phases: Iterable[ProgressPhase], now_s: float, spinner: Spinner) -> RenderableType:
