@@ -396,36 +396,24 @@ def _idle_sides(run: RunData) -> Iterator[Finding]:
     idle, wall = run.figures["idle"], run.wall_s
     trainer_s = idle["trainer"]["idle_s"]
     rollouter_s = idle["rollouter"]["idle_s"] if idle["rollouter"] is not None else 0.0
-    first = idle["first_wait_s"]
-    first_wait = (
-        f" (the first samples took {seconds(first)} of it)" if (first or 0) > FIRST_WAIT_SHARE * trainer_s else ""
+    longer_s, shorter_s = max(trainer_s, rollouter_s), min(trainer_s, rollouter_s)
+    if wall <= 0 or longer_s <= LARGE_SHARE * wall:
+        return
+    first = idle["first_wait_s"] or 0
+    first_wait = f", {seconds(first)} of that for the first samples" if first > FIRST_WAIT_SHARE * trainer_s else ""
+    waited = (
+        f"The Trainer waited for samples for {seconds(trainer_s)}, {percent(trainer_s / wall)} of the run{first_wait}"
     )
-    share = percent(trainer_s / wall if wall > 0 else None)
-    waited = f"he Trainer waited for samples for {seconds(trainer_s)}, {share} of the run{first_wait}"
-    trainer_waits, rollouter_idle = trainer_s > LARGE_SHARE * wall, rollouter_s > LARGE_SHARE * wall
-    if (
-        trainer_waits
-        and rollouter_idle
-        and max(trainer_s, rollouter_s) < SLOWER_SIDE_RATIO * min(trainer_s, rollouter_s)
-    ):
-        yield Finding(
-            "sides_alternate", "trainer.wait_samples", trainer_s,
-            f"The sides take turns waiting for each other: t{waited}, and nothing was in generation for "
-            f"{seconds(rollouter_s)}. Neither is the slower side: pacing lets them overlap too little.",
-            {"event": "trainer.wait_samples"},
-        )  # fmt: skip
-    elif trainer_waits and trainer_s >= rollouter_s:
-        yield Finding(
-            "trainer_waits", "trainer.wait_samples", trainer_s,
-            f"T{waited}: generation is the slower side.", {"event": "trainer.wait_samples"},
-        )  # fmt: skip
-    elif rollouter_idle:
-        yield Finding(
-            "rollouter_idle", "sample.generate", rollouter_s,
-            f"Nothing was in generation for {seconds(rollouter_s)}, {percent(rollouter_s / wall)} of the run: training "
-            "is the slower side, or pacing holds generation back.",
-            {"event": "sample.generate"},
-        )  # fmt: skip
+    idled = f"Nothing was in generation for {seconds(rollouter_s)}, {percent(rollouter_s / wall)} of the run"
+    kind, event, lost = "trainer_waits", "trainer.wait_samples", trainer_s
+    text = f"{waited}: generation is the slower side."
+    if shorter_s > LARGE_SHARE * wall and longer_s < SLOWER_SIDE_RATIO * shorter_s:
+        kind = "sides_alternate"
+        text = f"The sides take turns waiting for each other. {waited}. {idled}. Pacing lets them overlap too little."
+    elif rollouter_s > trainer_s:
+        kind, event, lost = "rollouter_idle", "sample.generate", rollouter_s
+        text = f"{idled}: training is the slower side, or pacing holds generation back."
+    yield Finding(kind, event, lost, text, {"event": event})
 
 
 def _long_tail(run: RunData) -> Iterator[Finding]:

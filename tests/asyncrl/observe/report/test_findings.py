@@ -192,7 +192,7 @@ def test_a_long_tail_costs_the_time_that_the_trainer_waits_for_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("generate_s", "train_s", "kind", "text"),
     [
-        (9.0, 1.0, "trainer_waits", "(the first samples took 39 s of it): generation is the slower side"),
+        (9.0, 1.0, "trainer_waits", ", 39 s of that for the first samples: generation is the slower side"),
         (1.0, 9.0, "rollouter_idle", "training is the slower side"),
         (6.0, 4.0, "sides_alternate", "take turns waiting for each other"),
     ],
