@@ -1,4 +1,4 @@
-"""What every fuzzed run owes, whatever happened in it."""
+"""Checks the promises of a fuzzed run, which hold whatever faults struck it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(world: FuzzWorld) -> None:
         generated_anew=facts.anew | world.let_go,
         rewinds=facts.rewinds,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
-        # Of more samples than are needed, one that was given back may not be needed again.
+        # With over-sampling, a sample that was given back may not be needed again.
         completed=not over_sampled,
         max_staleness=drift.max_staleness if drift.stale_action == "drop" else None,
     )
@@ -50,12 +50,12 @@ def check(world: FuzzWorld) -> None:
 
 
 def _check_model(world: FuzzWorld) -> None:
-    """The weights of the newest checkpoint hold exactly what the record says of the steps up to it."""
+    """The weights of the newest checkpoint contain exactly the samples recorded for the steps up to it."""
     if not (checkpoints := world.files.checkpoints):
         return
     newest = checkpoints[max(checkpoints)]
     step, epochs = newest.progress.step, world.setup.config.trainer.ppo_epochs
-    # What comes behind the checkpoint in the record is not in it.
+    # Steps recorded after the checkpoint are not in it.
     recorded = surviving([*world.files.trained, {"rewound_to_step": step}])
     counts = Counter(newest.model)
     assert set(counts) == set(recorded), f"checkpoint {step} has {sorted(counts)}, the record {sorted(recorded)}"
@@ -64,9 +64,9 @@ def _check_model(world: FuzzWorld) -> None:
 
 
 def _check_validations(world: FuzzWorld) -> None:
-    """What the run comes to is validated, and no weights twice."""
+    """The last weights of the run are validated, and none are validated twice."""
     counts = Counter((record.lineage, record.version) for record in world.validations)
-    # The driver may die between a record's arrival and its being written down.
+    # The driver may die after a record arrives and before it is written.
     again = [weights_version for weights_version, count in counts.items() if count > 1]
     assert not again or world.launches > 1, f"(lineage, version) {again} was validated more than once"
     if world.setup.config.has_validation and world.launches == 1:
@@ -75,13 +75,13 @@ def _check_validations(world: FuzzWorld) -> None:
 
 
 def _check_poison(world: FuzzWorld, accounts: Accounts) -> None:
-    """Who crashes every engine is convicted, and nobody else is where nothing else goes wrong."""
+    """A sample that crashes every engine is dropped; no other one is, unless there are other faults."""
     setup = world.setup
     # Conversations of one sample are suspects by themselves.
     suspects = setup.config.rollout.n + setup.config.rollout.over_sample.trajectories if setup.max_turns > 1 else 1
     limit = setup.config.recovery.max_crashes * suspects + 1
     over = {name: count for name, count in world.poisoned_by.items() if count > limit}
-    # A Rollouter that is replaced forgets who was there, and who is cut stands in no lane.
+    # A new Rollouter does not know the earlier crashes, and a sample that over-sampling cut is not isolated.
     cut = setup.config.rollout.over_sample.samples > 0 and setup.config.rollout.over_sample.unfinished != "drop"
     assert not over or setup.faults or cut, f"poison that has crashed more than {limit} engines: {over}"
     if not setup.faults and setup.stragglers == 0 and setup.reward_fails == 0:
@@ -95,6 +95,6 @@ def _check_staleness(world: FuzzWorld) -> None:
     first = [age for lineage, age in world.staleness if lineage == 0]
     if drift.max_staleness is not None:
         assert max(first, default=0) <= drift.max_staleness, f"staleness {max(first)} beyond {drift.max_staleness}"
-    # What was over-sampled is trained a version later.
+    # Surplus samples are trained a version later.
     if drift.staleness_threshold == 0 and not world.setup.config.rollout.over_sample.samples:
         assert max(first, default=0) == 0, f"on-policy pacing, and a sample was {max(first)} versions old"

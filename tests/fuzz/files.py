@@ -1,4 +1,4 @@
-"""What outlives every process: the journal's rows, checkpoints, payloads, turns, the Trainer's record."""
+"""The files of a run, in memory: journal, checkpoints, payloads, turns and trained steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Checkpoint(NamedTuple):
     progress: Progress
     queue: QueueSnapshot
     model: tuple[SampleId, ...]
-    """What has been trained on."""
+    """The samples in the weights."""
 
 
 class Files:
-    """Everything on disk, and what is counted over the whole run."""
+    """Everything on disk, and counts over the whole run."""
 
     def __init__(self, setup: FuzzSetup) -> None:
         self.journal = Disk(setup.num_prompts)
@@ -35,7 +35,7 @@ class Files:
         self.turns = CountedTurns()
         self.trained: list[Mapping[str, Any]] = []
         self.validations: list[ValidationRecord] = []
-        """As the run's metrics have them: those gone back behind are not there."""
+        """Validations in the run's metrics, without those that a rewind abandoned."""
         self.num_segments = 0
 
 

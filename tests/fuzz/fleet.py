@@ -4,7 +4,7 @@
               with what the store has newest                                            ▼
                                                                another one, of another name, in its place
 
-No token is made twice: they are numbered, so that what was told and is not in the response is seen.
+Tokens are numbered and never repeat, which shows whether the response contains all accepted ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FLEETS: dict[str, Engines] = {}
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Without Serve."""
+    """Replace Serve."""
 
     async def replicas_up(namespace: str, limit_s: float) -> None:
         await FLEETS[namespace].until_all_up()
@@ -66,7 +66,7 @@ def patched() -> Iterator[None]:
 
 
 class FuzzFleet(serving.ServeFleet):
-    """As one process of the Rollouter sees the engines. What is told of a response when a call fails is watched."""
+    """The engines as one process of the Rollouter sees them. It records the accepted tokens of calls that fail."""
 
     def __init__(self, config: Config, engines: Engines, feed: ObjectStoreFeed, lines: list[Any]) -> None:
         super().__init__(config, namespace=engines.namespace)
@@ -95,12 +95,12 @@ class FuzzFleet(serving.ServeFleet):
 
 
 class FuzzReplica:
-    """One engine with its replica, from its start to its end."""
+    """One engine and its replica, from start to end."""
 
     def __init__(self, name: str, gate: Gate) -> None:
         self.name = name
         self.gate = gate
-        """Its messages to the store come in order."""
+        """Its messages to the store arrive in order."""
         self.phase: ReplicaPhase = "starting"
         self.phase_since = anyio.current_time()
         self.weights_version = WeightsVersion(0, 0)
@@ -108,12 +108,12 @@ class FuzzReplica:
         self.scope = anyio.CancelScope()
         self.hung = self.ended = False
         self.paused = False
-        """It makes no tokens."""
+        """It generates no tokens."""
         self.end = anyio.Event()
         self.generated_tokens = 0
 
     async def sleep(self, seconds: float) -> None:
-        """Raises `InfraError` if it ends meanwhile."""
+        """Sleep. Raises `InfraError` if the replica ends meanwhile."""
         with anyio.move_on_after(None if self.hung else seconds):
             await self.end.wait()
         if self.hung and not self.ended:
@@ -139,7 +139,7 @@ class OpenCall:
         self.woken = anyio.Event()
 
     async def sleep(self, seconds: float | None) -> None:
-        """Until then, or until it is woken. Raises what has ended its replica."""
+        """Sleep until then, or until it is woken. Raises the error that ended its replica."""
         with anyio.move_on_after(seconds):
             await self.woken.wait()
         if self.error is not None:
@@ -147,14 +147,14 @@ class OpenCall:
 
 
 class Engines:
-    """All replicas of one launch, and Serve, which keeps their number."""
+    """All replicas of one launch, and Serve, which replaces those that end."""
 
     def __init__(self, world: FuzzWorld, config: Config, store: ActorHost, namespace: str) -> None:
         self.namespace = namespace
         self.replicas: list[FuzzReplica] = []
         self.fail_next_apply = False
         self.owners: dict[WeightsVersion, Gate] = {}
-        """Whose process holds the weights that were published."""
+        """The process that holds the weights of each published version."""
         self._world = world
         self._config = config
         self._store = store
@@ -170,23 +170,23 @@ class Engines:
         for _ in range(self._world.setup.num_replicas):
             group.start_soon(self._keep_one)
 
-    def crash(self, replica: FuzzReplica, told: str = "the engine died") -> None:
-        """It dies with what it computes."""
+    def crash(self, replica: FuzzReplica, why: str = "the engine died") -> None:
+        """End the replica with its calls."""
         if replica.ended:
             return
-        self._world.say(f"{replica.name} ends: {told}, with {len(replica.calls)} calls")
+        self._world.say(f"{replica.name} ends: {why}, with {len(replica.calls)} calls")
         replica.ended = True
         replica.end.set()
         replica.gate.kill()
         for call in replica.calls:
-            call.error = EngineCrashError(f"{replica.name}: {told}")
+            call.error = EngineCrashError(f"{replica.name}: {why}")
             call.error.replica = replica.name
             call.woken.set()
         replica.scope.cancel()
         self._tell()
 
     def hang(self, replica: FuzzReplica) -> None:
-        """It does nothing any more, and says nothing. Serve finds out, if slowly."""
+        """Stop the replica without a sign. Its health checks fail after a while."""
         replica.hung = True
         asyncio.get_running_loop().call_later(SERVE_S, self.crash, replica, "Serve has ended it")
 
@@ -197,7 +197,7 @@ class Engines:
     def up(self) -> list[FuzzReplica]:
         return [replica for replica in self.replicas if replica.phase != "starting" and not replica.ended]
 
-    # ------------------------------------------------------------------------------------------------ a replica's life
+    # ------------------------------------------------------------------------------------------------ one replica
 
     async def _keep_one(self) -> None:
         while True:
@@ -266,7 +266,7 @@ class Engines:
         return min(free, key=lambda replica: len(replica.calls))
 
     async def _pace(self, session: str, replica: FuzzReplica, call: OpenCall) -> None:
-        """Until the next tokens, the end of the call, or that of the replica."""
+        """Wait for the next tokens, or for the end of the call or the replica."""
         if not session.startswith("val") and self._world.rng.random() < self._world.setup.stragglers:
             self._world.say(f"{session} does not end")
             await call.sleep(None)
@@ -292,7 +292,7 @@ class Engines:
     # ------------------------------------------------------------------------------------------------ versions
 
     async def apply(self, publication: Publication, mode: str, limit_s: float) -> list[Any]:
-        """As Serve's broadcast: of every replica that is up."""
+        """Broadcast to every replica that is up, as Serve does."""
         outcomes: list[Any] = []
 
         async def ask(replica: FuzzReplica) -> None:
@@ -307,7 +307,7 @@ class Engines:
                     group.start_soon(ask, replica)
         if deadline.cancelled_caught:
             return [DeadlineError(f"not every replica answered within {limit_s:g} s")]
-        return outcomes or [DeadlineError("there is no replica at the moment")]
+        return outcomes or [DeadlineError("no replica is up")]
 
     async def _apply(self, replica: FuzzReplica, publication: Publication, mode: str) -> ApplyReport:
         await replica.sleep(self._world.some(0.03))

@@ -1,4 +1,4 @@
-"""A journal in memory with a disk's manners: rows are safe once a group commit has ended; a crash takes the rest."""
+"""A journal in memory that behaves like one on disk: a crash loses the rows that no group commit has written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.queue.operations import Operation
 
 
 class Disk:
-    """What outlives every process."""
+    """The rows that outlive every process."""
 
     def __init__(self, num_prompts: int) -> None:
         self.rows: list[JournalRow] = []
@@ -32,8 +32,11 @@ class CrashLog:
     def __init__(
         self, disk: Disk, rng: random.Random, see: Callable[[Operation], None], committed: Callable[[], None]
     ) -> None:
-        """`see` is told of every operation as it is made; `committed` is called when some are safe, before anybody who
-        waits for that knows."""
+        """
+        Args:
+            see: receives every operation when it is appended.
+            committed: is called when operations are durable, before their callers continue.
+        """
         self._disk = disk
         self._rng = rng
         self._see = see
@@ -69,7 +72,7 @@ class CrashLog:
         return trained_since(step, self._disk.operations(self._pending))
 
     def die(self) -> None:
-        """The process is killed. A commit that was under way is on disk as a whole, or not at all."""
+        """Kill the process. A commit in progress is on disk as a whole, or not at all."""
         if self._num_committing and self._rng.random() < 0.5:
             self._disk.rows += self._pending[: self._num_committing]
         self._dead = True

@@ -69,7 +69,7 @@ class FuzzQueueActor(QueueActor):
 
     async def call(self, caller: QueueCaller, operation: Operation, timeout_s: float | None = None) -> Any:
         if isinstance(operation, OfferSamples):
-            # Of what is finished when the queue has just been closed, the Rollouter thinks that it was accepted.
+            # The Rollouter takes an offer to a queue that has just been closed for accepted.
             state = self._ready_queue.state
             offered = [sample.meta.sample_id for sample in operation.samples]
             self._world.let_go.update(sample_id for sample_id in offered if state.is_late(sample_id))
@@ -153,7 +153,7 @@ class LaunchOfRun:
 
     @property
     def progress(self) -> Progress:
-        """What training goes on from."""
+        """The point from which training continues."""
         return self.newest.progress if self.newest is not None else Progress()
 
     @property
@@ -182,12 +182,12 @@ class LaunchOfRun:
         first = self.config.trainer.val_before_train and self.validated is None and step is None
         return RolloutStart(first, self.validated, step or 0)
 
-    # ------------------------------------------------------------------------------------------------ its course
+    # ------------------------------------------------------------------------------------------------ the run
 
     async def run(self) -> bool:
         """True: the run is complete."""
         self.world.say(f"launch {self.world.launches}, lineage {self.lineage}, from step {self.progress.step}")
-        # A driver that was killed while it was stopped has not heard of the last steps; their checkpoint has them.
+        # A driver that was killed while it was stopped has no records of the last steps; their checkpoint has them.
         self.world.completed_step = self.progress.step
         self._forget_validations()
         async with anyio.create_task_group() as self.processes:
@@ -207,8 +207,8 @@ class LaunchOfRun:
         return not self.died and not self.stopped
 
     def _ended_by(self, error: BaseException) -> None:
-        """What may end a launch leaves the run as a death of the driver does."""
-        # A queue that hangs when nobody asks any more how it is.
+        """End the launch as the driver's death does. Raises errors that may not end one."""
+        # The queue hangs after the last probe.
         lost_queue = isinstance(error, DeadlineError) and "sample queue" in str(error)
         if not (self.stopped and isinstance(error, InfraError)) and not lost_queue:
             raise error
@@ -288,7 +288,7 @@ class LaunchOfRun:
         self.world.say(f"FAULT {fault.kind}")
         match fault.kind:
             case "engine" | "hang engine" as kind:
-                # One that hangs while it starts is Serve's matter.
+                # Serve replaces a replica that hangs while it starts.
                 if up := self.engines.up():
                     replica = self.rng.choice(up)
                     (self.engines.crash if kind == "engine" else self.engines.hang)(replica)
@@ -300,7 +300,7 @@ class LaunchOfRun:
             case "queue":
                 self.queue_host.kill(self.rng.uniform(0.3, 1.0))
             case "hang queue":
-                # One that hangs before the driver has heard of it ends the launch.
+                # A process that hangs before its first answer to the driver ends the launch.
                 if self.watch.queue_number == self.queue_host.number:
                     self.queue_host.hang()
             case "answer":
@@ -316,7 +316,7 @@ class LaunchOfRun:
                 self.died = True
                 self.scope.cancel()
             case "driver stops":
-                # None that is as long as the second try of a probe: that would be the part's to answer in.
+                # Not as long as the second try of a probe, in which the part has to answer.
                 await self.watch.stand_still(self.rng.choice([1.0, 20.0, 2 * WATCHDOG_S]))
             case "stop":
                 self.stopped = True

@@ -43,7 +43,7 @@ class FuzzPart:
         self.world = launch.world
         self.process: Process | None = None
         self.board: WaitBoard | None = None
-        """Of the process that is up."""
+        """The waits of the running process."""
 
     async def kill(self) -> None:
         if self.process is not None:
@@ -169,7 +169,7 @@ class TrainPart(FuzzPart):
         )
 
     async def republish(self) -> None:
-        # Ranks stay when the last step is done: what they have published is theirs.
+        # Ranks keep their published weights after the last step.
         if self.ranks is not None and self.process is not None and self.process.error is None:
             await self.ranks.republish()
 
@@ -251,7 +251,7 @@ class ShakyScorer(FakeScorer):
 
 
 def prompts(world: FuzzWorld) -> ListPrompts:
-    """The data set; a poisonous one among them begins with a token of its own."""
+    """Return the data set. A poisonous prompt begins with `POISON`."""
     return ListPrompts(
         [
             make_prompt(POISON if number == world.setup.poison else 1, 2, number + 3)

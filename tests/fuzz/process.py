@@ -1,4 +1,4 @@
-"""A process of Rollouter or Trainer, without a process."""
+"""Stands in for a process of Rollouter or Trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.remote import Gate
 
 @dataclass(eq=False)
 class Process:
-    """One process of Rollouter or Trainer: killed, it does nothing any more to anybody."""
+    """One process of Rollouter or Trainer. After `kill`, nothing from it passes its gate."""
 
     gate: Gate
     scope: anyio.CancelScope
@@ -41,7 +41,7 @@ class Process:
         self._on_stop()
 
     def stops_by(self, stop: Callable[[], None]) -> None:
-        """How what runs now is asked to end; it is asked at once if that has come before."""
+        """Set the function that ends the process; call it at once if `stop` was called before."""
         self._on_stop = stop
         if self.stopped:
             stop()
@@ -57,7 +57,7 @@ class Process:
             self.send.close()
 
     def kill(self) -> None:
-        """Once its `run` has ended it still holds what it has published."""
+        """Kill the process; one whose `run` has ended loses the weights that it published."""
         self.gate.kill()
         if not self.ended:
             self.error = InfraError("the process was killed")

@@ -1,7 +1,7 @@
-"""Processes without processes: actors that can be killed at any moment, and what a call to one then meets.
+"""Simulated processes: actors that can be killed at any moment, and calls to them.
 
-What a killed process still does (the clean-up of its tasks) changes only what died with it: its own memory, and ports
-behind a `Gate`, which let nothing of it through any more.
+The tasks of a killed process still clean up. That changes only its own memory: its ports are behind a `Gate`, which
+lets nothing through any more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Gate:
             self._refuse(answer)
 
     def asks(self, answer: asyncio.Future[Any]) -> bool:
-        """The process waits for an answer from elsewhere. False: it is dead, and asks nobody."""
+        """Note that the process waits for an answer from another one. False: it is dead, and does not call."""
         if self._dead:
             self._refuse(answer)
             return False
@@ -65,7 +65,7 @@ class Gate:
         return not self._thawed.is_set()
 
     async def answering(self) -> None:
-        """Somebody asks the process how it is. A frozen one does not answer, and of a dead one there is no answer."""
+        """Wait as a probe of the process does: a frozen one does not answer, a dead one ends the wait."""
         await self._thawed.wait()
 
     async def passing(self) -> None:
@@ -115,7 +115,7 @@ class ActorHost:
     def __init__(self, make: Callable[[int], Any], unavailable: Callable[[], Exception], rng: random.Random) -> None:
         """
         Args:
-            make: The actor's constructor, told which process this is, from 0.
+            make: The actor's constructor; its argument is the number of the process, from 0.
             unavailable: What calls to a dead or restarting actor raise.
             rng: Of delays.
         """
@@ -192,7 +192,7 @@ class ActorHost:
     def call(self, gate: Gate, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, retries: bool) -> _Ref:
         """`retries`: over deaths of the process, for as long as it takes."""
         answer = asyncio.get_running_loop().create_future()
-        # Nobody may wait any more for what a dead caller had asked.
+        # A dead caller may no longer await the answer.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         call = _Call(method, args, kwargs, retries, answer)
         if gate.asks(answer):
@@ -250,7 +250,7 @@ class _Call:
 
 
 class _Ref:
-    """What a call returns at once. Whoever gives up awaiting it does not cancel the call."""
+    """The reference that a call returns at once. Cancelling an await of it does not cancel the call."""
 
     def __init__(self, answer: asyncio.Future[Any]) -> None:
         self._answer = answer

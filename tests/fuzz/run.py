@@ -1,4 +1,4 @@
-"""Fuzzed runs by seed. `python -m tests.fuzz.run 1234` replays one with everything that happens in it."""
+"""Fuzzed runs by seed. `python -m tests.fuzz.run 1234` replays one and prints its events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_VIRTUAL_S = 900.0
 
 
 class FuzzError(AssertionError):
-    """A seed whose run broke a promise; the message has how to see it again."""
+    """A seed whose run broke a promise; the message has the command that replays it."""
 
 
 def play(seed: int, trace: Callable[[str], None] | None = None) -> FuzzWorld:
@@ -35,9 +35,9 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> FuzzWorld:
         with fleet.patched():
             loop.run(main, seed, max_virtual_s=MAX_VIRTUAL_S)
         check(world)
-    except Exception as error:  # noqa: BLE001  whatever it is, it is this seed's
-        told = "".join(traceback.format_exception(error))
-        raise FuzzError(f"{setup}\n{told}\nto see it happen: python -m tests.fuzz.run {seed}") from None
+    except Exception as error:  # noqa: BLE001  the message names the seed
+        text = "".join(traceback.format_exception(error))
+        raise FuzzError(f"{setup}\n{text}\nto see it happen: python -m tests.fuzz.run {seed}") from None
     return world
 
 

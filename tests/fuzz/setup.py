@@ -1,4 +1,4 @@
-"""What one fuzzed run is like: everything that a seed decides, drawn before it begins."""
+"""The setup of a fuzzed run, which its seed determines before it begins."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FAULTS: tuple[FaultKind, ...] = (
     "store", "hang engine", "hang rollouter", "hang trainer", "hang queue", "apply", "payload", "driver",
     "driver stops", "stop",
 )  # fmt: skip
-"""`answer`: the queue's process dies when it has done what it was asked and has not said so. `driver stops`: and goes
-on later. Those that are listed more than once come more often."""
+"""`answer`: the queue's process dies after an operation and before its answer. `driver stops`: it continues later.
+Faults that are listed more than once are drawn more often."""
 LONG_S = 1000.0
-"""A deadline longer than any run: nobody is woken by it who should have been told."""
+"""A deadline longer than any run, which hides no lost notification."""
 SHORT_S = 4.0
-"""One that a queue which hangs makes run out, if it is longer than the probes'."""
+"""A deadline that passes while the queue hangs."""
 SAMPLE_S = 30.0
 PROBE_S = 3.0
 START_S = 10.0
 WATCHDOG_S = 120.0
-"""Of a run that loses nothing to its faults, the longest standstill is that of samples that all run out of time."""
+"""Longer than the longest legal standstill: all samples run out of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class FuzzSetup:
     stragglers: float
     """Share of sessions that never end."""
     mean_s: float
-    """Of one piece of a response."""
+    """Mean time for one batch of tokens."""
     step_s: float
     call_s: float
     """`timeouts.call_s`."""
@@ -95,7 +95,7 @@ def draw(seed: int) -> FuzzSetup:
     poison = rng.randrange(6) if rng.random() < 0.2 else None
     validates = rng.random() < 0.3
     deterministic = random.Random(f"order {seed}").random() < 0.2
-    # Drawn apart, so that seeds of before mean what they meant.
+    # Drawn separately, so that the setups of earlier seeds stay the same.
     more = random.Random(f"conversations {seed}")
     max_turns, forks = more.choice([1, 1, 2, 3]), more.random() < 0.3
     over_sample = OverSampleConfig(

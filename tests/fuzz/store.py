@@ -26,14 +26,14 @@ class FuzzStore(WeightStoreActor):
         self._number = number
 
     def die(self) -> None:
-        """Nothing of it is on disk."""
+        """The store has nothing on disk."""
 
     async def status(self) -> StoreStatus:
         return replace(await super().status(), pid=self._number)
 
 
 class Publisher(ObjectStorePublisher):
-    """What it publishes is gone with its process, as Ray's objects are."""
+    """Published weights are lost with their process, as Ray's objects are."""
 
     def __init__(
         self, store: Any, gate: Gate, owners: dict[WeightsVersion, Gate], *, call_s: float, lineage: int

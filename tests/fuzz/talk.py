@@ -1,4 +1,4 @@
-"""Conversations for fuzzed runs: what is said between turns depends on nothing, so that logged turns count."""
+"""Conversations for fuzzed runs. Messages between turns are constant, so that logged turns can be reused."""
 
 from __future__ import annotations
 

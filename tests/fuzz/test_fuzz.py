@@ -83,14 +83,14 @@ def test_a_seed_reproduces_its_run_in_another_process() -> None:
         "from tests.fuzz.test_fuzz import digest\n"
         "print(digest(23))\n"
     )
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.getcwd()},
     )
-    assert told.stdout.strip() == digest(23)
+    assert output.stdout.strip() == digest(23)
 
 
 def digest(seed: int) -> str:

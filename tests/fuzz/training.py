@@ -1,4 +1,4 @@
-"""The Trainer's side without models: ranks whose weights are the list of what they were trained on."""
+"""The Trainer without models: the weights of its ranks are the list of trained samples."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PlainExperience:
 
 
 class FuzzRanks:
-    """A role whose weights are the list of what they were trained on."""
+    """A role whose weights are the list of trained samples."""
 
     def __init__(self, world: FuzzWorld, publisher: Publisher, gate: Gate, model: tuple[SampleId, ...]) -> None:
         self.model = list(model)
@@ -81,7 +81,7 @@ class FuzzRanks:
 
 
 class Checkpoints:
-    """`saves.Checkpoints` in memory: begun is not written."""
+    """Checkpoints in memory; `begin` writes nothing yet."""
 
     def __init__(
         self, world: FuzzWorld, gate: Gate, ranks: FuzzRanks, confirm: Callable[[int], Awaitable[None]]
@@ -108,7 +108,7 @@ class Checkpoints:
         self._world.files.checkpoints[step] = self._begun
         self._world.say(f"checkpoint of step {step} written")
         await self._confirm(step)
-        # As `trainer.max_checkpoints_to_keep` would have it.
+        # Keep two, as `trainer.max_checkpoints_to_keep` may.
         for old in sorted(self._world.files.checkpoints)[:-2]:
             del self._world.files.checkpoints[old]
         return Path(f"step_{step}")

@@ -1,7 +1,4 @@
-"""What the driver watches, as `asyncrl.driver.service_watch` and `asyncrl.driver.run` do: queue, store, replicas,
-and whether
-anything moves at all.
-"""
+"""The driver's probes of queue, store, parts and replicas, and its watchdog, as `asyncrl.driver` has them."""
 
 from __future__ import annotations
 
@@ -53,16 +50,15 @@ class DriverWatch:
 
     @property
     def queue_number(self) -> int | None:
-        """Of the queue's process that was heard of last."""
+        """The number of the queue's process that answered last."""
         return self._queue.pid if self._queue is not None else None
 
     async def awake(self) -> None:
-        """Until the driver is not stopped."""
+        """Wait until the driver is not stopped."""
         await self._awake.wait()
 
     async def stand_still(self, seconds: float) -> None:
-        """The driver is stopped by a signal, and goes on after that. Half of the time it has asked the store something,
-        and the answer waits for it."""
+        """Stop the driver, as a signal does; half of the time while an answer of the store is under way."""
         if self._world.rng.random() < 0.5:
             await self._asks_store.wait()
         self._awake = anyio.Event()
@@ -102,11 +98,11 @@ class DriverWatch:
             },
         )
 
-    # ------------------------------------------------------------------------------------------------ who is asked
+    # ------------------------------------------------------------------------------------------------ probes
 
     async def _asked(self, ask: Callable[[], Awaitable[Answer]], limit_s: float) -> Answer:
-        """As a driver asks that may be stopped: the answer waits for it, and its deadline passes all the same. When it
-        goes on, either may be first."""
+        """Ask as a driver that may be stopped: the answer waits for it, and its deadline passes anyway. When the driver
+        continues, either may be noticed first."""
         await self._awake.wait()
         answers: list[Answer] = []
         with anyio.move_on_after(limit_s) as deadline:
@@ -118,7 +114,7 @@ class DriverWatch:
         return answers[0]
 
     async def _probe_part(self, supervisor: Supervisor) -> None:
-        """Of Rollouter or Trainer."""
+        """Probe Rollouter or Trainer."""
         launch, part = self._launch, supervisor.part
         assert isinstance(part, FuzzPart)
         asked: Process | None = None
@@ -131,7 +127,7 @@ class DriverWatch:
             loop = launch.train.loop
             return replace(loop.progress) if loop is not None else Progress(), part.waits()
 
-        async def heard(answer: tuple[Progress, tuple[Wait, ...]]) -> None:
+        async def answered(answer: tuple[Progress, tuple[Wait, ...]]) -> None:
             self._heard[part.name] = answer
 
         async def missed(error: DeadlineError) -> None:
@@ -140,13 +136,13 @@ class DriverWatch:
                     self._world.broken.append(f"the {part.name} was well, and was killed")
                 supervisor.replace_unresponsive(error)
 
-        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=heard, on_timeout=missed)
+        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=answered, on_timeout=missed)
 
     async def _probe_queue(self) -> None:
         launch = self._launch
         handle = launch.queue_host.handle(launch.gate)
 
-        async def heard(status: QueueStatus) -> None:
+        async def answered(status: QueueStatus) -> None:
             self._queue = status
 
         async def missed(error: DeadlineError) -> None:
@@ -156,7 +152,7 @@ class DriverWatch:
         async def ask(limit_s: float) -> QueueStatus:
             return await self._asked(QueueClient(handle, limit_s).status, limit_s)
 
-        await probe(ask, PROBE_S, on_answer=heard, on_timeout=missed)
+        await probe(ask, PROBE_S, on_answer=answered, on_timeout=missed)
 
     async def _probe_store(self) -> None:
         handle = self._launch.store_host.handle(self._launch.gate)
@@ -164,10 +160,10 @@ class DriverWatch:
         async def status() -> StoreStatus:
             self._asks_store.set()
             self._asks_store = anyio.Event()
-            told: StoreStatus = await handle.status.options(max_task_retries=-1).remote()
-            return told
+            answer: StoreStatus = await handle.status.options(max_task_retries=-1).remote()
+            return answer
 
-        async def heard(status: StoreStatus) -> None:
+        async def answered(status: StoreStatus) -> None:
             status = on_clock(status, anyio.current_time())
             if self._store is None or self._store.pid != status.pid:
                 self._store_since = status.at
@@ -176,11 +172,11 @@ class DriverWatch:
             self._store = status
 
         async def missed(error: DeadlineError) -> None:
-            """It is being restarted: nothing here makes it hang."""
+            """End a store that does not answer."""
             if self._store is not None and self._launch.store_host.end_known(self._store.pid, 0.5) is not None:
                 self._world.broken.append("the store was well, and was killed")
 
-        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=heard, on_timeout=missed)
+        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=answered, on_timeout=missed)
 
     async def _keep_store_informed(self) -> None:
         while True:
@@ -188,7 +184,7 @@ class DriverWatch:
             try:
                 await self._launch.train.republish()
             except InfraError as error:
-                self._world.say(f"the store could not be told: {error}")
+                self._world.say(f"nothing could be published to the store again: {error}")
             self._store_forgot = anyio.Event()
 
     def _watch_replicas(self, store: StoreStatus) -> None:
@@ -197,7 +193,7 @@ class DriverWatch:
         for report in changes.unresponsive:
             for replica in [one for one in engines.replicas if one.name == report.replica]:
                 if not replica.hung and not replica.ended:
-                    self._world.broken.append(f"{replica.name} was well, and was ended for not having been heard of")
+                    self._world.broken.append(f"{replica.name} was well, and was ended because its reports were missed")
                 engines.crash(replica, "it hangs")
         if changes.missing:
-            self._world.broken.append(f"{changes.missing[0].replica} is told to have no successor")
+            self._world.broken.append(f"{changes.missing[0].replica} is reported to have no successor")

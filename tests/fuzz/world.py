@@ -28,7 +28,7 @@ from tests.fuzz.setup import FuzzSetup
 POISON = 7
 """The first token of a prompt that crashes engines."""
 VALIDATES = 3
-"""That of one of the validation set."""
+"""The first token of a prompt of the validation set."""
 
 
 class FuzzWorld:
@@ -46,27 +46,27 @@ class FuzzWorld:
         self.struck = 0
         self.completed_step = 0
         self.watched: list[list[Any]] = []
-        """What each process of the Rollouter has seen of calls that failed, see `benchmarks.chaos.watch`."""
+        """By process of the Rollouter, records of failed calls (`benchmarks.chaos.watch`)."""
         self.validations: list[ValidationRecord] = []
-        """All, also of weights that were given up."""
+        """All validations, also of abandoned weights."""
         self.poisoned_by: Counter[str] = Counter()
-        """Crashes that a poisonous request has brought about, by its session."""
+        """The number of crashes that poisonous requests caused, by session."""
         self.let_go: set[SampleId] = set()
-        """Samples that were finished when the queue had just been closed: they are generated again in a next launch."""
+        """Samples that were finished just after the queue was closed; the next launch generates them again."""
         self.broken: list[str] = []
-        """Promises that were seen to be broken while it ran."""
+        """Promises that were broken during the run."""
 
-    def say(self, told: str) -> None:
+    def say(self, event: str) -> None:
         if self.trace is not None:
-            self.trace(f"{anyio.current_time():9.4f}  {told}")
+            self.trace(f"{anyio.current_time():9.4f}  {event}")
 
     def see(self, operation: Operation) -> None:
-        """Of the queue, as it is made: what a crash forgets is seen once more by `rebuilt`."""
+        """Trace an operation of the queue when it is appended; a crash may lose it."""
         if self.trace is not None:
             self.say(str(operation))
 
     async def pause(self) -> None:
-        """A message travels."""
+        """Wait as long as a message takes."""
         if self.rng.random() < 0.3:
             await anyio.sleep(self.rng.random() * 0.004)
         else:
