@@ -66,10 +66,6 @@ class StepSet:
         """Return whether the set has a step at or after `first`."""
         return self._every or any(last >= first for _, last in self._ranges)
 
-    def has_all(self, first: int, last: int) -> bool:
-        """Return whether the set has every step from `first` to `last`."""
-        return self._every or first > last or any(low <= first and last <= high for low, high in self._ranges)
-
 
 def _parse_range(part: object) -> tuple[int, int]:
     if isinstance(part, int) and not isinstance(part, bool) and part >= 0:

@@ -10,8 +10,6 @@ import pytest
 from asyncrl.core.call_batcher import CallBatcher
 from asyncrl.core.failures import BugError, InfraError
 
-pytestmark = pytest.mark.asyncio
-
 
 class RecordedSend:
     """A `send` that records its batches and answers once its gate is open."""

@@ -20,8 +20,6 @@ from asyncrl.queue.operations import ReturnPermits
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions, SampleQueue
 from tests.fakes.queues import MemoryLog
 
-pytestmark = pytest.mark.asyncio
-
 
 def make_queue(size: int = 4, threshold: float = 0.0, total: int | None = None, **options: Any) -> LocalSampleQueue:
     return LocalSampleQueue(QueueOptions(100, Pacing(size, threshold, total), **options))

@@ -1,4 +1,4 @@
-"""Bytes with checksums: any tool reads them, and no damage to them goes unseen."""
+"""Arrays with checksums: safetensors reads them, and every damage is detected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def take_all(data: bytes) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(arrays, st.dictionaries(st.sampled_from(["file", "samples", "note"]), st.text(max_size=9)))
-def test_what_was_encoded_comes_back(values: dict[str, Any], texts: dict[str, str]) -> None:
+def test_decoded_arrays_are_unchanged(values: dict[str, Any], texts: dict[str, str]) -> None:
     blob = read(as_bytes(values, texts))
     assert texts.items() <= blob.texts.items()
     for name, array in values.items():
@@ -51,7 +51,7 @@ def test_what_was_encoded_comes_back(values: dict[str, Any], texts: dict[str, st
         assert found.flags.aligned and not found.flags.writeable
 
 
-def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_the_format(tmp_path: Path) -> None:
     path = tmp_path / "some.safetensors"
     path.write_bytes(as_bytes(SOME, {"file": "näme"}))
     with safe_open(path, framework="numpy") as file:
@@ -61,7 +61,7 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
             np.testing.assert_array_equal(file.get_tensor(name), array)
 
 
-def test_every_flipped_bit_is_seen() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     whole = as_bytes(SOME, {"file": "x"})
     take_all(whole)
     for bit in range(8 * len(whole)):
@@ -71,7 +71,7 @@ def test_every_flipped_bit_is_seen() -> None:
             take_all(bytes(damaged))
 
 
-def test_every_missing_or_added_end_is_seen() -> None:
+def test_every_missing_or_added_end_is_detected() -> None:
     whole = as_bytes(SOME, {"file": "x"})
     for num_bytes in range(len(whole)):
         with pytest.raises(DamageError):
@@ -101,9 +101,9 @@ def test_an_array_of_another_name_or_dtype_is_refused() -> None:
 def forge(entries: Any, checksums: Any = None, metadata: Any = None, data: bytes = b"") -> bytes:
     """A file with a right checksum of a wrong header."""
     names = entries if isinstance(entries, dict) else {}
-    told = json.dumps({name: xxh3_64_hexdigest(b"") for name in names} if checksums is None else checksums)
-    told_metadata = {"crc32": "", "checksums": told} if metadata is None else metadata
-    header = json.dumps({"__metadata__": told_metadata, **entries}, separators=(",", ":")).encode()
+    sums = json.dumps({name: xxh3_64_hexdigest(b"") for name in names} if checksums is None else checksums)
+    own_metadata = {"crc32": "", "checksums": sums} if metadata is None else metadata
+    header = json.dumps({"__metadata__": own_metadata, **entries}, separators=(",", ":")).encode()
     begin, rest = header[:26], header[26:]
     rest += b" " * (-(len(header) + 8) % 8)
     return (
@@ -117,7 +117,7 @@ def entry(dtype: Any = "I32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def test_the_forger_can_forge_something_right() -> None:
+def test_a_correct_forged_header_is_accepted() -> None:
     data = np.arange(2, dtype=np.int32).tobytes()
     blob = read(forge({"a": entry()}, {"a": xxh3_64_hexdigest(data)}, data=data))
     assert blob.array("a", np.int32).tolist() == [0, 1]
@@ -153,14 +153,14 @@ def test_a_forged_header_is_refused(forged: bytes) -> None:
         read(forged)
 
 
-def test_bytes_that_are_no_truth_values_are_refused() -> None:
+def test_booleans_other_than_0_and_1_are_refused() -> None:
     data = b"\1\2"
     forged = forge({"a": entry("BOOL", (2,), (0, 2))}, {"a": xxh3_64_hexdigest(data)}, data=data)
     with pytest.raises(DamageError, match="other than 0 and 1"):
         read(forged).array("a", np.bool_)
 
 
-def test_texts_beyond_what_a_header_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_longer_than_a_header_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs, "MAX_HEADER_BYTES", 200)
     with pytest.raises(ValueError, match="200"):
         encode({}, {"long": "x" * 200})

@@ -1,4 +1,4 @@
-"""Run directories: unique names, what is in them, errors people can act on."""
+"""Run directories: unique names, their content, and errors with fixes."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def test_a_relative_directory_becomes_absolute(tmp_path: Path, monkeypatch: pyte
     assert create_run_dir(Config(), NOW).path == tmp_path / "runs" / "quickstart" / "20260304-050607"
 
 
-def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file.*run_dir=PATH"):
         create_run_dir(Config(run_dir=str(tmp_path / "file" / "run")), NOW)
 
 
-def test_a_full_disk_is_an_infra_error_that_says_so() -> None:
+def test_a_full_disk_is_an_infra_error_with_the_fix() -> None:
     error = disk_error(Path("/runs/x"), OSError(errno.ENOSPC, "No space left on device"))
     assert isinstance(error, InfraError)
     assert "/runs/x" in error.message
     assert "run_dir=PATH" in error.message
 
 
-def test_runs_come_newest_first_and_latest_is_none_of_them(tmp_path: Path) -> None:
+def test_runs_are_listed_newest_first_without_latest(tmp_path: Path) -> None:
     assert list(runs_of("quickstart", root=tmp_path)) == []
     runs = [create_run_dir(Config(), NOW.replace(second=second), root=tmp_path) for second in (1, 2, 3)]
     twins = [create_run_dir(Config(), NOW.replace(second=2), root=tmp_path) for _ in range(10)]
@@ -77,7 +77,7 @@ def test_a_file_system_without_symbolic_links_costs_only_the_link(
         assert create_run_dir(Config(), NOW, root=tmp_path).config.exists()
 
 
-def test_going_on_rewrites_the_config_and_wants_the_directory(tmp_path: Path) -> None:
+def test_reopening_rewrites_the_config_of_an_existing_directory(tmp_path: Path) -> None:
     run_dir = create_run_dir(Config(), NOW, root=tmp_path)
     assert reopen_run_dir(run_dir.path, Config(seed=9)) == run_dir
     assert yaml.safe_load(run_dir.config.read_text())["seed"] == 9
@@ -85,7 +85,7 @@ def test_going_on_rewrites_the_config_and_wants_the_directory(tmp_path: Path) ->
         reopen_run_dir(tmp_path / "gone", Config())
 
 
-def test_a_latest_that_is_somebodys_file_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_named_latest_is_kept(tmp_path: Path) -> None:
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart" / "latest").write_text("mine")
     create_run_dir(Config(), NOW, root=tmp_path)

@@ -1,4 +1,4 @@
-"""Lines of trajectories and where they are found again: restarts, several runs, damage."""
+"""Files of trajectories over restarts, in shared directories, and with damage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(directory: Path, *lines: DumpedTrajectory) -> Path:
 # ------------------------------------------------------------------------------------------------ a line
 
 
-def test_a_line_comes_back_as_it_was() -> None:
+def test_a_parsed_line_is_unchanged() -> None:
     one = replace(
         dumped(),
         texts=((Piece(3, "calculate"), Piece(4, "(6*7)\n\u2028\udc80")), (Piece(4, "It is 42."),)),
@@ -76,7 +76,7 @@ def test_a_line_comes_back_as_it_was() -> None:
     np.testing.assert_allclose(row.rollout_log_probs, expected.rollout_log_probs, atol=5e-6)
 
 
-def test_numbers_that_are_not_finite_are_null_in_json_and_nan_again() -> None:
+def test_numbers_that_are_not_finite_are_null_in_json_and_nan_after_parsing() -> None:
     trajectory = calculation()
     row = replace(trajectory.rows[0], rollout_log_probs=np.full(33, -np.inf, np.float32))
     one = replace(dumped(), trajectory=replace(trajectory, rows=(row,)), score=Score(math.inf, {"part": math.nan}))
@@ -86,17 +86,17 @@ def test_numbers_that_are_not_finite_are_null_in_json_and_nan_again() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=12))
-def test_run_lengths_give_the_mask_back(values: list[bool]) -> None:
+def test_run_lengths_describe_the_mask(values: list[bool]) -> None:
     runs = mask_runs(np.array(values, np.bool_))
     assert [value for value, count in runs for _ in range(count)] == values
     assert all(one[0] != other[0] for one, other in itertools.pairwise(runs))
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
-def test_whatever_is_json_stays(value: Any) -> None:
-    told = plain(value)
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert plain(told) == told
+def test_json_values_are_unchanged(value: Any) -> None:
+    converted = plain(value)
+    assert json.loads(json.dumps(converted, allow_nan=False)) == converted
+    assert plain(converted) == converted
 
 
 def damages() -> list[tuple[str, Callable[[dict[str, Any]], Any]]]:
@@ -120,7 +120,7 @@ def damages() -> list[tuple[str, Callable[[dict[str, Any]], Any]]]:
 
 
 @pytest.mark.parametrize(("what", "damage"), damages())
-def test_what_is_no_such_line_is_refused(what: str, damage: Callable[[dict[str, Any]], Any]) -> None:
+def test_an_invalid_line_is_refused(what: str, damage: Callable[[dict[str, Any]], Any]) -> None:
     raw = as_json(dumped())
     damage(raw)
     with pytest.raises(ValueError):
@@ -128,7 +128,7 @@ def test_what_is_no_such_line_is_refused(what: str, damage: Callable[[dict[str, 
 
 
 @pytest.mark.parametrize("line", [b"", b"{}", b"[]", b"null", b'{"sample_id": "sample_0_42"}', b"\xff", b"[" * 100_000])
-def test_what_is_no_object_is_refused(line: bytes) -> None:
+def test_a_line_without_an_object_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):
         parse(line)
 
@@ -154,7 +154,7 @@ def test_a_sample_is_found_among_others(tmp_path: Path) -> None:
         find(tmp_path / "a" / "b", 1001, Path(RUN))
 
 
-def test_the_last_one_written_counts(tmp_path: Path) -> None:
+def test_the_last_dump_of_a_sample_is_found(tmp_path: Path) -> None:
     write(tmp_path, *whole(at=1.0))
     write(tmp_path, *whole(index=43))
     write(tmp_path, replace(dumped(at=2.0, of=1), score=Score(7.0)))
@@ -162,7 +162,7 @@ def test_the_last_one_written_counts(tmp_path: Path) -> None:
     assert ([one.score.reward for one in found.trajectories], found.notes) == ([7.0], ())
 
 
-def test_runs_that_share_a_directory_are_told_apart(tmp_path: Path) -> None:
+def test_runs_may_share_a_directory(tmp_path: Path) -> None:
     mine, others = tmp_path / "mine", tmp_path / "others"
     for run in (mine, others):
         run.mkdir()
@@ -185,7 +185,7 @@ def test_a_run_that_was_moved_keeps_its_dump(tmp_path: Path) -> None:
     assert find(tmp_path, 42, tmp_path / "after").trajectories == ()
 
 
-def test_torn_and_damaged_lines_are_told(tmp_path: Path) -> None:
+def test_torn_and_damaged_lines_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path, *whole())
     begin, rest = to_line(dumped()).split(b'"data_source"')
     path.write_bytes(path.read_bytes() + begin + b"\n" + begin + b'"data"' + rest + b"not a line\n\n" + begin)
@@ -198,7 +198,7 @@ def test_torn_and_damaged_lines_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_a_write_that_was_cut_off_shows_what_there_is_of_it(tmp_path: Path) -> None:
+def test_a_torn_write_has_its_complete_lines(tmp_path: Path) -> None:
     write(tmp_path, *whole(at=1.0))
     path = write(tmp_path, *whole(at=2.0))
     path.write_bytes(path.read_bytes()[:-100])
@@ -207,7 +207,7 @@ def test_a_write_that_was_cut_off_shows_what_there_is_of_it(tmp_path: Path) -> N
     assert found.notes == (f"line 4 of {path} was cut off", "1 of its 2 trajectories could be read")
 
 
-def test_appending_is_one_write_behind_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_is_appended_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncrl.storage.trajectory_files as files
 
     writes: list[int] = []
