@@ -64,6 +64,11 @@ FRESH_S = 5.0
 """Older reports of replicas are ignored."""
 
 
+def kind_named(name: str) -> Kind:
+    """Return the kind with this full name (`engine stop`)."""
+    return next(kind for kind in KINDS if kind.name == name)
+
+
 def kinds(targets: Collection[str] | None, *, without: Collection[str] = ()) -> tuple[Kind, ...]:
     """Return the kinds to draw from.
 

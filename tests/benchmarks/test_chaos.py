@@ -31,7 +31,7 @@ from asyncrl.core.types import SampleId, SampleMeta, Span, Turn
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos import disk, faults, task
 from benchmarks.chaos.accounts import Accounts, BrokenCall, Fate, TurnDone, surviving, violations
-from benchmarks.chaos.faults import KINDS, Kind, Strike
+from benchmarks.chaos.faults import KINDS, Strike, kind_named
 from benchmarks.chaos.watch import CallWatch, broken_calls, read_broken_calls
 from rollouter.serving.client import Delta, ReplicaStream
 from tests.fakes.engine import finished_turns
@@ -217,11 +217,6 @@ async def test_an_abandoned_call_owes_no_tokens(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ faults
 
 
-def kind(name: str) -> Kind:
-    (found,) = [kind for kind in KINDS if kind.name == name]
-    return found
-
-
 def replica(name: str, pid: int, engine_pid: int, *, at: float, phase: Any = "serving") -> ReplicaReport:
     return ReplicaReport(name, "node-1", pid, (engine_pid,), phase, at, 0, 1, 0, 0, at)
 
@@ -259,7 +254,7 @@ def struck(name: str, *parts: str) -> Strike:
     before = running(10.0)
     hit = [process for process in before.processes if process.part in parts]
     pids, names = frozenset(p.pid for p in hit), frozenset((p.part, p.name) for p in hit)
-    return Strike(1, kind(name), 10.5, pids=pids, parts=names, before=before)
+    return Strike(1, kind_named(name), 10.5, pids=pids, parts=names, before=before)
 
 
 def test_every_fault_kind_comes_once_before_any_repeats_in_an_order_set_by_the_seed() -> None:

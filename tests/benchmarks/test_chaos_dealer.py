@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos.dealer import Dealer, NotDealtError
-from benchmarks.chaos.faults import KINDS, Kind, Strike
+from benchmarks.chaos.faults import Strike, kind_named
 from benchmarks.chaos.launches import ChaosLaunch, lives
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.subject import Subject
@@ -26,12 +26,13 @@ from benchmarks.chaos.subject import Subject
 PROBE_S = 0.2
 LIMIT_S = 20.0
 PARTS = ("driver", "queue", "rollouter", "trainer")
+Processes = dict[str, subprocess.Popen[bytes]]
 
 
 class Standing(Subject):
     """A run that trains until the test ends."""
 
-    def __init__(self, path: Path, outcome: ChaosOutcome, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    def __init__(self, path: Path, outcome: ChaosOutcome, processes: Processes) -> None:
         super().__init__(ChaosOptions(0, 60.0, None, None, path), outcome, lambda line: None)
         self.outcome = outcome
         self._processes = processes
@@ -63,7 +64,7 @@ def is_stopped(process: subprocess.Popen[bytes]) -> bool:
 
 
 @pytest.fixture
-def processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def processes() -> Iterator[Processes]:
     found = {part: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for part in PARTS}
     yield found
     for process in found.values():
@@ -72,7 +73,7 @@ def processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 @pytest.fixture
-def subject(tmp_path: Path, processes: dict[str, subprocess.Popen[bytes]]) -> Standing:
+def subject(tmp_path: Path, processes: Processes) -> Standing:
     standing = Standing(tmp_path, ChaosOutcome(), processes)
     standing.run_dir.mkdir(parents=True)
     return standing
@@ -83,20 +84,13 @@ def dealer(subject: Standing) -> Dealer:
     return Dealer(subject, options, random.Random(0), None)
 
 
-def kind(name: str) -> Kind:
-    (found,) = [kind for kind in KINDS if kind.name == name]
-    return found
-
-
 # ------------------------------------------------------------------------------------------------ a crash
 
 
 @pytest.mark.parametrize("name", ["journal tear", "payload flip"])
-def test_a_fault_without_a_target_is_skipped(
-    subject: Standing, processes: dict[str, subprocess.Popen[bytes]], name: str
-) -> None:
+def test_a_fault_without_a_target_is_skipped(subject: Standing, processes: Processes, name: str) -> None:
     with pytest.raises(NotDealtError, match=r"no log|no payload files"):
-        dealer(subject).deal(kind(name), 1)
+        dealer(subject).deal(kind_named(name), 1)
     assert all(lives(process.pid) for process in processes.values())
     limit = time.monotonic() + LIMIT_S
     while any(is_stopped(process) for process in processes.values()):
@@ -104,26 +98,22 @@ def test_a_fault_without_a_target_is_skipped(
         time.sleep(0.01)
 
 
-def test_the_journal_writer_is_killed_before_its_journal_is_torn(
-    subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
-) -> None:
+def test_the_journal_writer_is_killed_before_its_journal_is_torn(subject: Standing, processes: Processes) -> None:
     connection = sqlite3.connect(subject.run_dir / "journal.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("CREATE TABLE rows (number INTEGER)")
-    strike = dealer(subject).deal(kind("journal tear"), 1)
+    strike = dealer(subject).deal(kind_named("journal tear"), 1)
     connection.close()
     assert "journal.db-wal" in strike.note and not strike.lived
     assert [processes[part].wait(LIMIT_S) for part in ("driver", "queue", "rollouter")] == [-signal.SIGKILL] * 3
     assert lives(processes["trainer"].pid), "the Trainer ends with the launch, not by the fault"
 
 
-def test_no_process_stays_stopped_when_the_journal_writer_has_gone(
-    subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
-) -> None:
+def test_no_process_stays_stopped_when_the_journal_writer_has_gone(subject: Standing, processes: Processes) -> None:
     processes["rollouter"].kill()
     processes["rollouter"].wait()
     with pytest.raises(NotDealtError, match="rollouter"):
-        dealer(subject).deal(kind("journal tear"), 1)
+        dealer(subject).deal(kind_named("journal tear"), 1)
     assert lives(processes["driver"].pid) and lives(processes["queue"].pid)
 
 
@@ -134,7 +124,7 @@ def stopped(subject: Standing) -> tuple[Dealer, Strike, RunState]:
     """Stop a driver. The last value is a state that it writes after all probes are answered."""
     by = dealer(subject)
     began = time.time()
-    strike = by.deal(kind("driver stop"), 1)
+    strike = by.deal(kind_named("driver stop"), 1)
     assert subject.was_stopped == {"driver"}
     assert strike.at - began > PROBE_S
     assert strike.before is not None
@@ -163,9 +153,7 @@ def test_a_replacement_after_a_stopped_driver_is_a_broken_promise(subject: Stand
     assert "trainer: it did not answer" in found.details
 
 
-def test_an_unreported_kill_after_a_stopped_driver_is_found(
-    subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
-) -> None:
+def test_an_unreported_kill_after_a_stopped_driver_is_found(subject: Standing, processes: Processes) -> None:
     by, strike, settled = stopped(subject)
     processes["queue"].kill()
     processes["queue"].wait()

@@ -13,17 +13,12 @@ import pytest
 from benchmarks.chaos import __main__ as program
 from benchmarks.chaos import summary
 from benchmarks.chaos.accounts import BrokenCall, Violation
-from benchmarks.chaos.faults import KINDS, Kind, Strike
+from benchmarks.chaos.faults import KINDS, Strike, kind_named
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 
 
-def kind(name: str) -> Kind:
-    (found,) = [kind for kind in KINDS if kind.name == name]
-    return found
-
-
 def dealt(number: int, name: str, recovered_s: float | None, **fields: Any) -> Strike:
-    return Strike(number, kind(name), 100.0 * number, recovered_s=recovered_s, **fields)
+    return Strike(number, kind_named(name), 100.0 * number, recovered_s=recovered_s, **fields)
 
 
 def round_of_five() -> list[Strike]:
