@@ -59,15 +59,14 @@ class ToolSession:
         ready: Mapping[str, tuple[LoadedTool, CallLimiter]],
         context: ToolContext,
     ) -> None:
-        self._caller = caller
         self._statistics = statistics
-        self._ready = ready
         self._context = context
-        self._kwargs = {name: _rows_kwargs(context, name) for name in ready}
-        self._used: dict[str, TrajectoryTool] = {}
+        self._tools = {
+            name: TrajectoryTool(loaded, limiter, caller, statistics, context, _rows_kwargs(context, name))
+            for name, (loaded, limiter) in ready.items()
+        }
         self._calls: list[tuple[str, int, str]] = []
         """Tool, turn and arguments of each call that reached the tool or its record."""
-        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,8 +81,6 @@ class ToolSession:
             ToolFailedError: the tool raised or took too long, and `on_error` is `drop` or `stop`.
             UserCodeError: the tool's result has the wrong type.
         """
-        if self._closed:
-            raise BugError(f"{self._context.sample_id}: {name} is called after its trajectory has ended")
         refusal = self._refusal(name, arguments)
         outcome = refusal or await self._outcome(name, arguments, turn)
         record = self._not_executed if refusal is not None or outcome.replayed else self._recorded_call
@@ -106,8 +103,8 @@ class ToolSession:
             ToolFailedError, UserCodeError: it raised, took too long, or is not a finite number.
         """
         scores: dict[str, float] = {}
-        for name, used in self._used.items():
-            if not used.overrides("calc_reward"):
+        for name in dict.fromkeys(called for called, _, _ in self._calls):
+            if not self._tools[name].overrides("calc_reward"):
                 scores[name] = 0.0
                 continue
             outcome = await self._recorded(name, CALC_REWARD, turn=-1)
@@ -117,25 +114,24 @@ class ToolSession:
 
     async def release(self) -> None:
         """Release every state once; each tool has `RELEASE_S`, and its exceptions are only logged."""
-        self._closed = True
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
-                for used in self._used.values():
-                    group.start_soon(used.release)
+                for tool in self._tools.values():
+                    group.start_soon(tool.release)
 
     # ------------------------------------------------------------------------------------------------ one call
 
     def _refusal(self, name: str, arguments: str) -> ToolOutcome | None:
         """Return the outcome of an invalid call, or None if the tool can be called."""
-        if name not in self._ready:
-            text = f"Error: there is no tool {shorten(name)!r}{nearest(name, list(self._ready))}"
+        if name not in self._tools:
+            text = f"Error: there is no tool {shorten(name)!r}{nearest(name, list(self._tools))}"
             return ToolOutcome(text, status="unknown_tool")
         try:
             parsed = parse_arguments(arguments)
         except BadJsonError as error:
             return ToolOutcome(f"Error: the arguments of {name} are no JSON object: {error}", status="bad_json")
         try:
-            problem = self._ready[name][0].schema.problem(parsed)
+            problem = self._tools[name].loaded.schema.problem(parsed)
         except Exception as error:
             raise UserCodeError.wrap(f"the schema of tool {name} cannot be used: {error}", error) from error
         if problem:
@@ -143,15 +139,10 @@ class ToolSession:
         return None
 
     async def _outcome(self, name: str, arguments: str, turn: int) -> ToolOutcome:
-        if name not in self._used:
-            loaded, limiter = self._ready[name]
-            self._used[name] = TrajectoryTool(
-                loaded, limiter, self._caller, self._statistics, self._context, self._kwargs[name]
-            )
         self._calls.append((name, turn, arguments))
         outcome = await self._recorded(name, arguments, turn)
         if outcome.replayed:
-            self._used[name].replayed.append(arguments)
+            self._tools[name].replayed.append(arguments)
         return outcome
 
     async def _recorded(self, name: str, arguments: str, turn: int) -> ToolOutcome:
@@ -178,8 +169,8 @@ class ToolSession:
         return await self._run(name, arguments)
 
     async def _run(self, name: str, arguments: str) -> ToolOutcome:
-        used = self._used[name]
-        return await (used.score() if arguments == CALC_REWARD else used.call(arguments))
+        tool = self._tools[name]
+        return await (tool.score() if arguments == CALC_REWARD else tool.call(arguments))
 
     def _not_executed(self, name: str, arguments: str, outcome: ToolOutcome) -> ToolCall:
         profile.note("tool.execute", tool=shorten(name), status=outcome.status, wait_s=0.0)

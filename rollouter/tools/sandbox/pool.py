@@ -30,7 +30,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,7 +83,6 @@ class CodeOutcome:
     ending: CodeEnding
     exit_code: int | None = None
     """Exit code with `died`; negative: the signal."""
-    wall_s: float = 0.0
 
 
 class ConfinedProcess:
@@ -116,7 +114,6 @@ class ConfinedProcess:
 
     async def run(self, code: str) -> CodeOutcome:
         """Run `code` to its end or to a limit, which also ends the process."""
-        started = time.monotonic()
         mark = secrets.token_hex(8)
         data = code.encode(errors="replace")
         output: bytearray | None = None
@@ -137,7 +134,7 @@ class ConfinedProcess:
         if ending == "output":
             del output[self._limits.output_bytes :]
         exit_code = self._process.returncode if ending == "died" else None
-        return CodeOutcome(output.decode(errors="replace"), ending, exit_code, time.monotonic() - started)
+        return CodeOutcome(output.decode(errors="replace"), ending, exit_code)
 
     async def _stop(self, *, timed_out: bool) -> CodeEnding:
         """End the process, if it has not ended by itself, and return why."""

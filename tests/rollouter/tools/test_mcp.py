@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,13 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
+@pytest.fixture(autouse=True)
+def no_process_remains() -> Iterator[None]:
+    before = children()
+    yield
+    assert children() == before
+
+
 def names(toolbox: Toolbox) -> Sequence[str]:
     return [schema["function"]["name"] for schema in toolbox.schemas]
 
@@ -146,14 +153,12 @@ async def test_a_server_offers_its_tools_to_many_trajectories(program: str) -> N
 
 
 async def test_a_server_process_gets_its_environment_and_ends_with_the_toolbox(quick: str) -> None:
-    before = children()
     async with box_of(stdio(quick)) as toolbox:
         assert names(toolbox) == ["who_is", "die", "wait", "break"]
         assert await who(toolbox) in children()
         assert (await call(toolbox, "who_is"))[1].endswith(" green")
         status, text = await call(toolbox, "break")
         assert status == "raised" and "there is no such method" in text
-    assert children() == before
 
 
 async def test_only_configured_tools_are_offered(quick: str) -> None:
@@ -163,18 +168,15 @@ async def test_only_configured_tools_are_offered(quick: str) -> None:
 
 
 async def test_an_idle_server_that_dies_is_restarted(quick: str) -> None:
-    before = children()
     async with box_of(stdio(quick)) as toolbox:
         first = await who(toolbox)
         os.kill(first, signal.SIGKILL)
         second = await who(toolbox)
         assert first != second == await who(toolbox)
-    assert children() == before
 
 
 @pytest.mark.parametrize("on_error", ["message", "drop"])
 async def test_a_call_that_kills_every_server_fails_as_on_error_says(quick: str, on_error: Any) -> None:
-    before = children()
     async with box_of(stdio(quick), on_error=on_error) as toolbox:
         if on_error == "drop":
             with pytest.raises(ToolFailedError, match="tool die failed"):
@@ -183,7 +185,6 @@ async def test_a_call_that_kills_every_server_fails_as_on_error_says(quick: str,
             status, text = await call(toolbox, "die")
             assert status == "raised" and "die failed" in text
         assert await who(toolbox), "the next call has another server"
-    assert children() == before
 
 
 async def test_calls_lost_with_a_server_share_one_reconnection(quick: str) -> None:
@@ -231,17 +232,16 @@ async def test_a_failed_restart_of_a_server_is_reported_to_the_model(tmp_path: P
 
 
 async def test_no_process_remains_when_the_run_is_cancelled_or_fails(quick: str) -> None:
-    before = children()
+    first = children()
     with anyio.CancelScope() as scope:
         async with box_of(stdio(quick)) as toolbox, anyio.create_task_group() as group:
             group.start_soon(call, toolbox, "wait")
-            assert len(children()) == len(before) + 1
+            assert len(children()) == len(first) + 1
             scope.cancel()
-    assert children() == before
+    assert children() == first
     with pytest.raises(ZeroDivisionError):
         async with box_of(stdio(quick)):
             raise ZeroDivisionError
-    assert children() == before
 
 
 @pytest.mark.parametrize(
@@ -265,11 +265,9 @@ async def test_no_process_remains_when_the_run_is_cancelled_or_fails(quick: str)
 async def test_a_server_that_does_not_start_is_reported_at_once(
     server: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    before = children()
     with pytest.raises(kind, match=message):
         async with box_of(server):
             raise AssertionError("it is open")
-    assert children() == before
 
 
 async def test_a_configured_tool_that_the_server_lacks_is_an_error(quick: str) -> None:
@@ -280,11 +278,9 @@ async def test_a_configured_tool_that_the_server_lacks_is_an_error(quick: str) -
 
 async def test_two_tools_with_the_same_name_are_an_error(quick: str) -> None:
     configs = [{"class_name": "calculator", "config": {"name": "who_is"}}, {"mcp": stdio(quick)}]
-    before = children()
     with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'who_is', like that of .*tools\.0"):
         async with Toolbox(load_tools([ToolConfig.model_validate(config) for config in configs])):
             raise AssertionError("it is open")
-    assert children() == before
 
 
 # ------------------------------------------------------------------------------------------------ HTTP
