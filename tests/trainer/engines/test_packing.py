@@ -101,46 +101,33 @@ def test_a_micro_batch_may_have_nothing_to_score(batch: TensorDict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
+    ("mode", "of_rows", "of_trajectories"),
     [
-        ("token-mean", (1 + 2 + 6 + 4) / 4),
-        ("seq-mean-token-mean", (9 / 3 + 4) / 2),
-        ("seq-mean-token-sum", (9 + 4) / 2),
-        ("seq-mean-token-sum-norm", (9 / 5 + 4 / 5) / 2),
+        ("token-mean", (1 + 2 + 6 + 4) / 4, (9 + 4 + 5) / 6),
+        ("seq-mean-token-mean", (9 / 3 + 4) / 2, ((9 + 4) / 4 + 5 / 2) / 2),
+        ("seq-mean-token-sum", (9 + 4) / 2, (9 + 4 + 5) / 2),
+        ("seq-mean-token-sum-norm", (9 / 5 + 4 / 5) / 2, (9 + 4 + 5) / 5 / 2),
     ],
 )
-def test_weighted_losses_add_up_to_their_mean(mode: AggMode, expected: float) -> None:
-    losses = torch.tensor([[1.0, 2.0, 6.0], [4.0, 0, 0], [0, 0, 0]], dtype=torch.float64)
-    mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-    batch = TensorDict({"loss_mask": mask}, batch_size=[3])
-    weights = token_weights(batch, (4.0, 2.0), mode, 5.0)
-    assert weights.dtype == torch.float64
-    np.testing.assert_allclose(float((weights[:, None] * losses * mask).sum()), expected, rtol=1e-14)
-    # cut into two batches, as two ranks have them
-    parts = [token_weights(batch[rows], (4.0, 2.0), mode, 5.0) for rows in ([0], [1, 2])]
-    assert torch.equal(torch.cat(parts), weights)
-    # the same token counts by trajectory give the same weights
-    batch["trajectory_tokens"] = mask.sum(dim=1)
-    assert torch.equal(token_weights(batch, (4.0, 2.0), mode, 5.0), weights)
-    assert trajectory_share(batch).tolist() == [1.0, 1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token-mean", (9 + 4 + 5) / 6),
-        ("seq-mean-token-mean", ((9 + 4) / 4 + 5 / 2) / 2),
-        ("seq-mean-token-sum", (9 + 4 + 5) / 2),
-        ("seq-mean-token-sum-norm", (9 + 4 + 5) / 5 / 2),
-    ],
-)
-def test_a_mean_over_trajectories_counts_each_once(mode: AggMode, expected: float) -> None:
-    """Rows 0 to 2 are one, 3 another; row 4 pads a rank: it is row 0 once more, with nothing to train."""
+def test_weighted_losses_of_two_ranks_add_up_to_their_mean(
+    mode: AggMode, of_rows: float, of_trajectories: float
+) -> None:
+    """In the second case rows 0 to 2 are one trajectory and row 3 is another. Row 4 pads a rank: it is row 0 again,
+    with nothing to train."""
     losses = torch.tensor([[1.0, 2.0, 6.0], [4.0, 0, 0], [0, 0, 0], [2.0, 3.0, 0], [0, 0, 0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
-    batch = TensorDict({"loss_mask": mask, "trajectory_tokens": torch.tensor([4, 4, 4, 2, 4])}, batch_size=[5])
-    shares = [trajectory_share(batch[rows]).sum() for rows in ([0, 3], [1, 2, 4])]
-    assert float(sum(shares)) == 2.0
-    weights = [token_weights(batch[rows], (6.0, 2.0), mode, 5.0) for rows in ([0, 1], [2, 3, 4])]
-    total = float((torch.cat(weights)[:, None] * losses * mask).sum())
-    np.testing.assert_allclose(total, expected, rtol=1e-14)
+    rows = TensorDict({"loss_mask": mask[:3]}, batch_size=[3])
+    forked = TensorDict({"loss_mask": mask, "trajectory_tokens": torch.tensor([4, 4, 4, 2, 4])}, batch_size=[5])
+    for batch, ranks, totals, expected in (
+        (rows, ([0], [1, 2]), (4.0, 2.0), of_rows),
+        (forked, ([0, 1], [2, 3, 4]), (6.0, 2.0), of_trajectories),
+    ):
+        weights = torch.cat([token_weights(batch[rank], totals, mode, 5.0) for rank in ranks])
+        assert weights.dtype == torch.float64
+        total = float((weights[:, None] * losses[: len(batch)] * batch["loss_mask"]).sum())
+        np.testing.assert_allclose(total, expected, rtol=1e-14)
+        assert sum(float(trajectory_share(batch[rank]).sum()) for rank in ranks) == totals[1]
+    # the same token counts by trajectory give the same weights
+    plain = token_weights(rows, (4.0, 2.0), mode, 5.0)
+    rows["trajectory_tokens"] = rows["loss_mask"].sum(dim=1)
+    assert torch.equal(token_weights(rows, (4.0, 2.0), mode, 5.0), plain)
