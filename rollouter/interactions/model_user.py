@@ -19,8 +19,8 @@ from pydantic import Field
 from asyncrl.config.import_path import nearest
 from asyncrl.config.sections.base import ConfigSection, Positive, Seconds
 from asyncrl.core.failures import ConfigError, DataError
-from rollouter.chat_endpoint import ChatEndpoint
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
+from rollouter.rewards.chat_endpoint import ChatEndpoint
 from rollouter.rewards.conversation import text_of
 from rollouter.user_code import parse_settings
 

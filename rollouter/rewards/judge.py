@@ -13,8 +13,8 @@ from asyncrl.core.ports import Score
 from asyncrl.core.tasks import gather
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
-from rollouter.chat_endpoint import ChatEndpoint
 from rollouter.prompts.chat_template import Decode
+from rollouter.rewards.chat_endpoint import ChatEndpoint
 from rollouter.rewards.conversation import conversation, question, transcript
 from rollouter.user_code import shown
 

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraError
-from rollouter.chat_endpoint import ChatEndpoint
+from rollouter.rewards.chat_endpoint import ChatEndpoint
 from tests.fakes.openai_server import (
     Hang,
     HangUp,
@@ -198,7 +198,7 @@ def test_bad_settings_are_refused_before_any_request(
 
 async def test_closing_takes_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that does not close does not delay the end of the run, and a cancellation does not skip it."""
-    monkeypatch.setattr("rollouter.chat_endpoint.CLOSE_S", 0.05)
+    monkeypatch.setattr("rollouter.rewards.chat_endpoint.CLOSE_S", 0.05)
     closings: list[str] = []
     async with endpoint([]) as setup:
 
