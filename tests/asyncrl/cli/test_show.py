@@ -33,7 +33,7 @@ from tests.fakes.queues import end
 
 QUICKSTART = "asyncrl://quickstart"
 PAYLOAD = "1-3.safetensors"
-"""Of the first sample of `kept`."""
+"""The payload of the first sample of `kept`."""
 
 
 @pytest.fixture
@@ -222,17 +222,19 @@ def test_tokens_need_the_tokenizer_of_the_run(run_dir: Path, cli: CommandLine) -
     cli("show", 42)  # a conversation needs no tokenizer
 
 
+def first_row() -> TokenRow:
+    """The row of the first turn alone."""
+    response = {"response_mask": np.ones(14, np.bool_), "rollout_log_probs": np.zeros(14, np.float32)}
+    return replace(calculation().rows[0], response_ids=ids("calculate(6*7)"), **response)
+
+
 def test_a_rewritten_history_begins_a_row(run_dir: Path, cli: CommandLine) -> None:
     one = calculation()
-    first = replace(
-        one.rows[0], response_ids=ids("calculate(6*7)"), response_mask=np.ones(14, np.bool_),
-        rollout_log_probs=np.zeros(14, np.float32),
-    )  # fmt: skip
     second = TokenRow(
         ids("user: 6*7? [42] "), ids("It is 42."), np.ones(9, np.bool_), np.zeros(9, np.float32), (Span(0, 4),)
     )
     turns = (one.turns[0], replace(one.turns[1], row=1, first_token=0))
-    write(run_dir, trajectories=[replace(one, rows=(first, second), turns=turns)], scores=SCORES[:1])
+    write(run_dir, trajectories=[replace(one, rows=(first_row(), second), turns=turns)], scores=SCORES[:1])
     out = cli("show", 42).out
     assert "── the chat template rewrote the history: row 1 begins, with 16 tokens ──" in out
     assert "tool · calculator\n" in out, "the tool's result is in the new prompt"
@@ -240,12 +242,8 @@ def test_a_rewritten_history_begins_a_row(run_dir: Path, cli: CommandLine) -> No
 
 def test_a_call_that_ended_the_conversation_shows_its_result(run_dir: Path, cli: CommandLine) -> None:
     one = calculation()
-    row = replace(
-        one.rows[0], response_ids=ids("calculate(6*7)"), response_mask=np.ones(14, np.bool_),
-        rollout_log_probs=np.zeros(14, np.float32),
-    )  # fmt: skip
     ended = replace(
-        one, rows=(row,), turns=one.turns[:1], messages=one.messages[:3], finish_reason=FinishReason.TOOL_CALL
+        one, rows=(first_row(),), turns=one.turns[:1], messages=one.messages[:3], finish_reason=FinishReason.TOOL_CALL
     )
     write(run_dir, trajectories=[ended], scores=[Score(1.0)])
     out = cli("show", 42).out

@@ -121,7 +121,7 @@ def test_a_resolved_configuration_composes_to_itself(tmp_path: Path) -> None:
         assert load_config(file, mode=mode) == config  # type: ignore[arg-type]
 
 
-def test_keys_below_a_section_that_is_off_and_in_mappings_can_be_set(tmp_path: Path) -> None:
+def test_keys_below_a_section_that_is_off_and_in_mappings_can_be_set() -> None:
     config = load_config(
         None,
         ["data.train_files=[]", "data.val_files=[]", "data.reasoning_gym.task=chain_sum",
@@ -191,15 +191,6 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(override: str, key: str
         ("rollout.val.top_k=-2", "no token could be drawn"),
         ("trainer.test_freq=0", "no number of steps"),
         ("trainer.save_freq=-2", "no number of steps"),
-    ],
-)
-def test_a_wrong_type_or_value_is_reported_with_valid_ones(override: str, expected: str) -> None:
-    assert expected in str(only_problem(override))
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
         ("rollout.n=4,8", "one run"),
         ("rollout=5", "rollout is a group"),
         ("algorithm=grpo_lk", "did you mean grpo_kl?"),
@@ -214,10 +205,10 @@ def test_a_wrong_type_or_value_is_reported_with_valid_ones(override: str, expect
         ("logging.sinks.x=1", "logging.sinks is a list"),
     ],
 )
-def test_an_invalid_override_is_reported(override: str, expected: str) -> None:
+def test_an_invalid_override_is_reported_with_valid_ones(override: str, expected: str) -> None:
     problem = only_problem(override)
     assert expected in str(problem)
-    assert problem.where == "command line"
+    assert problem.where == ("command line" if problem.key in override else "")  # a required key that is missing
 
 
 def test_all_problems_are_reported_at_once_with_their_places(tmp_path: Path) -> None:
@@ -253,9 +244,8 @@ def test_all_problems_are_reported_at_once_with_their_places(tmp_path: Path) -> 
     ],
 )
 def test_an_unusable_file_is_reported(tmp_path: Path, text: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=r"problem") as caught:
-        load_config(write(tmp_path / "my.yaml", text))
-    assert expected in str(caught.value)
+    found = check_config(write(tmp_path / "my.yaml", text)).problems
+    assert any(expected in str(problem) for problem in errors(found))
 
 
 TOOL = {"class_name": "calculator"}
@@ -273,10 +263,8 @@ TOOL = {"class_name": "calculator"}
 )
 def test_an_entry_of_a_list_is_reported_with_its_number(tmp_path: Path, entry: Any, expected: tuple[str, ...]) -> None:
     tree = {"defaults": ["calculator"], "rollout": {"multi_turn": {"tools": [entry]}}}
-    with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path / "my.yaml", yaml.safe_dump(tree)))
-    assert "1 problem in" in caught.value.message
-    assert all(text in caught.value.message for text in expected), caught.value.message
+    problem = str(only_problem(source=write(tmp_path / "my.yaml", yaml.safe_dump(tree))))
+    assert all(text in problem for text in expected), problem
 
 
 def test_entries_of_lists_are_read_from_a_file(tmp_path: Path) -> None:
