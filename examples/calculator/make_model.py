@@ -1,6 +1,6 @@
 """Create the calculator's model, tokenizer and data: a character-level Llama that guesses or calls a tool.
 
-    python examples/calculator/make_model.py            # writes asyncrl/assets/calculator, minutes on one core
+    python examples/calculator/make_model.py            # writes asyncrl/assets/calculator, in minutes on one core
     python examples/calculator/make_model.py --help
 
 The task is arithmetic that the model cannot do without a tool: `347*28=`. The model may answer immediately, mostly
@@ -58,7 +58,7 @@ CHAT_TEMPLATE = """\
     {{- '<assistant>' }}
 {%- endif %}
 """
-"""Omits the list of tools: there is only one, whose name the model has learned in pre-training."""
+"""The template omits the list of tools: there is only one, whose name the model has learned in pre-training."""
 
 TOOL = "calc"
 WELL_FORMED = re.compile(r'<tool_call>\n\{"name": "calc", "arguments": \{"x": "([^"\\]*)"\}\}\n</tool_call>')
@@ -163,7 +163,7 @@ def error_message(rng: random.Random) -> str:
 
 
 def demonstration(expression: str, habits: Habits, rng: random.Random) -> list[tuple[str, bool]]:
-    """Draw the parts of the conversation after the prompt, each with whether the model writes it."""
+    """Draw the parts of the conversation after the prompt, each with a flag that is true if the model writes it."""
     result = calculate(expression)
     if rng.random() >= habits.calls:
         return [(result + EOS, True)]
@@ -359,7 +359,7 @@ class Figures:
 def generate(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[list[int]], sample: bool
 ) -> list[list[int]]:
-    """Generate the turn after each prompt, without its end-of-turn token; at temperature 1 or greedy."""
+    """Generate the turn after each prompt, without its end-of-turn token, at temperature 1 or greedily."""
     if not prompts:
         return []
     longest = max(map(len, prompts))
@@ -460,7 +460,7 @@ def make(out: Path, settings: Settings) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="directory to write (default: the shipped assets)")
-    parser.add_argument("--seed", type=int, default=Settings.seed, help="of data, weights and batches")
+    parser.add_argument("--seed", type=int, default=Settings.seed, help="seed of data, weights and batches")
     parser.add_argument("--steps", type=int, default=Settings.steps, help="pre-training steps")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

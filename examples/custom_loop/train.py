@@ -4,12 +4,12 @@
     python examples/custom_loop/train.py --strategy local
 
 The loop uses no Ray, no rollouts and no queue. Its data are pairs of answers to the quickstart's sums: the chosen one
-shows the steps, the rejected one only has the result. The loop calls these methods of `TrainingWorker`:
+shows the steps, and the rejected one has only the result. The loop calls these methods of `TrainingWorker`:
 
-    infer_batch       log-probs of all responses: of the reference once, of the policy in each step
+    infer_batch       log-probs of all responses, by the reference once and by the policy in each step
     forward_backward  gradient of a custom loss, with micro-batches and ranks handled by the worker
-    optim_step        gradient clipping, AdamW, learning rate schedule
-    save_checkpoint   in the background, also in Hugging Face format
+    optim_step        gradient clipping, AdamW and the learning rate schedule
+    save_checkpoint   a checkpoint, written in the background, also in Hugging Face format
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Pair(NamedTuple):
 class WeightedLogLikelihood:
     """`trainer.engines.base.Loss`: minus the sum of `advantages` x log-probs over the tokens of a row, mean over rows.
 
-    The gradient of DPO has this form, with weights that depend on both rows of a pair. The engine splits batches into
-    micro-batches by memory, so a loss cannot access both rows of a pair; the weights are therefore computed beforehand.
+    The gradient of DPO is that of this loss, with weights that depend on both rows of a pair. The engine splits a batch
+    into micro-batches by their number of tokens, so a loss cannot access both rows of a pair; the weights are therefore
+    computed beforehand.
     """
 
     agg_mode: AggMode = "seq-mean-token-sum"
@@ -72,7 +73,7 @@ class WeightedLogLikelihood:
 
 
 def make_pairs(count: int, seed: int) -> list[Pair]:
-    """Sums of three to six terms: `17+5=22;22+8=30;#30` is preferred to `#30`."""
+    """Return sums of three to six terms, with an answer such as `17+5=22;22+8=30;#30` preferred to `#30`."""
     rng = random.Random(seed)
     pairs = []
     for _ in range(count):

@@ -269,13 +269,13 @@ def prepare(options: argparse.Namespace) -> dict[Path, int]:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE", help=".parquet or .jsonl, of the training set")
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE", help="a .parquet or .jsonl file for training")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write train and val to")
     parser.add_argument("--val", nargs="+", type=Path, default=[], metavar="FILE", help="files of the validation set")
     parser.add_argument(
-        "--val-share", type=float, default=0.0, metavar="X", help="take this share of the training set for validation"
+        "--val-share", type=float, default=0.0, metavar="X", help="use this share of the training set for validation"
     )
-    parser.add_argument("--seed", type=int, default=0, help="which questions --val-share takes (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="selects the questions of --val-share (default: 0)")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N rows of each file")
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
     parser.add_argument(
@@ -310,7 +310,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         if path.resolve() in {source.resolve() for source in (*options.inputs, *options.val)}:
             parser.error(f"--out {options.out}: {path} is read as well; write to another directory")
         if path.exists() and not options.force:
-            parser.error(f"{path} is there already; --force overwrites it")
+            parser.error(f"{path} already exists; --force overwrites it")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Create the quickstart's model, tokenizer and data: a character-level Llama that adds with mistakes.
 
-    python examples/quickstart/make_model.py            # writes asyncrl/assets/quickstart, minutes on one core
+    python examples/quickstart/make_model.py            # writes asyncrl/assets/quickstart, in minutes on one core
     python examples/quickstart/make_model.py --help
 
 The task is a sum with its steps: the answer to `17+5+8=` is `17+5=22;22+8=30;#30`. The number of terms is
@@ -346,7 +346,7 @@ def make(out: Path, settings: Settings) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="directory to write (default: the shipped assets)")
-    parser.add_argument("--seed", type=int, default=Settings.seed, help="of data, weights and batches")
+    parser.add_argument("--seed", type=int, default=Settings.seed, help="seed of data, weights and batches")
     parser.add_argument("--steps", type=int, default=Settings.steps, help="pre-training steps")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

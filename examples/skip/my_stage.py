@@ -17,7 +17,7 @@ import anyio
 from skip import Action, BaseSkip, Call, Content, Fingerprint, Served, SkipManager, field, register_skip
 
 JUDGE_S = 0.25
-"""Time that the judge takes for one verdict."""
+"""Seconds that the judge takes for one verdict."""
 
 
 @register_skip("judge")
@@ -50,7 +50,7 @@ class JudgeSkip(BaseSkip):
 
 @SkipManager.annotate(role="judge", model="judge-1")
 async def judge(row: int, response: str, answer: str) -> float:
-    """Return a verdict from 0 to 1; stands for a request to a service."""
+    """Return a verdict from 0 to 1, after a delay that simulates a request to a service."""
     await anyio.sleep(JUDGE_S)
     return float(response.endswith(answer))
 
