@@ -168,7 +168,7 @@ def test_a_failure_leaves_existing_files_unchanged(tmp_path: Path, capsys: pytes
         ([SAMPLE, "--val-share", 1], "--val-share 1: a share is at least 0 and less than 1"),
         ([SAMPLE, "--val", SAMPLE, "--val-share", 0.5], "leave one out"),
         ([SAMPLE, "--limit", 0], "--limit 0: at least one row is needed"),
-        ([SAMPLE], "train.parquet is there already; --force overwrites it"),
+        ([SAMPLE], "train.parquet already exists; --force overwrites it"),
         (["train.jsonl", "--format", "jsonl", "--force"], "train.jsonl is read as well; write to another directory"),
     ],
 )
