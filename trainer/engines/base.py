@@ -162,7 +162,7 @@ class BaseEngine(ABC):
         """Clip, apply and clear the accumulated gradient. Collective.
 
         Raises (on every rank):
-            BugError: nothing has accumulated since the last step.
+            BugError: no gradient has accumulated since the last step.
             DivergenceError: `loss` or the gradient is not finite; weights and optimizer are unchanged.
         """
 
@@ -220,7 +220,8 @@ class BaseEngine(ABC):
         """Wait until the current checkpoint is written. Collective.
 
         Raises:
-            InfraError: it could not be written (disk full, …), or a rank died; DeadlineError if not in time.
+            InfraError: it could not be written (disk full, …), or a rank died.
+            DeadlineError: it was not written in time.
         """
 
     @abstractmethod

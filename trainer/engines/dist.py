@@ -51,7 +51,7 @@ def join(device: torch.device, *, timeout_s: float) -> bool:
         if "WORLD_SIZE" in os.environ:
             store, number, size = _rendezvous_store(timeout)
             store.set_timeout(timeout)
-            # Its own prefix, so that the ranks do not find addresses of an earlier group.
+            # A new prefix for each group, so that the ranks do not find the addresses of an earlier one.
             store = dist.PrefixStore(f"engines/{next(_joins)}", store)
         else:
             store, number, size = dist.HashStore(), 0, 1
@@ -66,7 +66,7 @@ def join(device: torch.device, *, timeout_s: float) -> bool:
 
 
 def _rendezvous_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store of torchrun's variables, this rank and the number of ranks.
+    """Return the store that torchrun's variables describe, this rank, and the number of ranks.
 
     It is never closed, because rank 0 may be its server: ranks that are still connected to the first store would
     conflict with a second one at the same port.
@@ -91,7 +91,7 @@ def leave() -> None:
 
 
 def all_sum(values: Tensor) -> Tensor:
-    """Sum over all ranks, in place."""
+    """Sum over all ranks, in place. Collective."""
     if world_size() > 1:
         dist.all_reduce(values)
     return values
@@ -106,7 +106,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def all_max(value: int, device: torch.device) -> int:
-    """Maximum over all ranks."""
+    """Return the maximum over all ranks. Collective."""
     if world_size() == 1:
         return value
     reduced = torch.tensor(value, dtype=torch.int64, device=device)
@@ -118,7 +118,7 @@ def all_max(value: int, device: torch.device) -> int:
 def guarded(what: str) -> Iterator[None]:
     """Turn torch's errors of a broken collective into InfraError, or DeadlineError after a timeout.
 
-    The process group cannot be used after one.
+    After such an error the process group cannot be used.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Language models of other libraries behind the interface of a Hugging Face model, which torch backends use."""
+"""Language models of other libraries with the interface of a Hugging Face model, for the torch backends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from trainer.engines.base import EngineSpec
 
 INNER = "inner."
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-"""Values of the Hugging Face configuration, where it has these keys, that the backends' own models imply."""
+"""Values that a Hugging Face configuration must have for these keys, if it has them, because the backends assume
+them."""
 
 
 class ForeignModel(PreTrainedModel):
-    """Another library's causal language model as `self.inner`, and its head as `self.head`: called as a Hugging Face
-    model is, with the same configuration. Its attention goes through `Attention`, so packing and sequence parallelism
-    are those of every other model.
+    """Another library's causal language model, `self.inner`, with its head, `self.head`. It is configured and called
+    like a Hugging Face model. It computes attention with `Attention`, so packing and sequence parallelism work as in
+    every other model.
 
     A subclass sets `layer_class` and implements the abstract methods.
     """
@@ -45,22 +46,23 @@ class ForeignModel(PreTrainedModel):
 
     @abstractmethod
     def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by parameter name of `inner` → by Hugging Face checkpoint name. One layer at a time will do."""
+        """Convert whole tensors by parameter name of `inner` to tensors by Hugging Face checkpoint name. Callers may
+        convert one layer at a time."""
 
     @abstractmethod
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """`[B, T, H]`, what the head takes, of `input_ids` and `position_ids`, int64 `[B, T]`."""
+        """Return the input of the head, `[B, T, H]`, for `input_ids` and `position_ids`, int64 `[B, T]`."""
 
     def checkpoint_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`to_hf` of this model's own parameter names."""
+        """Call `to_hf` with tensors by this model's parameter names."""
         return self.to_hf({name.removeprefix(INNER): tensor for name, tensor in weights.items()})
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
-        """`kwargs`: arguments of the attention function."""
+        """Compute logits. `kwargs` are arguments of the attention function."""
         return CausalLMOutput(logits=self.head(self._hidden(input_ids, position_ids, kwargs)))
 
     def body(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
-        """Return what `forward` returns before the head."""
+        """Compute the hidden states, without the head. `kwargs` as in `forward`."""
         return BaseModelOutput(last_hidden_state=self._hidden(input_ids, position_ids, kwargs))
 
     def get_output_embeddings(self) -> nn.Module:
@@ -71,12 +73,12 @@ class ForeignModel(PreTrainedModel):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         for module in self.modules():
             if isinstance(module, Attention):
-                # Kept after the pass: a checkpointed layer computes again during the backward pass.
+                # Not reset after the pass, because a checkpointed layer is computed again in the backward pass.
                 module.arguments = arguments
         return self.hidden_states(input_ids, position_ids)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Let every layer compute its activations again in the backward pass."""
+        """Let every layer recompute its activations in the backward pass."""
         layers = {id(layer) for layer in self.modules() if type(layer).__name__ == self.layer_class}
         for parent in [module for module in self.modules() if not isinstance(module, CheckpointWrapper)]:
             for name, child in list(parent.named_children()):
@@ -101,7 +103,8 @@ class Attention(nn.Module):
         self.arguments: dict[str, Any] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`[B, heads, T, head_dim]`, keys and values with their fewer heads → `[B, T, heads, head_dim]`."""
+        """Compute attention: `[B, heads, T, head_dim]`, perhaps with fewer heads of keys and values, →
+        `[B, T, heads, head_dim]`."""
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         arguments = {"attention_mask": None, "scaling": query.shape[-1] ** -0.5, **self.arguments}
         output, _ = function(self, query, key, value, **arguments)
@@ -114,10 +117,10 @@ def head_dim(config: PretrainedConfig) -> int:
 
 
 def check_settings(config: PretrainedConfig, backend: str, model_types: Sequence[str]) -> None:
-    """Check that a model has nothing that a backend's version of it would leave out.
+    """Check that a backend's version of a model computes everything that the model does.
 
     Raises:
-        ConfigError: the model is of another type, or a key of its configuration is not as in `FIXED`.
+        ConfigError: the model is of another type, or a key of its configuration differs from `FIXED`.
     """
     if config.model_type not in model_types:
         raise ConfigError(
@@ -127,16 +130,16 @@ def check_settings(config: PretrainedConfig, backend: str, model_types: Sequence
     for key, value in FIXED.items():
         if (found := getattr(config, key, value)) != value:
             raise ConfigError(
-                f"trainer.strategy={backend}: its {config.model_type} has no {key}={found!r} (only {value!r}), so it "
-                "would compute something else; use trainer.strategy=fsdp2"
+                f"trainer.strategy={backend}: its {config.model_type} has no {key}={found!r}, only {value!r}, so its "
+                "results would differ; use trainer.strategy=fsdp2"
             )
 
 
 def check_weights(model: ForeignModel, source: PreTrainedModel, backend: str) -> None:
-    """Check that every weight of `source` has its place in `model`, and no other.
+    """Check that `source` and `model` have the same weights.
 
     Raises:
-        ConfigError: names those that have not.
+        ConfigError: some weights have no counterpart; the message names them.
     """
     wanted = {name for name, _ in source.named_parameters()}
     odd = sorted(wanted ^ set(model.checkpoint_weights(dict(model.named_parameters()))))
@@ -151,7 +154,8 @@ def check_ready(spec: EngineSpec, backend: str, package: str, module: str) -> No
     """Check the library and the options before anything is loaded.
 
     Raises:
-        ConfigError: the library is not there or is broken, or kernels are asked for that only fit transformers' models.
+        ConfigError: the library is missing or broken, or the configuration asks for kernels that only fit
+            transformers' models.
     """
     try:
         import_module(module)

@@ -1,7 +1,7 @@
-"""Megatron-Core's GPT (https://github.com/NVIDIA/Megatron-LM), one whole model on each rank.
+"""Megatron-Core's GPT (https://github.com/NVIDIA/Megatron-LM), with the whole model on each rank.
 
-Megatron-Core's tensor, pipeline, context and expert parallelism are not used: its own buffers for them need CUDA.
-Layers are Megatron-Core's own (its "local" specification), so Transformer Engine is not needed.
+Megatron-Core's tensor, pipeline, context and expert parallelism are not used, because its buffers for them need CUDA.
+Layers follow Megatron-Core's "local" specification, so Transformer Engine is not needed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,20 @@ LAYER_NAMES = {
     "input_layernorm": ("input_layernorm",),
     "pre_mlp_layernorm": ("post_attention_layernorm",),
 }
-"""Modules of a layer here, and Hugging Face's that they are made of."""
+"""Modules of a Megatron-Core layer, each with the Hugging Face modules that it joins."""
 
 
 @EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
 class MegatronEngine(DdpEngine):
-    """Raises ConfigError: megatron-core is not installed, or the model type is not supported."""
+    """The engine of `trainer.strategy=megatron`.
+
+    Raises:
+        ConfigError: megatron-core is not installed, or the model type is not supported.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
+            warnings.simplefilter("ignore")  # about Transformer Engine and Apex, which are missing
             check_ready(spec, BACKEND, "megatron-core", "megatron.core.models.gpt")
         super().__init__(spec)
 
@@ -81,7 +85,7 @@ class MegatronModel(ForeignModel):
         self._joined = _Joined(config)
         with torch.device("meta"):
             self.inner = _build_gpt(config, source.dtype)
-        # Where a padding token has no gradient as an input; Megatron-Core's own are for ranks that share a vocabulary.
+        # Its padding token has no gradient as an input. Megatron-Core's embedding is for ranks that share a vocabulary.
         self.inner.embedding.word_embeddings = copy.deepcopy(source.get_input_embeddings())
         self.inner.output_layer = _HiddenStates()
         self._positions = _Positions()
@@ -109,13 +113,14 @@ class MegatronModel(ForeignModel):
     def _take_weights(self, source: Mapping[str, Tensor]) -> None:
         names = [name for name, _ in self.inner.named_parameters()]
         joined = {name: self._joined.join(name, [source[key] for key in _hf_names(name)]) for name in names}
-        self.inner.load_state_dict(joined, assign=True, strict=False)  # not strict: of its extra state there is none
+        self.inner.load_state_dict(joined, assign=True, strict=False)  # not strict: there is no extra state to load
         tied = self.config.tie_word_embeddings
         self.head.weight = self.get_input_embeddings().weight if tied else nn.Parameter(source["lm_head.weight"])
 
 
 class _Joined:
-    """Projections that Megatron-Core joins: gate and up; and queries, keys and values, by key group `[q…, k, v]`."""
+    """Converts the projections that Megatron-Core joins: gate and up; queries, keys and values, by key group
+    `[q…, k, v]`."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         self._groups = config.num_key_value_heads
@@ -123,7 +128,7 @@ class _Joined:
         self._head_dim = head_dim(config)
 
     def split(self, name: str, joined: Tensor) -> Sequence[Tensor]:
-        """Hugging Face's tensors, in the order of `_hf_names`."""
+        """Return Hugging Face's tensors, in the order of `_hf_names`."""
         if ".linear_qkv." in name:
             grouped = joined.unflatten(0, (self._groups, self._queries + 2, self._head_dim))
             return [part.flatten(0, 2) for part in grouped.split([self._queries, 1, 1], dim=1)]
@@ -162,7 +167,7 @@ class _Positions:
 
 
 class _Rotary(nn.Module):
-    """Angles from the positions that are asked for; Megatron-Core's own count from 0 and live on GPUs only."""
+    """Rotary angles of the current positions. Megatron-Core's rotary embedding counts from 0 and needs a GPU."""
 
     inv_freq: Tensor
 
@@ -170,7 +175,7 @@ class _Rotary(nn.Module):
         super().__init__()
         if source.attention_scaling != 1.0:
             raise ConfigError(
-                f"trainer.strategy={BACKEND}: does not scale attention with the positions, as this model does "
+                f"trainer.strategy={BACKEND}: does not support the attention scaling of this model's positions "
                 f"({source.attention_scaling:g}); use trainer.strategy=fsdp2"
             )
         self.register_buffer("inv_freq", source.inv_freq.clone().float(), persistent=False)
@@ -186,7 +191,7 @@ class _Rotary(nn.Module):
 
 
 class _CoreAttention(Attention):
-    """A replacement of Megatron-Core's attention, which masks on GPUs only."""
+    """A replacement of Megatron-Core's attention, whose causal mask needs a GPU."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[T, B, heads, head_dim]` → `[T, B, heads · head_dim]`."""
@@ -195,7 +200,7 @@ class _CoreAttention(Attention):
 
 
 def _hf_names(name: str) -> list[str]:
-    """Hugging Face's names of the tensors that make up Megatron-Core's `name`."""
+    """Return Hugging Face's names of the tensors that make up Megatron-Core's `name`."""
     if name in NAMES:
         return [NAMES[name]]
     number, _, rest = name.removeprefix("decoder.layers.").partition(".")

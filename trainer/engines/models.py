@@ -1,4 +1,4 @@
-"""Models from files: a causal LM, a value model or a reward model, checked and without dropout."""
+"""Load models from files: causal language models, value models and reward models, checked and without dropout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLASSES = {
     "reward_model": (AutoModelForSequenceClassification, "reward model (sequence classification, one label)"),
 }
 HEADS = ("score", "classifier")
-"""What Hugging Face calls the head of a classification model."""
+"""Hugging Face's names for the head of a classification model."""
 
 
 def load_model(
@@ -47,13 +47,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model on CPU without dropout: dropout would make the current policy differ from the served one.
 
-    A value head that the files lack (they are of a language model) starts at 0.
+    If the files are those of a language model, without a value head, the value head starts at 0.
 
     Args:
-        key: what the configuration calls `path`; messages begin with it.
+        key: the configuration key of `path`, with which messages begin.
 
     Raises:
-        ConfigError: no such model there, its files lack weights, or these are of another shape.
+        ConfigError: there is no such model, its files lack weights, or the weights have another shape.
     """
     kind, name = CLASSES[model_type]
     try:
@@ -92,7 +92,7 @@ def head_of(model: nn.Module) -> nn.Module:
     """Return the value or reward head of a classification model.
 
     Raises:
-        ConfigError: its architecture calls it something unknown.
+        ConfigError: the head has none of the known names.
     """
     for name in HEADS:
         if isinstance(head := getattr(model, name, None), nn.Module):
@@ -103,7 +103,7 @@ def head_of(model: nn.Module) -> nn.Module:
 def keep_float32(head: nn.Module, device: torch.device) -> None:
     """Let a value or reward head compute in its weights' dtype under autocast too, whatever its input is.
 
-    A value in bfloat16 has three digits: too few for the difference of two, which is what an advantage is.
+    A value in bfloat16 has three digits, too few for an advantage, which is a difference of values.
     """
     plain = head.forward
 
@@ -154,7 +154,7 @@ def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
             "trainer.use_liger=false",
             error,
         ) from None
-    # Its fused losses replace the whole forward pass; ours is computed outside of the model.
+    # Liger's fused losses would replace the whole forward pass; here, the loss is computed outside of the model.
     kernels._apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
@@ -190,7 +190,7 @@ def _settings(source: str, model_type: ModelType, trust_remote_code: bool) -> Pr
 
 
 def _check_shapes(where: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]], kind: str) -> None:
-    """`mismatched`: names with their shapes in the files and in the model."""
+    """Refuse weights of another shape. `mismatched`: names with their shapes in the files and in the model."""
     for name, stored, wanted in sorted(mismatched):
         if name.partition(".")[0] in HEADS:
             raise ConfigError(

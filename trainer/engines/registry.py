@@ -1,4 +1,4 @@
-"""Backends by name: built-in ones, and those that other packages announce by an entry point."""
+"""Engine backends by name: built-in ones, and those that other packages register by an entry point."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class EngineRegistry:
         backend: str,
         device: DeviceType | Sequence[DeviceType],
     ) -> Callable[[Engine], Engine]:
-        """Class decorator: this engine runs these model types on these devices as `trainer.strategy=<backend>`.
+        """Return a class decorator that registers an engine as `trainer.strategy=<backend>` for these model types on
+        these devices.
 
         Raises:
-            TypeError: the class is no engine or leaves something abstract; an unknown model type or device.
+            TypeError: the class is not an engine or has abstract methods, or a model type or device is unknown.
         """
         model_types = [model_type] if isinstance(model_type, str) else list(model_type)
         devices = [device] if isinstance(device, str) else list(device)
@@ -63,8 +64,8 @@ class EngineRegistry:
         """Create the engine that `spec` describes, on `spec.engine.device`.
 
         Raises:
-            ConfigError: no such backend (the nearest is named), its package is missing or broken, or it does not run
-                this model type on this device; and whatever the engine itself refuses.
+            ConfigError: there is no such backend (the message names the nearest), its package is missing or broken, it
+                does not run this model type on this device, or the engine itself refuses the configuration.
         """
         return cls.find(spec.engine.strategy, spec.model_type, pick_device(spec.engine.device).type)(spec)
 

@@ -44,15 +44,15 @@ class DdpEngine(TorchEngine):
     def _wrap(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model  # nothing to sum; DDP refuses such a model
+            return model  # there is no gradient to sum, and DDP refuses such a model
         devices = [self.device] if self.device.type == "cuda" else None
-        # Experts that got no token, or a layer whose output a loss does not use, have no gradient in a pass.
+        # Experts without a token, or a layer whose output a loss does not use, have no gradient in a pass.
         unused = bool(getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None))
         return DistributedDataParallel(
             model,
             device_ids=devices,
             find_unused_parameters=unused,
-            forward_sync_buffers=False,  # rotary tables and the like: of the same files on all ranks, and never trained
+            forward_sync_buffers=False,  # buffers such as rotary tables are equal on all ranks and never trained
         )
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:

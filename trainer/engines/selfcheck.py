@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 -m trainer.engines.selfcheck [--backend fsdp2 | all] [--device cpu] [--json]
     python -m trainer.engines.selfcheck
 
-It makes its own tiny models. Exit code 1 if a check fails, 2 if a backend cannot run at all, with one line that says
-why; torchrun itself ends with 1 in both cases.
+The checks create tiny models. The exit code is 1 if a check fails, and 2 if a backend cannot run at all, with one line
+that gives the reason; torchrun itself exits with 1 in both cases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.engines.registry import BUILT_IN
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_S = 60.0
-"""How long other ranks wait after one has failed alone; the remaining checks are then skipped."""
+"""How long the other ranks wait after a failure of only one rank; the remaining checks are then skipped."""
 SKIPPED_LOCAL = "it runs in one process: python -m trainer.engines.selfcheck --backend local"
 
 
@@ -45,7 +45,7 @@ class Result:
     passed: bool
     seconds: float
     detail: str
-    """Problem of the first rank that failed; empty if none did."""
+    """The failure of the first rank that failed; empty if none did."""
 
 
 def run(backends: Sequence[str], device: str, directory: Path) -> list[Result]:
@@ -71,7 +71,7 @@ def _checks(setting: Setting) -> list[Check]:
             setting.engine(check.model_type).close()
     except (ConfigError, InfraError) as error:
         failure = error
-    except Exception:  # whatever else is wrong with it, its checks show
+    except Exception:  # the checks report any other problem of the backend
         logger.debug("%s: no engine could be made", setting.backend, exc_info=True)
     with dist.guarded(setting.backend):
         failures = dist.gather(failure)
@@ -86,7 +86,7 @@ def _run(check: Check, setting: Setting) -> Result:
     failure = ""
     try:
         check.run(setting)
-    except Exception as error:  # noqa: BLE001 - whatever an engine does wrong is a result
+    except Exception as error:  # noqa: BLE001 - any failure of an engine is a result
         failure = f"rank {dist.rank()}: {type(error).__name__}: {error}"
     with dist.guarded(check.name):
         detail = next(filter(None, dist.gather(failure)), "")
@@ -95,7 +95,7 @@ def _run(check: Check, setting: Setting) -> Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.engines.selfcheck", description=__doc__)
-    parser.add_argument("--backend", default="all", help="a name that trainer.strategy takes, or all built-in ones")
+    parser.add_argument("--backend", default="all", help="a value of trainer.strategy, or all built-in ones")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     options = parser.parse_args(arguments)
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif dist.rank() == 0:
         sys.stdout.write(_document(results, skipped, device.type) if options.json else _table(results, skipped))
     with suppress(RuntimeError):  # the ranks may have lost their connection
-        torch.distributed.barrier()  # torchrun ends all ranks as soon as one fails: not before rank 0 has written
+        torch.distributed.barrier()  # torchrun ends all ranks once one has failed, so rank 0 has to write first
     dist.leave()
     return 2 if failure else 0 if all(result.passed for result in results) else 1
 

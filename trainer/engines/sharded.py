@@ -27,16 +27,16 @@ from trainer.engines.models import decoder_layers
 from trainer.engines.registry import EngineRegistry
 from trainer.engines.torch_engine import TorchEngine
 
-# A head with a bias gives a view of its product; nothing writes into it.
+# A head with a bias returns a view of its product, into which no code writes.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 @EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="fsdp2", device=("cpu", "cuda"))
 class Fsdp2Engine(TorchEngine):
-    """FSDP2. Between calls weights are always sharded, so that the next pass gathers what was stepped or loaded.
+    """FSDP2. Between calls the weights are always sharded, so that the next pass gathers the stepped or loaded ones.
 
-    On CPU, or with one rank, a call gathers each layer once and sums its gradient over the ranks once, however many
-    micro-batches it has. On several GPUs every micro-batch does both, which saves memory.
+    On CPU, or with one rank, a call gathers each layer once and sums its gradient over the ranks once, regardless of
+    the number of micro-batches. On several GPUs every micro-batch does both, which saves memory.
     """
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -57,14 +57,14 @@ class Fsdp2Engine(TorchEngine):
         error."""
         super().zero_grad()
         assert isinstance(self._model, FSDPModule)
-        if not self._model._get_fsdp_state()._is_root:  # nor anything else, before the first pass
+        if not self._model._get_fsdp_state()._is_root:  # before the first pass there is nothing to discard
             return
         self._model.reset_iter_state()
         for unit in _units(self._model):
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):  # not before it was gathered once
+                    if hasattr(parameter, "_unsharded_param"):  # only after the first gathering
                         parameter._unsharded_param.grad = None
 
     @contextmanager
@@ -89,7 +89,7 @@ class Fsdp2Engine(TorchEngine):
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Gradients become sums over the ranks instead of means."""
+    """Let FSDP2 sum gradients over the ranks instead of averaging them."""
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # otherwise FSDP uses a scaled sum, which gloo does not support
@@ -99,7 +99,7 @@ def _units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-# With LoRA, layers have frozen and trained weights; FSDP1 then needs gradient buffers as if all were trained.
+# With LoRA, a layer has frozen and trained weights; FSDP1 then allocates gradient buffers as if all were trained.
 warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
 
 
@@ -124,13 +124,13 @@ class FsdpEngine(TorchEngine):
             auto_wrap_policy=CustomPolicy(unit),
             mixed_precision=precision,
             device_id=self.device,
-            # With a mesh, its state dicts are of DTensors, which checkpoints can reshard.
+            # With a mesh, its state dicts contain DTensors, which checkpoints can reshard.
             device_mesh=init_device_mesh(self.device.type, (self.layout.world_size,)),
             use_orig_params=True,
         )
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
-        # Unsharded gradients are kept, and added up, in the dtype of the pass: only summed ones are float32.
+        # Gradients that are not yet summed over the ranks have the dtype of the pass; only summed ones are float32.
         sums_late = self.device.type == "cpu" and self._compute_dtype() is None
         if last or not sums_late or not isinstance(self._model, FullyShardedDataParallel):
             return nullcontext()
@@ -152,7 +152,7 @@ class FsdpEngine(TorchEngine):
 
     def _settle(self) -> None:
         handle = getattr(self._model, "_handle", None)
-        if handle is not None:  # FSDP1 reshards the root after a backward pass only, and there may have been none
+        if handle is not None:  # FSDP1 reshards the root only after a backward pass
             handle.reshard(True)
 
     def _autocast(self) -> torch.dtype | None:
@@ -160,6 +160,6 @@ class FsdpEngine(TorchEngine):
 
     @property
     def _alone(self) -> bool:
-        """Whether there is one rank only: FSDP1 does not shard then and behaves differently, so the plain model is
-        used."""
+        """Whether there is only one rank. FSDP1 would not shard then and would behave differently, so the plain model
+        is used."""
         return self.layout.world_size == 1

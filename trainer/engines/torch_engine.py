@@ -62,11 +62,11 @@ class TorchEngine(BaseEngine, abstract=True):
     """A Hugging Face model on one process group. A subclass defines `_wrap` and the class variables."""
 
     distributed: ClassVar[bool] = True
-    """Uses a process group, even on one rank."""
+    """Whether the engine uses a process group, even on one rank."""
     sharded: ClassVar[bool] = True
-    """A rank holds a part of each gradient instead of all of it."""
+    """Whether a rank holds a part of each gradient instead of the whole gradient."""
     averages: ClassVar[bool] = False
-    """The wrapper divides gradients by the number of ranks, which `gradient_scale` undoes."""
+    """Whether the wrapper divides gradients by the number of ranks, which `gradient_scale` undoes."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -112,8 +112,8 @@ class TorchEngine(BaseEngine, abstract=True):
     def _current(self) -> LoadedModel:
         if self._loaded is None:
             raise InfraError(
-                "this engine has no model since a reset failed (the failure was raised then); reset it again, or make "
-                "a new one"
+                "this engine has no model, because a reset failed (the error was raised then); reset it again, or "
+                "create a new engine"
             )
         return self._loaded
 
@@ -134,7 +134,7 @@ class TorchEngine(BaseEngine, abstract=True):
         self._put({part: target for part, moves in wanted.items() if moves})
 
     def forward_backward(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
-        self.optimizer  # noqa: B018 - a forward-only engine refuses
+        self.optimizer  # noqa: B018 - raises if the engine is forward only
         self.to(self.device.type, optimizer=False)
         passes, counts = self._current.passes, self.layout.reports
         if not self._accumulated and self._meter is not None:
@@ -313,7 +313,7 @@ class TorchEngine(BaseEngine, abstract=True):
             keep_float32(head, self.device)
         vocab_size = int(hf.get_input_embeddings().weight.shape[0])
         shapes = frozenset(parameter.shape for parameter in hf.parameters())
-        model = self._wrap(hf.train())  # train mode is what turns checkpointing on; dropout is 0 everywhere
+        model = self._wrap(hf.train())  # checkpointing works in train mode only; dropout is 0 everywhere
         scorer = Scorer(
             hf,
             module=model,
@@ -357,7 +357,7 @@ class TorchEngine(BaseEngine, abstract=True):
         return torch.bfloat16 if self.spec.engine.dtype == "bfloat16" and not self.spec.float64 else None
 
     def _float32_head(self, model: nn.Module) -> nn.Module | None:
-        """The head of a value or reward model, if it computes in float32 and the rest does not."""
+        """Return the head of a value or reward model if it computes in float32 and the rest of the model does not."""
         if self._compute_dtype() is None or self.spec.model_type == "language_model":
             return None
         return head_of(model)
@@ -404,10 +404,10 @@ class TorchEngine(BaseEngine, abstract=True):
             self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=False)
 
     def _agree(self, parts: list[Tensor], loss: float) -> tuple[float, bool]:
-        """The gradient's global norm, and whether it and every rank's `loss` are finite. The same on all ranks."""
+        """Return the gradient's global norm, and whether it and every rank's `loss` are finite. All ranks agree."""
         square = squared_norm(parts).to(self.device)
         if not self.sharded:
-            square = square / self.layout.world_size  # every rank has all of it, and they are summed below
+            square = square / self.layout.world_size  # every rank has the whole gradient, and the sum is over ranks
         bad = torch.tensor(float(not math.isfinite(loss)), dtype=torch.float64, device=self.device)
         total, num_bad = dist.all_sum(torch.stack([square, bad])).tolist()
         norm = math.sqrt(total) if total >= 0 else math.nan
@@ -422,7 +422,7 @@ class TorchEngine(BaseEngine, abstract=True):
 
 
 def _meter(model: PreTrainedModel, spec: EngineSpec, device: torch.device) -> Utilization | None:
-    """None if the device's peak or the work is unknown, or nothing is trained."""
+    """Return the meter of utilization; None if the device's peak or the work is unknown, or nothing is trained."""
     if device.type != "cuda" or spec.engine.dtype != "bfloat16" or spec.float64 or spec.optim is None:
         return None
     peak = peak_flops(torch.cuda.get_device_name(device))
@@ -435,10 +435,10 @@ def _meter(model: PreTrainedModel, spec: EngineSpec, device: torch.device) -> Ut
 def _check(spec: EngineSpec, device: torch.device) -> None:
     if spec.engine.dtype == "float16":
         raise ConfigError(
-            "trainer.dtype=float16: gradients would underflow without loss scaling, which is not done; use bfloat16"
+            "trainer.dtype=float16: gradients would underflow, since loss scaling is not supported; use bfloat16"
         )
     if spec.temperature == 0:
         raise ConfigError(
-            "rollout.sampling.temperature=0: greedy responses of a group are all alike and their policy has no "
-            "probabilities to train on; use a temperature above 0 (validation has its own)"
+            "rollout.sampling.temperature=0: greedy responses of a group are all alike, and their policy has no "
+            "probabilities to train on; use a temperature above 0 (validation has its own temperature)"
         )

@@ -26,7 +26,7 @@ class TorchtitanEngine(Fsdp2Engine):
     """Weights come from and go to Hugging Face names through torchtitan's state-dict adapters.
 
     Raises:
-        ConfigError: torchtitan is not installed, or the model is none of those it has.
+        ConfigError: torchtitan is not installed, or does not support the model.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -66,7 +66,7 @@ class TitanModel(ForeignModel):
         self._adapter = parts.adapter(settings, None)
         with torch.device("meta"):
             self.inner = settings.build()
-        self.inner._skip_lm_head = True  # it is called apart, on the positions that are scored
+        self.inner._skip_lm_head = True  # the head is called separately, on the scored positions
         self.inner.load_state_dict(self._adapter.from_hf(source.state_dict()), assign=True)
         if settings.enable_weight_tying:
             self.inner.tok_embeddings.weight = self.inner.lm_head.weight
@@ -74,7 +74,7 @@ class TitanModel(ForeignModel):
             if isinstance(module, parts.rope):
                 module._init_self_buffers(buffer_device=torch.device("cpu"))
         self.head = self.inner.lm_head
-        # A padding token has no gradient as an input, as with Hugging Face's embedding.
+        # As in Hugging Face's embedding, the padding token has no gradient as an input.
         self.inner.tok_embeddings.padding_idx = source.get_input_embeddings().padding_idx
         for number, layer in enumerate(self.inner.layers.values()):
             layer.attention.inner_attention = _InnerAttention(source.config, number)
@@ -91,10 +91,10 @@ class TitanModel(ForeignModel):
 
 
 class _InnerAttention(Attention):
-    """A replacement of torchtitan's attention, which masks on GPUs only."""
+    """A replacement of torchtitan's attention, whose causal mask needs a GPU."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        """All `[B, T, heads, head_dim]`."""
+        """Compute attention. Arguments and result are `[B, T, heads, head_dim]`."""
         return self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
 
 
@@ -173,7 +173,7 @@ def _rope_settings(config: PretrainedConfig, kind: Any) -> Any:
         settings.original_max_position_embeddings = rope["original_max_position_embeddings"]
     elif scaling != "default":
         raise ConfigError(
-            f"trainer.strategy={BACKEND}: does not scale the positions of a {config.model_type} as {scaling!r}; "
-            "use trainer.strategy=fsdp2"
+            f"trainer.strategy={BACKEND}: does not support {scaling!r} scaling of the positions of a "
+            f"{config.model_type}; use trainer.strategy=fsdp2"
         )
     return settings

@@ -18,8 +18,8 @@ Every rank computes `T / P` adjacent positions through all layers. Only attentio
 exchanges positions for heads, so that each rank attends over all `T` positions with `H / P` heads, and another one
 exchanges them back. Scores are gathered, so that every rank of the group computes the same complete loss.
 
-Gradients: each rank's backward pass gives the part that went through its own positions (and, in attention, its own
-heads). Summed over the group, and over all data ranks, that is the gradient of one process; no rank divides by `P`.
+Gradients: each rank's backward pass computes the part that went through its positions (and, in attention, its heads).
+The sum over the group and over all data ranks equals the gradient of a single process; no rank divides by `P`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from asyncrl.core.failures import ConfigError
 logger = logging.getLogger(__name__)
 
 NAME = "packed_sdpa"
-"""As transformers knows it. Without a `Packing` it is transformers' own `sdpa`."""
+"""Name of the attention implementation in transformers. Without a `Packing` it is the same as `sdpa`."""
 
 PROBE_LENGTHS = (5, 3)
 
@@ -54,25 +54,25 @@ PROBE_LENGTHS = (5, 3)
 class Packing:
     """The layout of a packed row, passed through the model to attention as the keyword `packing`.
 
-    A plain class on purpose: FSDP rebuilds tuples and dataclasses among a module's arguments.
+    It is a plain class, because FSDP rebuilds tuples and dataclasses among a module's arguments.
     """
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device | str, group: dist.ProcessGroup | None = None
     ) -> None:
         self.lengths = list(lengths)
-        """Positions of each sequence; they add up to the row, over all ranks of `group`."""
+        """Number of positions of each sequence, over all ranks of `group`; they add up to the length of the row."""
         self.longest = max(self.lengths)
         ends = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.cu_seqlens = ends.to(device, non_blocking=True)
-        """int32 `[sequences + 1]`: where each begins, and the end."""
+        """int32 `[sequences + 1]`: the position at which each sequence begins, and the length of the row."""
         self.group = group
-        """Ranks that share the row (`trainer.engines.compute.attention`); None: this one has all of it."""
+        """Ranks that share the row; None: this rank has the whole row."""
         self.num_calls = 0
         """Number of attention layers that have used it."""
 
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model. A mask of four dimensions is one that transformers leaves as it is."""
+        """Return keyword arguments of the model. Transformers does not change a mask of four dimensions."""
         return {"attention_mask": self.cu_seqlens.new_ones((1, 1, 1, 1), dtype=torch.bool), "packing": self}
 
 
@@ -103,7 +103,7 @@ def packed_attention(
     _refuse_odd(dropout, kwargs)
     packing.num_calls += 1
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # rotary embeddings left float32 behind; only torch's own SDPA is autocast
+    if torch.is_autocast_enabled(device):  # rotary embeddings return float32; autocast casts only for torch's SDPA
         query, key, value = (part.to(torch.get_autocast_dtype(device)) for part in (query, key, value))
     if packing.group is not None:
         key, value = (spread_kv(part, query.shape[1], packing.group) for part in (key, value))
@@ -136,7 +136,9 @@ def enable_packing(model: PreTrainedModel) -> bool:
     if not reason:
         return True
     model.set_attn_implementation("sdpa")
-    logger.warning("%s runs with padded rows, its attention cannot be packed (%s)", type(model).__name__, reason)
+    logger.warning(
+        "%s runs with padded rows, because its attention cannot be packed (%s)", type(model).__name__, reason
+    )
     return False
 
 
@@ -151,10 +153,10 @@ def _difference(model: PreTrainedModel) -> str:
     places = torch.cat([torch.arange(length, device=weight.device) for length in PROBE_LENGTHS])
     output = body(input_ids=ids[None], position_ids=places[None], use_cache=False, **packing.inputs())
     if packing.num_calls == 0:
-        return "it has an attention of its own"
+        return "it uses its own attention"
     expected, got = torch.cat(alone), output.last_hidden_state[0]
     error = float((got - expected).abs().max() / expected.abs().max())
-    # not of float64: norms and rotations are float32 in many models, whatever the weights are
+    # At least that of float32, because many models compute norms and rotations in float32, even with float64 weights.
     limit = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
     return "" if error <= limit else f"sequences in one row change each other by {error:.1e}"
 
@@ -197,7 +199,7 @@ def _varlen(
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    # split, not slices: its backward pass is one concatenation, that of a slice fills a whole row with zeros
+    # split instead of slices: its backward pass is one concatenation, while each slice's fills a whole row with zeros
     parts = zip(*(part.split(packing.lengths, dim=2) for part in (query, key, value)), strict=True)
     return torch.cat([_causal(q, k, v, scaling, window) for q, k, v in parts], dim=2)
 
@@ -222,10 +224,10 @@ KEY = "ulysses_sequence_parallel_size"
 
 
 def make_mesh(num_ranks: int, size: int, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh data × sequence; None if ranks don't share sequences. Collective.
+    """Return the mesh with dimensions `data` and `sequence`; None if ranks don't share sequences. Collective.
 
     Raises:
-        ConfigError: `size` ranks for each sequence are not a divisor of all.
+        ConfigError: `size`, the number of ranks that share a sequence, does not divide `num_ranks`.
     """
     if num_ranks % size:
         raise ConfigError(f"trainer.{KEY}={size} does not divide the {num_ranks} ranks; choose a divisor")
@@ -235,7 +237,7 @@ def make_mesh(num_ranks: int, size: int, device: torch.device) -> DeviceMesh | N
 
 
 def check_heads(model: PreTrainedModel, size: int) -> None:
-    """Raises ConfigError unless `size` ranks can share the model's attention heads evenly."""
+    """Raise ConfigError unless `size` ranks can share the model's attention heads evenly."""
     heads = int(model.config.get_text_config().num_attention_heads)
     if heads % size:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
@@ -267,7 +269,7 @@ class Shard:
 
 
 def gather_scores(scores: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """`[K, n]` of each rank's scored positions, `n = counts[rank]` → `[K, N]` of all, in order, on every rank.
+    """Gather `[K, n]` scores of each rank's positions, `n = counts[rank]`, in order as `[K, N]` on every rank.
 
     In the backward pass a rank keeps only the gradient of its own scores. This is correct because every rank
     computes the same complete loss, and gradients are then summed over the ranks.
@@ -277,7 +279,7 @@ def gather_scores(scores: Tensor, counts: Sequence[int], group: dist.ProcessGrou
 
 
 def spread_kv(states: Tensor, num_heads: int, group: dist.ProcessGroup) -> Tensor:
-    """Repeat heads of keys or values `[1, H_kv, t, D]` as far as needed for every rank to get those of its queries."""
+    """Repeat heads of keys or values `[1, H_kv, t, D]` so that each rank can get the heads that its queries need."""
     ranks, num_kv = dist.get_world_size(group), states.shape[1]
     if num_kv % ranks == 0:
         return states
@@ -285,7 +287,8 @@ def spread_kv(states: Tensor, num_heads: int, group: dist.ProcessGroup) -> Tenso
 
 
 def heads_to_sequence(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All heads of this rank's positions `[1, H, T / P, D]` → this rank's heads of all positions `[1, H / P, T, D]`."""
+    """Exchange all heads of this rank's positions, `[1, H, T / P, D]`, for its heads of all positions,
+    `[1, H / P, T, D]`."""
     ranks = dist.get_world_size(group)
     _, heads, length, size = states.shape
     received = _all_to_all(states.reshape(ranks, heads // ranks, length, size), group)
@@ -293,7 +296,7 @@ def heads_to_sequence(states: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sequence_to_heads(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse: `[1, H / P, T, D]` → `[1, H, T / P, D]`."""
+    """Invert `heads_to_sequence`: `[1, H / P, T, D]` → `[1, H, T / P, D]`."""
     ranks = dist.get_world_size(group)
     _, heads, length, size = states.shape
     received = _all_to_all(states.reshape(heads, ranks, length // ranks, size).transpose(0, 1), group)
@@ -301,13 +304,13 @@ def sequence_to_heads(states: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[P, ...]`: part `i` goes to rank `i`; part `i` of the result came from rank `i`."""
+    """Exchange parts `[P, ...]`: part `i` goes to rank `i`, and part `i` of the result comes from rank `i`."""
     received: Tensor = _AllToAll.apply(parts, group)
     return received
 
 
 class _AllToAll(torch.autograd.Function):
-    """Its own adjoint."""
+    """A differentiable all-to-all, whose backward pass is an all-to-all as well."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

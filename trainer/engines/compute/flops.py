@@ -1,18 +1,20 @@
 """Model FLOPs utilization (MFU) of training on a GPU. Pure.
 
-FLOPs of a sequence of `T` tokens through a model of `P` parameters that multiply, `P_t` of them trained
+FLOPs of a sequence of `T` tokens in a model with `P` parameters in matrix products, of which `P_t` are trained
 (https://arxiv.org/abs/2001.08361 §2.1; https://arxiv.org/abs/2204.02311 appendix B):
 
     forward    2 P T + 2 W T²          backward    2 P T + 2 P_t T + 4 W T²
 
-which is the well-known 6 P T where all parameters are trained. `W` is layers × heads × head size. The attention term is
-that of a causal model, half of what appendix B counts. What is computed again (gradient checkpointing) does not count;
-a sliding window, or a head that sees only the scored positions, needs a little less than is counted here; the state of
-linear attention or a convolution a little more. The utilization of a model that these formulas do not fit is unknown.
+If all parameters are trained, the sum without attention is the well-known 6 P T. `W` is layers × heads × head size. The
+attention term is that of a causal model, half of what appendix B counts. Recomputation (gradient checkpointing) does
+not count. A sliding window, or a head that sees only the scored positions, needs a little less than the formulas say;
+the state of linear attention or a convolution needs a little more. For a model that the formulas do not fit, the
+utilization is unknown.
 
-Peaks are of dense bfloat16 products with float32 sums, without sparsity, of NVIDIA's data sheets (B200: HGX B200 and
-GB200 NVL72; H200, H100 and GH200; H20 and H800 as sold in China; A100, A800, A40, A30, A10, L40S, L40, L4) and
-architecture white papers (RTX: Blackwell, Ada and GA102). Where a sheet gives a figure with sparsity alone, half of it.
+Peaks are those of dense bfloat16 products with float32 sums, without sparsity, from NVIDIA's data sheets (B200: HGX
+B200 and GB200 NVL72; H200, H100 and GH200; H20 and H800 as sold in China; A100, A800, A40, A30, A10, L40S, L40, L4) and
+architecture white papers (RTX: Blackwell, Ada and GA102). If a sheet gives only a figure with sparsity, half of that
+figure is used.
 """
 
 from __future__ import annotations
@@ -42,16 +44,16 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"RTX 4090", 165.2),
     (r"RTX 3090", 71.0),
 )
-"""Peak FLOPs by words in the device name; the first match counts."""
+"""Peak TFLOPs per second by a pattern in the device name; the first match counts."""
 
 _SQUARE = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Layers, as `layer_types` names them, whose attention grows with the square of a sequence."""
+"""Values of `layer_types` for layers whose attention cost grows with the square of the sequence length."""
 _LINEAR = frozenset({"linear_attention", "conv"})
 
 
 def peak_flops(device_name: str) -> float | None:
-    """FLOPs per second of a GPU, by `torch.cuda.get_device_name`; None: not known here."""
-    if re.search(r"Laptop|MIG|\b(?:D|Ti|SUPER)\b", device_name):  # another chip, or a part of it, under the same name
+    """Return the peak FLOPs per second of a GPU by its `torch.cuda.get_device_name`; None if it is unknown."""
+    if re.search(r"Laptop|MIG|\b(?:D|Ti|SUPER)\b", device_name):  # another chip, or a part of one, with a similar name
         return None
     for pattern, tflops in _PEAK_TFLOPS:
         if re.search(rf"\b(?:{pattern})\b", device_name):
@@ -72,19 +74,19 @@ class ModelShape(NamedTuple):
 
     @classmethod
     def of(cls, config: Any, sizes: Iterable[tuple[str, int, bool]]) -> Self | None:
-        """Return None if it is unknown, because the configuration lacks it or the formulas don't fit the model.
+        """Return the shape of a model; None if the configuration lacks a number or the formulas don't fit the model.
 
         Args:
-            config: a Hugging Face configuration, of the text part.
-            sizes: of each parameter that multiplies: its name, its elements, and whether it is trained.
+            config: the Hugging Face configuration of the model's text part.
+            sizes: the name of each parameter in matrix products, its number of elements, and whether it is trained.
         """
-        with suppress(Exception):  # configurations raise errors of their own, beside AttributeError
+        with suppress(Exception):  # configurations raise various errors, not only AttributeError
             return cls._of(config, sizes)
         return None
 
     @classmethod
     def of_model(cls, model: Any) -> Self | None:
-        """Return the shape of an unsharded Hugging Face model, including adapters. None: as for `of`."""
+        """Return the shape of an unsharded Hugging Face model, including adapters; None as in `of`."""
         with suppress(Exception):
             head = model.get_output_embeddings()
             tables = {id(module.weight) for module in model.modules() if hasattr(module, "num_embeddings")}
@@ -113,12 +115,13 @@ class ModelShape(NamedTuple):
                 counts, experts_seen = size * routed, True
             parameters += counts
             trained += counts * trains
-        if num_experts > 1 and not experts_seen:  # they go by another name: all of them would count for each token
+        if num_experts > 1 and not experts_seen:  # under another name, all of them would count for each token
             return None
         return cls(parameters, trained, layers * heads * head_size)
 
     def flops(self, lengths: Iterable[int], *, backward: bool) -> float:
-        """Return the FLOPs of a forward and backward pass over sequences of these lengths in tokens."""
+        """Return the FLOPs of a forward pass, and with `backward` also of a backward pass, over sequences of these
+        lengths in tokens."""
         tokens = squares = 0
         for length in lengths:
             tokens += length
@@ -153,7 +156,7 @@ class Utilization:
 
 
 def _head_size(config: Any, heads: int) -> int:
-    if getattr(config, "kv_lora_rank", None):  # latent attention: one size for the scores, another for the values
+    if getattr(config, "kv_lora_rank", None):  # latent attention: the mean of the sizes for scores and values
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
     return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 

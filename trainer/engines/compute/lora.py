@@ -21,7 +21,7 @@ ALL_LINEAR = "all-linear"
 
 
 class Adapter(NamedTuple):
-    """What one adapted layer adds to its weight. The tensors are the live parameters, sharded ones too."""
+    """The low-rank update of one layer's weight. The tensors are the live parameters, which may be sharded."""
 
     a: Tensor
     """`[rank, in]`."""
@@ -29,24 +29,24 @@ class Adapter(NamedTuple):
     """`[out, rank]`."""
     scale: float
     transposed: bool
-    """The layer's weight is `[in, out]` (GPT-2)."""
+    """Whether the layer's weight is `[in, out]`, as in GPT-2."""
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """`weight` with the adapter added, of whole tensors, in the wider of float32 and the weight's dtype."""
+        """Return `weight` plus the adapter, in the wider of float32 and the weight's dtype. Tensors must be whole."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         delta = self.scale * (b.to(wide) @ a.to(wide))
         return weight.to(wide) + (delta.T if self.transposed else delta)
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Freeze `model` and give its linear layers adapters, in place. Before it is wrapped for several ranks.
+    """Freeze `model` and add adapters to its linear layers, in place. Call it before the model is wrapped for ranks.
 
-    The head of a value or reward model is trained whole. Adapters are float32, or float64 where the weights are. B
-    starts at 0, so the model computes what it did; A is drawn from torch's generator, so ranks have to be seeded alike.
-    With `lora_rank=0` the model comes back as it is.
+    The head of a value or reward model gets no adapter, because all of its weights are trained. Adapters are float32,
+    or float64 if the weights are. B starts at 0, so the outputs are unchanged at first. A is drawn from torch's
+    generator, so all ranks need the same seed. With `lora_rank=0` the model is returned unchanged.
 
     Raises:
-        ConfigError: a name in `model.target_modules` fits no linear layer.
+        ConfigError: a name in `model.target_modules` matches no linear layer.
     """
     if config.lora_rank == 0:
         return model
@@ -56,7 +56,7 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     heads = [getattr(model, name) for name in HEADS if hasattr(model, name)]
     lora = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float is as good
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float works too
         target_modules=targets,
         fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
@@ -82,9 +82,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     if not layers:
         raise ConfigError(
             "model.lora_rank=0: there are no adapters to switch off, so the policy cannot be its own reference; "
-            "set model.lora_rank, or give the reference a model of its own"
+            "set model.lora_rank, or configure a separate model for the reference"
         )
-    # Not enable_adapters(): that flips requires_grad as well, which parameters that FSDP has flattened refuse.
+    # enable_adapters() would also set requires_grad, which fails for parameters that FSDP has flattened.
     for layer in layers:
         layer._disable_adapters = True  # type: ignore[assignment]
     try:
@@ -100,7 +100,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether it is a layer with an adapter around it."""
+    """Whether `module` is a layer with an adapter."""
     return "lora_A" in module._modules
 
 
@@ -116,7 +116,8 @@ def adapter_of(layer: Any) -> Adapter:
 
 
 def _targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> list[str]:
-    """Full names of the layers to adapt: never an output head, which is used in ways that would miss an adapter."""
+    """Return the full names of the layers to adapt. Output heads are excluded, because they are used in ways that would
+    bypass an adapter."""
     heads = {id(model.get_output_embeddings()), *(id(getattr(model, name, None)) for name in HEADS)}
     linear = [
         name

@@ -1,4 +1,4 @@
-"""Images and videos as inputs of a model: features of a micro-batch's media, beside its tokens.
+"""Convert the images and videos of a micro-batch to inputs of a model.
 
 Every rank calls the vision parts of the model in every micro-batch of a batch with media: a micro-batch without media
 gets a row with a blank image, because sharded weights are gathered by all ranks or by none.
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 BLANK_SIZE, BLANK_GRAY = (32, 32), (200, 200, 200)
-"""A gray that does not become 0 when normalized: some models take images of zeros for padding."""
+"""Size and gray of a blank image. Normalization does not map the gray to 0, because some models treat images of zeros
+as padding."""
 TOKEN_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
-"""Outputs of a processor for its text, which are not used here."""
+"""Outputs of a processor that describe its text. They are not used here."""
 
 
 class MediaInputs(NamedTuple):
     """Model inputs of a micro-batch with media."""
 
     input_ids: Tensor
-    """int64 `[B', T']`: without placeholders that the policy sampled; with a blank row if there are no media."""
+    """int64 `[B', T']`: placeholders that the policy sampled are 0. If there are no media, the last row is that of a
+    blank image."""
     features: dict[str, Tensor]
     """Keyword arguments of the model."""
     sampled: Tensor | None
@@ -55,8 +57,8 @@ class MediaEncoder:
         processor = load_processor(self._settings)
         if processor is None:
             raise ConfigError(
-                f"{self._path_key}={self._settings.path}: this model takes text only, and there are images or videos "
-                "to train on; give a vision-language model"
+                f"{self._path_key}={self._settings.path}: this model takes text only, but there are images or videos "
+                "to train on; use a vision-language model"
             )
         return processor
 
@@ -75,7 +77,7 @@ class MediaEncoder:
         return "mm_token_type_ids" in inspect.signature(type(self._model).forward).parameters
 
     def encode(self, micro: MicroBatch) -> MediaInputs:
-        """Features of `micro`, on CPU.
+        """Return the model inputs of `micro`, on CPU.
 
         Raises:
             ConfigError: the model takes text only, or its processor cannot be loaded.
@@ -102,7 +104,7 @@ class MediaEncoder:
         return MediaInputs(ids, features, sampled)
 
     def _separate_sampled(self, ids: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Separate placeholder tokens that the policy sampled: to the model these are text."""
+        """Separate placeholder tokens that the policy sampled, which stand for text and not for media."""
         behind = torch.arange(ids.shape[1]) >= prompt_lens[:, None]
         odd = behind & torch.isin(ids, self._ids)
         if not odd.any():
@@ -110,7 +112,8 @@ class MediaEncoder:
         return ids.masked_fill(odd, 0), torch.where(odd, ids, -1)
 
     def _types(self, ids: Tensor) -> Tensor:
-        """int64 `[B, T]`: 1 at an image's, 2 at a video's placeholders, for rotary positions in three dimensions."""
+        """Return int64 `[B, T]`, 1 at placeholders of images and 2 at those of videos, for rotary positions in three
+        dimensions."""
         types = torch.zeros_like(ids)
         for number, kind in enumerate(("image", "video"), start=1):
             token = getattr(self._processor, f"{kind}_token_id", None)
@@ -121,7 +124,7 @@ class MediaEncoder:
 
 @contextmanager
 def embedded(embedding: nn.Module, sampled: Tensor | None) -> Iterator[None]:
-    """Within, `embedding` looks up the ids of `sampled` instead of its input, where there are any."""
+    """Within the context, `embedding` looks up the ids of `sampled`, if they are not negative, instead of its input."""
     if sampled is None:
         yield
         return

@@ -22,8 +22,8 @@ from trainer.engines.compute.packing import cut_rows, input_lengths, select_toke
 from trainer.engines.compute.scorer import Scorer
 
 CPU_MICRO_BATCH_TOKENS = 2048
-"""Larger ones exceed a CPU's caches: of a 1M-parameter model 9,700 tokens/s at 1,024, 10,400 at 2,048, 9,200 at
-4,096."""
+"""Larger micro-batches exceed a CPU's caches: a model of 1M parameters processes 9,700 tokens/s in micro-batches of
+1,024 tokens, 10,400 in those of 2,048, and 9,200 in those of 4,096."""
 
 OVERHEAD_TOKENS = {"cpu": 96, "cuda": 1024}
 """Fixed cost of one pass, in tokens. It only influences how many micro-batches there are."""
@@ -39,9 +39,9 @@ class MicroBatches:
     """Cuts batches into micro-batches and runs them.
 
     Args:
-        dtype: of the weights.
-        vocab_size: token ids are below it.
-        gradient_scale: factor of the loss, if the model's wrapper divides its gradient.
+        dtype: dtype of the weights.
+        vocab_size: upper bound of the token ids, exclusive.
+        gradient_scale: factor of the loss that undoes a division of the gradient by the model's wrapper.
         copied_weights: shapes of the weights, if the forward pass casts them (see `activations_on_cpu`).
     """
 
@@ -60,11 +60,11 @@ class MicroBatches:
         self._dtype, self._vocab_size, self._gradient_scale = dtype, vocab_size, gradient_scale
         self._copied_weights = copied_weights
         self._forward_s = self._backward_s = 0.0
-        """Seconds of the passes inside `timed`."""
+        """Seconds that the passes within `timed` have taken."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Record the total time of the passes inside, as one event for each kind."""
+        """Record the total time of the passes within the context: one event for forward, one for backward passes."""
         began, self._forward_s, self._backward_s = time.time(), 0.0, 0.0
         yield
         profile.record("rank.forward", began, self._forward_s)
@@ -72,10 +72,13 @@ class MicroBatches:
             profile.record("rank.backward", began + self._forward_s, self._backward_s)
 
     def totals(self, batch: TensorDict, *, counts: bool) -> tuple[float, float]:
-        """Trained tokens, and trajectories with a trained token, of all ranks. Checks the token ids.
+        """Count the trained tokens, and the trajectories with a trained token, on all ranks; check the token ids.
 
         Args:
             counts: False if another rank reports the same rows.
+
+        Raises (on every rank):
+            DataError: a token id is outside the vocabulary.
         """
         mask, ids, limit = batch["loss_mask"], batch["input_ids"], self._vocab_size
         odd = int(ids.min() < 0 or ids.max() >= limit)
@@ -87,8 +90,8 @@ class MicroBatches:
         return tokens, float(round(trajectories))  # sums of fractions are not exact
 
     def cut(self, batch: TensorDict, chosen: Tensor) -> list[list[int]]:
-        """Return the rows of each micro-batch. Every rank has the same number; a rank with too few rows ends with
-        empty ones."""
+        """Return the row numbers of each micro-batch. All ranks get the same number of micro-batches; on a rank with
+        too few rows the last ones are empty."""
         numbers = chosen.nonzero().flatten().tolist()
         all_lengths = input_lengths(batch)
         lengths = [all_lengths[number] for number in numbers]
@@ -134,7 +137,7 @@ class MicroBatches:
         return TensorDict({key: torch.zeros(shape) for key in RESULTS[self._spec.model_type]}, batch_size=[size])
 
     def infer(self, batch: TensorDict, rows: list[int], results: TensorDict) -> None:
-        """Run the forward pass for every response token of the rows. Without rows: see `train`."""
+        """Run the forward pass for every response token of the rows. Without rows, it behaves as `train` does."""
         width = batch["loss_mask"].shape[1]
         mask = torch.arange(width) < batch["response_lens"][:, None]
         micro = self._scorer.lay_out(batch, rows or [0], mask)
@@ -146,7 +149,7 @@ class MicroBatches:
         if self._spec.model_type == "reward_model":
             results["scores"][micro.rows] = scores.log_probs.float().cpu()
             return
-        # A value model returns its values as the first result, and no second one.
+        # A value model has one result; the second score is not used.
         for key, values in zip(RESULTS[self._spec.model_type], scores, strict=False):
             results[key][micro.rows] = unpack(values.float().cpu(), micro, width)
 
@@ -156,14 +159,14 @@ class MicroBatches:
 
 
 def _now() -> float:
-    """Seconds. With `profiler.synchronize` the GPU has finished its work by then, so that differences are exact."""
+    """Return the time in seconds. With `profiler.synchronize`, first wait for the GPU, so that durations are exact."""
     if profile.records("rank.forward"):
         profile.synchronize()
     return time.perf_counter()
 
 
 class MetricSums:
-    """Sums and means of a loss over micro-batches, and then over ranks. float64."""
+    """Adds up the sums and means of a loss over micro-batches and then over ranks, in float64."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -171,14 +174,15 @@ class MetricSums:
         self._means: set[str] = set()
 
     def add(self, parts: LossParts, *, real: bool) -> None:
-        """If not `real`, only the names count, so that every rank has all of them."""
+        """Add the values of a micro-batch. One that is not `real` adds 0 under each name, so that all ranks have all
+        names."""
         self._means.update(parts.means)
         for name, value in [("loss", parts.loss), *parts.sums.items(), *parts.means.items()]:
             part = value.detach().double().sum() if real else torch.zeros((), dtype=torch.float64, device=self._device)
             self._values[name] = self._values[name] + part if name in self._values else part
 
     def over_ranks(self, add: Callable[[Tensor], Tensor], *, num_tokens: float, counts: bool) -> dict[str, float]:
-        """`counts`: False if another rank reports the same sums."""
+        """Return the sums and means over all ranks. `counts` is False if another rank reports the same sums."""
         names = sorted(self._values)
         totals = add(torch.stack([self._values[name] for name in names]) * counts).tolist()
         sums = dict(zip(names, totals, strict=True))
@@ -191,14 +195,13 @@ MIN_ACTIVATION_BYTES = 1 << 20
 
 @contextmanager
 def activations_on_cpu(shapes: Set[torch.Size] = frozenset(), min_bytes: int = MIN_ACTIVATION_BYTES) -> Iterator[None]:
-    """Copy everything that the forward pass within saves for the backward pass to (pinned) CPU memory, except weights.
+    """Within the context, keep what a forward pass saves for the backward pass, except weights, in (pinned) CPU memory.
 
-    With gradient checkpointing only the layers' inputs are saved, and so copied.
+    With gradient checkpointing, a pass saves only the inputs of the layers.
 
     Args:
-        shapes: of the weights, where autocast copies them: the copies are no parameters, and are recognized by their
-            shape.
-            Activations have one more dimension; one that has the shape of a weight is not copied.
+        shapes: shapes of the weights, if autocast copies them: a copy is not a parameter, so it is recognized by its
+            shape. Activations have one more dimension; an activation that has the shape of a weight is not copied.
     """
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:

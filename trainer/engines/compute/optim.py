@@ -45,7 +45,7 @@ def adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return this rank's part of each gradient; missing gradients are set to zeros.
 
-    A gradient of 0 still moves AdamW by its momentum; None would not.
+    With a gradient of 0, AdamW still moves a parameter by its momentum; with None, it skips the parameter.
     """
     parts = []
     for parameter in parameters:
@@ -58,7 +58,7 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def squared_norm(parts: Iterable[Tensor]) -> Tensor:
-    """Sum of squares of all elements: scalar, float64."""
+    """Return the sum of squares of all elements, a float64 scalar."""
     norms = torch._foreach_norm([part for part in parts if part.numel()])
     if not norms:
         return torch.zeros((), dtype=torch.float64)
@@ -66,7 +66,7 @@ def squared_norm(parts: Iterable[Tensor]) -> Tensor:
 
 
 def clip_(parts: list[Tensor], norm: float, max_norm: float) -> None:
-    """Scale in place, as torch's `clip_grad_norm_` does, to a norm of at most `max_norm`."""
+    """Scale gradients of the global norm `norm` in place to at most `max_norm`, as torch's `clip_grad_norm_` does."""
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0 and parts:
         torch._foreach_mul_(parts, factor)
@@ -81,7 +81,7 @@ def move_gradients(model: nn.Module, device: torch.device) -> None:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             gradient._local_tensor = gradient._local_tensor.to(device)
-        elif gradient is not None:  # in place: a new one would have to be where the parameter is
+        elif gradient is not None:  # in place: a new one must be on the parameter's device
             gradient.data = gradient.data.to(device)
 
 

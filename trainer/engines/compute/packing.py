@@ -1,4 +1,4 @@
-"""Rows of a batch → shares of equal cost, micro-batches within a token budget, and the layout of one forward pass.
+"""Divide the rows of a batch into shares of equal cost and micro-batches within a token budget; lay out forward passes.
 
 A forward pass takes padded rows, or all sequences one after another without padding.
 """
@@ -34,35 +34,36 @@ class MicroBatch:
     position_ids: Tensor | None
     """Packed: int64 `[1, T]`, from 0 in each sequence. Padded: None."""
     lengths: tuple[int, ...]
-    """Packed: positions of each sequence, of a filler at the end too. Padded: empty."""
+    """Packed: number of positions of each sequence and of the filler at the end, if there is one. Padded: empty."""
     positions: Tensor
     """int64 `[N]`, ascending: flat index into `B·T` of the position that each score is read from."""
     targets: Tensor
     """int64 `[N]`: the scored tokens."""
     rows: Tensor
-    """int64 `[rows]`: numbers of these rows in the batch."""
+    """int64 `[rows]`: each row's number in the batch."""
     row: Tensor
     """int64 `[N]`: each scored token's row, as an index into `rows`."""
     offset: Tensor
-    """int64 `[N]`: each scored token's place in its response."""
+    """int64 `[N]`: each scored token's index within its response."""
     media: tuple[tuple[Media, ...], ...] | None = None
     """Padded only: images and videos of each row; None: no row of the batch has any."""
     prompt_lens: Tensor | None = None
-    """int64 `[B]`, only with `media`: after the prompt there are no placeholders."""
+    """int64 `[B]`, only with `media`: length of each prompt. All placeholders of media are in prompts."""
 
 
 def lay_out(
     batch: TensorDict, rows: Sequence[int], mask: Tensor, *, packed: bool = False, multiple: int = 1
 ) -> MicroBatch:
-    """Score response tokens: each is read from the position before it, so that the last token is not computed.
+    """Lay out rows so that response tokens are scored.
 
-    A batch with media is never packed.
+    Each score is read from the position before its token, so the last token is not computed. A batch with media is
+    never packed.
 
     Args:
         batch: see `trainer.workers.tensors`.
         rows: row numbers, at least one.
         mask: bool `[B, R]` over the whole batch: which response tokens are scored; False beyond a response.
-        packed: without padding, but for a filler that makes `T` a multiple of `multiple`.
+        packed: lay out without padding, except for a filler that makes `T` a multiple of `multiple`.
     """
     numbers = torch.as_tensor(rows, dtype=torch.int64)
     row, offset = mask[numbers].nonzero(as_tuple=True)
@@ -74,14 +75,14 @@ def lay_out(
 
 
 def lay_out_ends(batch: TensorDict, rows: Sequence[int], *, packed: bool = False, multiple: int = 1) -> MicroBatch:
-    """Score whole responses: one score a row, read from the last token's own position."""
+    """Lay out rows so that whole responses are scored: one score per row, read from the position of its last token."""
     numbers = torch.as_tensor(rows, dtype=torch.int64)
     offset = batch["response_lens"][numbers] - 1
     return _lay_out(batch, numbers, torch.arange(len(numbers)), offset, last=True, packed=packed, multiple=multiple)
 
 
 def unpack(values: Tensor, micro: MicroBatch, width: int) -> Tensor:
-    """Scores `[N]` → `[rows, width]`, the response tokens of the micro-batch's rows; 0 where nothing was scored."""
+    """Put scores `[N]` in their places among the response tokens, `[rows, width]`; tokens without a score get 0."""
     result = values.new_zeros(len(micro.rows), width)
     result[micro.row.to(values.device), micro.offset.to(values.device)] = values
     return result
@@ -93,8 +94,8 @@ def select_tokens(
     """Select the inputs of a loss for the scored tokens.
 
     Args:
-        weights: `[B]`: what each token of a row weighs, see `token_weights`.
-        dtype: of the weights; float64 in comparisons.
+        weights: `[B]`: the weight of each token of a row (`token_weights`).
+        dtype: dtype of the weights; float64 in comparisons.
     """
     numbers = micro.rows[micro.row]
     fields = {
@@ -106,16 +107,15 @@ def select_tokens(
 
 
 def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggMode, scale: float) -> Tensor:
-    """Return the weight of a trained token of each row, float64 `[B]`: the loss of a step is then a plain sum.
+    """Return the weight of the trained tokens of each row, float64 `[B]`, with which a step's loss is a plain sum.
 
     Args:
-        totals: trained tokens, and trajectories with a trained token, of the whole optimizer step
-            over all ranks. Because denominators span the step, the loss does not depend on how it is cut up or laid
-            out.
+        totals: trained tokens, and trajectories with a trained token, of the whole optimizer step over all ranks.
+            Because denominators span the step, the loss does not depend on micro-batches and layout.
         agg_mode: `token-mean`: over all trained tokens; `seq-mean-token-mean`: mean over trajectories of the
             trajectory's token mean; `seq-mean-token-sum`: mean over trajectories of the trajectory's token sum;
-            `seq-mean-token-sum-norm`: that, divided by `scale` (Dr.GRPO, https://arxiv.org/abs/2503.20783).
-        scale: tokens.
+            `seq-mean-token-sum-norm`: the same, divided by `scale` (Dr.GRPO, https://arxiv.org/abs/2503.20783).
+        scale: the divisor, in tokens.
     """
     num_tokens, num_trajectories = totals
     trained = _trajectory_tokens(batch)
@@ -128,20 +128,24 @@ def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggM
 
 
 def trajectory_share(batch: TensorDict) -> Tensor:
-    """float64 `[B]`: the part of its trajectory's trained tokens that each row has. Over all rows of a step, wherever
-    they are, these add up to its trajectories with a trained token; a row that pads a rank has none."""
+    """Return the share of its trajectory's trained tokens that each row has, float64 `[B]`.
+
+    Over all rows of a step, on any ranks, the shares add up to the number of trajectories with a trained token. A row
+    that pads a rank has a share of 0.
+    """
     return batch["loss_mask"].sum(dim=1) / _trajectory_tokens(batch).clamp(min=1.0)
 
 
 def _trajectory_tokens(batch: TensorDict) -> Tensor:
-    """float64 `[B]`: trained tokens of each row's trajectory, which is the row unless the batch says otherwise."""
+    """Return the number of trained tokens of each row's trajectory, float64 `[B]`. Without `trajectory_tokens`, each
+    row is a trajectory."""
     return batch.get("trajectory_tokens", batch["loss_mask"].sum(dim=1)).double()
 
 
 def _lay_out(
     batch: TensorDict, rows: Tensor, row: Tensor, offset: Tensor, *, last: bool, packed: bool, multiple: int
 ) -> MicroBatch:
-    """`last`: the last token is computed too, and scores are read from the tokens' own positions."""
+    """Lay out rows. With `last`, the last token is computed too, and each score is read from its token's position."""
     prompts = batch["prompt_lens"][rows]
     lengths = prompts + batch["response_lens"][rows] - int(not last)
     width = int(lengths.max())
@@ -161,22 +165,22 @@ def _lay_out(
 
 
 QUADRATIC_COST = 1 / 12288
-"""What L² costs against L in a row of L tokens. Of a layer of hidden size h, dense parts take 24h² operations a token
-and causal attention 2hL: L / 12h of them; this is h = 1024."""
+"""Cost of L² relative to L in a row of L tokens. In a layer of hidden size h, the dense parts take 24h² operations per
+token and causal attention takes 2hL, which is L / 12h as many. This value is for h = 1024."""
 
 
 def cut_rows(
     lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, num_parts: int | None = None, packed: bool
 ) -> list[list[int]]:
-    """Group row numbers into micro-batches of at most `max_tokens` tokens; a longer row is one of its own.
+    """Group row numbers into micro-batches of at most `max_tokens` tokens; a longer row is alone in its micro-batch.
 
     Args:
         lengths: positions to compute for each row, at least 1.
-        overhead_tokens: what one pass costs beyond its tokens, in tokens. It decides how finely padded rows are cut.
-        num_parts: at least so many, as far as there are rows, because other ranks have as many; None: as few as is
-            best.
-        packed: sequences lie one after another, so that parts are balanced by cost; else rows are padded to the
-            longest of their micro-batch, so that rows of like length go together.
+        overhead_tokens: the fixed cost of one pass, in tokens. It decides how finely padded rows are cut.
+        num_parts: the minimum number of micro-batches, as far as there are rows, because other ranks have as many;
+            None: the cheapest number.
+        packed: sequences are concatenated, so micro-batches are balanced by cost. Otherwise rows are padded to the
+            longest of their micro-batch, so rows of similar length are grouped.
     """
     if packed:
         parts = _balanced_within(lengths, max_tokens, num_parts or 1)
@@ -186,11 +190,11 @@ def cut_rows(
 
 
 def balance(lengths: Sequence[int], num_parts: int, *, quadratic: float = QUADRATIC_COST) -> list[list[int]]:
-    """Share rows out into `num_parts` parts of like cost; with at least as many rows as parts none is empty.
+    """Divide rows into `num_parts` parts of similar cost. With at least as many rows as parts, no part is empty.
 
     A row of `L` tokens costs `L + quadratic * L²`. Largest differencing method (Karmarkar and Karp 1982): the two most
-    uneven partial partitions are joined, heavy parts of one with light parts of the other. Deterministic; rows of a
-    part are in ascending order, parts in the order of their first row.
+    uneven partial partitions are joined, heavy parts of one with light parts of the other. The result is deterministic;
+    the rows of a part are in ascending order, and the parts in the order of their first rows.
     """
     costs = np.asarray(lengths, dtype=np.float64)
     costs = costs + quadratic * costs**2
@@ -210,7 +214,8 @@ def balance(lengths: Sequence[int], num_parts: int, *, quadratic: float = QUADRA
 
 
 def _cheapest_cuts(lengths: Sequence[int], max_tokens: int, overhead_tokens: int) -> list[list[int]]:
-    """Rows by length, the longest first, cut where padding and overhead are least: shortest path over the cuts."""
+    """Cut the rows, sorted by length, into groups with the least padding and overhead: a shortest path over the cuts.
+    The group of the longest rows comes first."""
     order = np.argsort(np.asarray(lengths), kind="stable")
     ordered = np.asarray(lengths)[order]
     best = np.zeros(len(order) + 1)
@@ -231,7 +236,8 @@ def _cheapest_cuts(lengths: Sequence[int], max_tokens: int, overhead_tokens: int
 
 
 def _balanced_within(lengths: Sequence[int], max_tokens: int, num_parts: int) -> list[list[int]]:
-    """The fewest balanced parts, at least `num_parts`, of which none is over the budget; the largest first."""
+    """Return the fewest balanced parts within the budget, but at least `num_parts`, the largest first. A row that
+    reaches the budget is a part by itself."""
     tokens = np.asarray(lengths, dtype=np.int64)
     over = [int(row) for row in np.flatnonzero(tokens >= max_tokens)]
     rest = [int(row) for row in np.flatnonzero(tokens < max_tokens)]
@@ -248,7 +254,7 @@ def _balanced_within(lengths: Sequence[int], max_tokens: int, num_parts: int) ->
 
 
 def _at_least(parts: list[list[int]], num_parts: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Halve the largest part that has two rows until there are `num_parts`, or no part has two."""
+    """Halve the largest part of several rows until there are `num_parts` parts, or each part has one row."""
     parts = list(parts)
     while len(parts) < num_parts:
         sizes = [_width(part, lengths) * (len(part) > 1) for part in parts]
@@ -267,6 +273,6 @@ def _width(part: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def input_lengths(batch: TensorDict) -> list[int]:
-    """Positions the model has to compute for each row: the last response token predicts nothing."""
+    """Return the number of positions to compute for each row: all but the last token, which predicts nothing."""
     lengths: Tensor = batch["prompt_lens"] + batch["response_lens"] - 1
     return lengths.tolist()

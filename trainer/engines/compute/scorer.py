@@ -1,6 +1,6 @@
 """A model as a function from micro-batches to scores: log-probs and entropies, values, or rewards.
 
-Log-probs and entropies are computed from logits without keeping a second `[N, V]`.
+Log-probs and entropies are computed from logits without keeping a second tensor of their size, `[N, V]`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from trainer.engines.compute.packing import MicroBatch, lay_out, lay_out_ends
 from trainer.engines.models import head_of
 
 MAX_LOGITS = {"cpu": 2**28, "cuda": 2**31}
-"""Above so many logits in one pass (1 GiB in float32, 4 GiB in bfloat16, and their gradient as much again) they are
-computed in pieces, and once more in the backward pass."""
+"""If a pass has more logits than this (1 GiB in float32, 4 GiB in bfloat16, and as much again for their gradient), they
+are computed in pieces, and computed again in the backward pass."""
 
 PIECE_LOGITS = 2**28
 
@@ -43,15 +43,15 @@ class Scorer:
     tempered one. Top-p, top-k and min-p are not modelled.
 
     Args:
-        model: the Hugging Face model itself, where hooks go; also inside LoRA or another wrapper.
-        module: what is called: the wrapped model (DDP, FSDP), or `model`.
+        model: the Hugging Face model itself, without a wrapper; the hooks are registered on its modules.
+        module: the module to call, which is the wrapped model (DDP, FSDP); None: `model`.
         autocast: dtype of the forward pass; None: that of the weights.
-        packed: sequences without padding; only if `attention.enable_packing(model)` has returned True.
+        packed: lay out sequences without padding. Requires that `attention.enable_packing(model)` has returned True.
         sp_group: ranks that share each sequence (`trainer.engines.compute.attention`); needs `packed`.
-        media_encoder: makes features of images and videos; None: rows with media are refused.
+        media_encoder: computes features of images and videos; None: rows with media are refused.
 
     Raises:
-        ConfigError: the model has no head of that type, or the ranks of `sp_group` cannot share its sequences.
+        ConfigError: the model has no head for `model_type`, or the ranks of `sp_group` cannot share its sequences.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Scorer:
         else:
             head, self._behind_head = head_of(model), None
             text = model.config.get_text_config()
-            if text.pad_token_id is None:  # sequence classification asks for one, for a pooling that is not used here
+            if text.pad_token_id is None:  # sequence classification requires one, for a pooling that is not used here
                 text.pad_token_id = 0
         self._head: nn.Module = head
         self._hooks = [
             head.register_forward_pre_hook(self._pick_scored),
-            # first, while FSDP still has the head's weights gathered
+            # It runs first, while FSDP still holds the head's gathered weights.
             head.register_forward_hook(self._take_scores, prepend=True),
         ]
 
@@ -100,15 +100,15 @@ class Scorer:
             hook.remove()
 
     def lay_out(self, batch: TensorDict, rows: Sequence[int], mask: Tensor) -> MicroBatch:
-        """See `packing.lay_out`. A reward model scores each response once, whatever `mask` says.
+        """Lay out rows for one pass (`packing.lay_out`). A reward model ignores `mask` and scores each response once.
 
         Raises:
-            DataError: there are images or videos, and the model takes text only.
+            DataError: the batch has images or videos, and the model takes text only.
         """
         if "media" in batch and self._media_encoder is None:
             raise DataError(
-                f"a {self._model_type.replace('_', ' ')} sees no images or videos, and there are rows with some; train "
-                "without one, or take these rows out of the data"
+                f"a {self._model_type.replace('_', ' ')} sees no images or videos, but the batch has rows with them; "
+                "train without this model, or remove these rows from the data"
             )
         multiple = dist.get_world_size(self._sp_group) if self._sp_group is not None else 1
         if self._model_type == "reward_model":
@@ -116,10 +116,11 @@ class Scorer:
         return lay_out(batch, rows, mask, packed=self.packed, multiple=multiple)
 
     def __call__(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
-        """One forward pass; differentiable unless the caller turned gradients off.
+        """Run one forward pass, which is differentiable unless the caller has turned gradients off.
 
-        float32, or float64 where the model is. With sequence parallelism every rank of the group gets all scores, and
-        its backward pass gives its share of the gradient: the sum over the group is the whole (`gather_scores`).
+        Scores are float32, or float64 if the model is. With sequence parallelism, every rank of the group gets all
+        scores; its backward pass computes its part of the gradient, and the parts add up to the whole gradient
+        (`gather_scores`).
         """
         inputs, positions, targets, counts = self._inputs(micro)
         sampled = inputs.pop("sampled", None)
@@ -133,7 +134,7 @@ class Scorer:
         if scores is None:
             scores = torch.stack(self._score(logits.squeeze(0), targets, entropy_gradient))
         elif torch.is_grad_enabled():
-            # FSDP hangs its backward hooks on the module's own output, so the scores have to depend on it
+            # FSDP registers its backward hooks on the module's output, so the scores have to depend on it
             scores = scores + 0.0 * logits.sum()
         if counts is not None and self._sp_group is not None:
             scores = gather_scores(scores, counts, self._sp_group)
@@ -141,7 +142,8 @@ class Scorer:
         return TokenScores(log_probs, entropy if entropy_gradient else entropy.detach())
 
     def _inputs(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor, Tensor, list[int] | None]:
-        """Keyword arguments of the model; this rank's scored positions and targets; how many each rank has."""
+        """Return the model's keyword arguments, this rank's scored positions and targets, and, with sequence
+        parallelism, the number of scored positions of each rank."""
         device, counts = self._device, None
         if micro.media is not None:
             return *self._media_inputs(micro), micro.targets.to(device), None
@@ -158,7 +160,7 @@ class Scorer:
         return inputs | {"input_ids": ids.to(device)}, positions.to(device), targets.to(device), counts
 
     def _media_inputs(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor]:
-        """Keyword arguments of the model, and `sampled` for its embedding; scored positions."""
+        """Return the model's keyword arguments, with `sampled` for its embedding, and the scored positions."""
         if self._sp_group is not None:
             raise ConfigError(f"trainer.{KEY}: ranks cannot share sequences with images or videos; set it to 1")
         assert self._media_encoder is not None, "rows with media were laid out"
@@ -170,7 +172,7 @@ class Scorer:
 
     def _pick_scored(self, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the head, select the hidden states of scored positions: `[B, T, H]` → `[1, N, H]`."""
-        if self._pass is None:  # the model is called for all its logits, not by this scorer
+        if self._pass is None:  # not a call of this scorer: the caller wants all logits
             return inputs
         hidden = inputs[0].flatten(0, 1).index_select(0, self._pass.positions).unsqueeze(0)
         if self._in_pieces(hidden):
@@ -179,7 +181,7 @@ class Scorer:
         return (hidden, *inputs[1:])
 
     def _take_scores(self, _head: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """After the head, keep the scores, which the model would not pass through, and return a small stand-in."""
+        """After the head, keep the scores, which the model would change, and return a small placeholder."""
         current = self._pass
         if current is None:
             return None
@@ -191,14 +193,15 @@ class Scorer:
         if current.hidden is None:
             return None
         current.scores = self._score_in_pieces(current)
-        return current.scores.sum().to(output.dtype).expand(1, 1, 1).clone()  # FSDP2 wants no views
+        return current.scores.sum().to(output.dtype).expand(1, 1, 1).clone()  # FSDP2 accepts no views
 
     def _in_pieces(self, hidden: Tensor) -> bool:
         vocab = getattr(self._head, "out_features", 0)
         return self._behind_head is not None and hidden.shape[1] * vocab > MAX_LOGITS[self._device.type]
 
     def _score_in_pieces(self, current: _Pass) -> Tensor:
-        """float32 `[2, N]`; logits are dropped after each piece and computed again in the backward pass."""
+        """Return scores, float32 `[2, N]`. The logits of a piece are freed at once, and computed again in the backward
+        pass."""
         assert current.hidden is not None and self._behind_head is not None
         size = max(1, min(PIECE_LOGITS, MAX_LOGITS[self._device.type]) // int(self._head.out_features))  # type: ignore[arg-type]
         pieces = []
@@ -212,7 +215,7 @@ class Scorer:
 
     def _score_piece(self, hidden: Tensor, targets: Tensor, entropy_gradient: bool) -> Tensor:
         assert self._behind_head is not None
-        logits = self._behind_head(self._head.forward(hidden)).squeeze(0)  # not by calling it: without its hooks
+        logits = self._behind_head(self._head.forward(hidden)).squeeze(0)  # `forward` runs no hooks
         return torch.stack(self._score(logits, targets, entropy_gradient))
 
     def _score(self, logits: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -232,38 +235,41 @@ class _Pass:
         """Shape of the model's input, `[B, T]`."""
         self.entropy_gradient = entropy_gradient
         self.hidden: Tensor | None = None
-        """`[1, N, H]`, where logits are computed in pieces."""
+        """Hidden states `[1, N, H]`, if logits are computed in pieces."""
         self.scores: Tensor | None = None
-        """`[2, N]`: log-probs (or values) and entropies, where the hooks have them already."""
+        """`[2, N]`: log-probs (or values) and entropies, if the hooks have computed them."""
 
 
 def _check_shareable(model: PreTrainedModel, packed: bool, size: int) -> None:
     if not packed:
         raise ConfigError(
-            f"trainer.{KEY}={size}: ranks share packed sequences only, and {type(model).__name__} runs padded ones "
-            f"here; set trainer.use_remove_padding=true, or trainer.{KEY}=1 if its attention cannot be packed"
+            f"trainer.{KEY}={size}: ranks can share packed sequences only, but {type(model).__name__} runs with padded "
+            f"ones; set trainer.use_remove_padding=true, or trainer.{KEY}=1 if its attention cannot be packed"
         )
     check_heads(model, size)
 
 
 BLOCK_LOGITS = {"cpu": 2**18, "cuda": 2**26}
-"""Logits worked on at a time: what a CPU's cache holds; on a GPU, what its memory can spare in float32."""
+"""Number of logits to process at a time: as many as fit into a CPU's cache, or into the spare memory of a GPU in
+float32."""
 
 
 def score_logits(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` `[N]` and entropy, both `[N]` in nats, of `softmax(logits / temperature)`, logits `[N, V]`.
+    """Return log-probs of `targets` `[N]` and entropies of `softmax(logits / temperature)`, for logits `[N, V]`.
 
-    float32, or float64 of such logits. The entropy is detached unless `entropy_gradient`. Kept for the backward pass:
-    the logits as they are, and two numbers a row.
+    Both are `[N]` in nats, in float32, or in float64 if the logits are. The entropies are detached unless
+    `entropy_gradient`. The backward pass needs only the unchanged logits and two numbers per row.
     """
     log_probs, entropy = _Score.apply(logits, targets, temperature)
     return log_probs, entropy if entropy_gradient else entropy.detach()
 
 
 class _Score(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z), H the entropy and t the target:
+    """Computes log-probs and entropies in blocks, with their gradients.
+
+    With z = logits / temperature, p = softmax(z), H the entropy and t the target:
     d log p_t / dz_j = [j = t] - p_j and dH / dz_j = -p_j (log p_j + H)."""
 
     @staticmethod
@@ -276,7 +282,7 @@ class _Score(torch.autograd.Function):
             peak = scaled.amax(dim=-1, keepdim=True)
             weights = scaled.sub_(peak).exp()
             total = weights.sum(dim=-1)
-            mean = torch.einsum("nv,nv->n", weights, scaled) / total  # of z - peak
+            mean = torch.einsum("nv,nv->n", weights, scaled) / total  # the mean of z - peak
             normalizer[block] = total.log() + peak.squeeze(-1)
             log_probs[block] = chosen - normalizer[block]
             entropy[block] = total.log() - mean
@@ -309,16 +315,16 @@ class _Score(torch.autograd.Function):
 
 
 def behind_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
-    """Return what the architecture does to the logits between its head and its output; None if that is unknown.
+    """Return the function that the architecture applies to the logits after its head; None if it is unknown.
 
-    The model's own forward method is run around a stub of its body and one of its head, so that no weights are needed.
+    To find it, the model's `forward` method runs with stubs in place of its body and head, so no weights are needed.
     """
     head = model.get_output_embeddings()
     vocab = getattr(head, "out_features", None)
     if not isinstance(vocab, int):
         return None
     numbers = torch.linspace(-5.0, 5.0, vocab, dtype=torch.float64)[None, None]
-    shell = object.__new__(type(model))  # not a copy: FSDP's classes don't let themselves be copied
+    shell = object.__new__(type(model))  # not a copy: FSDP's classes cannot be copied
     shell.__dict__.update(model.__dict__)
     shell._modules = {
         name: _Stub(numbers if module is head else _BodyOutput()) for name, module in model._modules.items()
@@ -338,7 +344,7 @@ def behind_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
 
 
 class _Stub(nn.Module):
-    """Answers every call with the same."""
+    """A module that returns the same value for every call."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -349,7 +355,7 @@ class _Stub(nn.Module):
 
 
 class _BodyOutput:
-    """What any architecture's body may return: hidden states, and nothing under every other name."""
+    """A stub of the output of any architecture's body: hidden states, and None for every other attribute."""
 
     last_hidden_state = torch.zeros(1, 1, 1)
 
@@ -370,7 +376,7 @@ def _as_is(logits: Tensor) -> Tensor:
 
 
 def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
-    """A copy to work in."""
+    """Return a copy of `logits / temperature`, which the caller may change."""
     return logits.to(dtype, copy=True) if temperature == 1.0 else logits.to(dtype) / temperature
 
 

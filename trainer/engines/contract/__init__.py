@@ -1,5 +1,5 @@
-"""What every engine has to do: `checks.checks_of` lists the checks of a backend, `trainer.engines.selfcheck` runs them.
+"""The contract of all engines: `checks.checks_of` lists the checks of a backend, `trainer.engines.selfcheck` runs them.
 
-All ranks of a process group call the same check, each takes its share of a batch that all of them make, and all raise
-or none does, as far as that can be. A check raises AssertionError where the engine breaks its contract.
+All ranks of a process group call the same check and create the same batch, of which each takes its share. As far as
+possible, either all ranks raise or none does. A check raises AssertionError where the engine breaks its contract.
 """

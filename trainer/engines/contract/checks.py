@@ -1,4 +1,4 @@
-"""Checks of the engine contract: computation equals a plain loop, state survives, bad input is refused on all ranks."""
+"""Checks of the engine contract: results equal those of a plain loop, state survives, all ranks refuse bad input."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def policy_steps_with_kl_and_entropy_equal_the_reference(setting: Setting) -> No
 @check()
 def rows_of_one_trajectory_count_as_one(setting: Setting) -> None:
     loss, batch = make_loss(loss_agg_mode="seq-mean-token-mean"), make_batch(8, 6)
-    batch["loss_mask"][1] = False  # nothing of a row, and nothing of a whole trajectory
-    batch["loss_mask"][6] = False
+    batch["loss_mask"][1] = False  # no token of one row of a trajectory is trained
+    batch["loss_mask"][6] = False  # no token of a whole trajectory is trained
     batch["trajectories"] = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4])
     trained = batch["loss_mask"].sum(dim=1)
     same = batch["trajectories"][:, None] == batch["trajectories"]
@@ -83,7 +83,7 @@ def value_steps_equal_the_reference(setting: Setting) -> None:
 def _follow_the_reference(
     setting: Setting, loss: Loss, model_type: ModelType = "language_model", *, temperature: float = 1.0
 ) -> None:
-    """Three steps with rows of unequal length, shared out unevenly, in many micro-batches."""
+    """Compare three steps, with rows of unequal length that are unevenly divided over ranks, in many micro-batches."""
     reference = Reference(setting.spec(model_type, temperature=temperature), loss)
     engine = setting.engine(model_type, float64=True, temperature=temperature, ppo_max_token_len=48)
     for seed, first in ((1, 4), (2, 7), (3, 1)):
@@ -94,7 +94,7 @@ def _follow_the_reference(
 def _step_as_the_reference(
     reference: Reference, engine: BaseEngine, loss: Loss, *batches: TensorDict, first: int = 0
 ) -> None:
-    """Take one step on all batches, which has the loss and the gradient norm of the reference's step."""
+    """Take one step on all batches, and compare its loss and its gradient norm with those of the reference."""
     expected, expected_norm = reference.step(*batches)
     total = 0.0
     for batch in batches:
@@ -252,7 +252,7 @@ def bfloat16_computes_and_float32_keeps(setting: Setting) -> None:
     batch = make_batch(6, 1)
     share = share_of(full, batch)
     error = float((full.infer(share)["log_probs"] - half.infer(share)["log_probs"]).abs().max())
-    true(0 < error < 0.2, f"log-probs in bfloat16 are off by {error:.1e}; a little, but not nothing, was expected")
+    true(0 < error < 0.2, f"log-probs in bfloat16 are off by {error:.1e}; expected more than 0 and less than 0.2")
     take_step(half, batch)
     if dist.rank() == 0:
         fine = any((tensor != tensor.bfloat16().float()).any() for tensor in weights_of(half).values())
@@ -280,13 +280,13 @@ def scores_in_bfloat16_come_from_a_float32_head(setting: Setting) -> None:
 
 def _finer_than_bfloat16(got: Tensor, full: Tensor) -> None:
     error = float((got - full).abs().max())
-    true(0 < error < 0.2, f"values in bfloat16 are off by {error:.1e}; a little, but not nothing, was expected")
+    true(0 < error < 0.2, f"values in bfloat16 are off by {error:.1e}; expected more than 0 and less than 0.2")
     true(bool((got != got.bfloat16().float()).any()), "values hold more than bfloat16 can")
 
 
 @check()
 def gradients_in_bfloat16_add_up_in_float32(setting: Setting) -> None:
-    """The same row many times, one by one, has the gradient that it has alone: powers of two are exact."""
+    """Many copies of one row, each in its own micro-batch, have the same gradient as two; powers of two are exact."""
     row = make_batch(1, 1)
     norms = []
     for times in (2, 32):
@@ -420,7 +420,7 @@ def adapters_learn_and_switch_off(setting: Setting) -> None:
 
 
 def _fresh(setting: Setting, name: str) -> Path:
-    """A directory that all ranks see."""
+    """Create a directory that all ranks see."""
     directory = setting.directory / setting.backend / name
     directory.mkdir(parents=True, exist_ok=True)
     return directory
@@ -496,7 +496,7 @@ class _FailsLater(PolicyLoss):
 
 
 def checks_of(backend: str, device: str, num_ranks: int) -> list[Check]:
-    """Return the checks that apply to a backend, which are those of the model types that it runs.
+    """Return the checks that apply to a backend: those for its model types and this number of ranks.
 
     Raises:
         ConfigError: there is no such backend, or its package is missing.

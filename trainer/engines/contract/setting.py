@@ -1,6 +1,6 @@
-"""Setting of the checks: tiny models, batches of unequal rows, a plain float64 training loop, and comparisons.
+"""The parts that checks share: tiny models, batches of unequal rows, a plain float64 training loop, and comparisons.
 
-The plain loop shares only the loss with the engines: one row at a time, full logits, no packing, no ranks.
+The plain loop shares only the loss with the engines. It takes one row at a time, with full logits, on one process.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ SHAPE = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
-    "attention_dropout": 0.5,  # as some published models have it; training has to switch it off
+    "attention_dropout": 0.5,  # as in some published models; training must disable it
 }
 
 
 def write_models(directory: Path) -> dict[ModelType, Path]:
-    """Two-layer Llamas of a few thousand parameters. A value model starts from the language model's files."""
+    """Write two-layer Llamas of a few thousand parameters. A value model starts from the language model's files."""
     torch.manual_seed(0)
     language, reward = directory / "language_model", directory / "reward_model"
     with quiet():
@@ -66,7 +66,7 @@ def model_paths(directory: Path) -> dict[ModelType, Path]:
 
 
 def make_batch(num_rows: int, seed: int) -> TensorDict:
-    """Rows of many lengths with random tokens, masks and fields; every row has a trained token."""
+    """Return rows of many lengths with random tokens, masks and fields; every row has a trained token."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(1, 9, (num_rows,), generator=generator)
     responses = torch.randint(1, 20, (num_rows,), generator=generator)
@@ -176,7 +176,7 @@ def plain_scores(
 
 
 def close(got: float | Tensor, expected: float | Tensor, tolerance: float, what: str) -> None:
-    """Raises AssertionError unless both differ by at most `tolerance`, relative to the larger of 1 and `expected`."""
+    """Raise AssertionError if the two differ by more than `tolerance`, relative to the larger of 1 and `expected`."""
     left, right = torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
     if left.shape != right.shape:
         raise AssertionError(f"{what}: shape {tuple(left.shape)}, expected {tuple(right.shape)}")
@@ -186,10 +186,10 @@ def close(got: float | Tensor, expected: float | Tensor, tolerance: float, what:
 
 
 OPTIM = OptimConfig(lr=1e-2, clip_grad=0.7)
-"""A learning rate at which three steps move weights by percents, and a norm that most gradients here exceed."""
+"""With this learning rate, three steps change weights by a few percent. Most gradients here exceed the norm."""
 
 EXACT = 5e-7
-"""Tolerance for float64 arithmetic in another order, through the float32 norms of some models."""
+"""Tolerance for float64 arithmetic in another order, in models of which some compute norms in float32."""
 
 SINGLE = 2e-5
 """Tolerance for float32 arithmetic compared with float64."""
@@ -205,12 +205,12 @@ class Setting:
     backend: str
     device: str
     directory: Path
-    """Visible to all ranks: models (`write_models`), and room for checkpoints."""
+    """A directory that all ranks see, with the models (`write_models`), and for checkpoints."""
     baseline: list[Step] = field(default_factory=list)
-    """The default `one_step`, once it was computed: many checks compare with it."""
+    """The result of `one_step` with default arguments, once computed; many checks compare with it."""
 
     def spec(self, model_type: ModelType = "language_model", **changes: Any) -> EngineSpec:
-        """`changes`: fields of EngineSpec, EngineConfig or ModelConfig."""
+        """Return an engine's specification. `changes` are fields of EngineSpec, EngineConfig or ModelConfig."""
         fields: dict[str, Any] = {"optim": OPTIM} if model_type != "reward_model" else {}
         model: dict[str, Any] = {"path": str(model_paths(self.directory)[model_type])}
         engine: dict[str, Any] = {"strategy": self.backend, "device": self.device, "num_workers": dist.world_size()}
@@ -228,7 +228,7 @@ class Check(NamedTuple):
     run: Callable[[Setting], None]
     model_type: ModelType
     num_ranks: int | None
-    """Only with so many ranks; None: with any number."""
+    """The number of ranks that the check needs; None: any number."""
 
 
 CHECKS: list[Check] = []
@@ -265,13 +265,13 @@ def one_step(
 def take_step(
     engine: BaseEngine, batch: TensorDict, loss: Loss | None = None, first: int = 0
 ) -> tuple[float, StepOutcome]:
-    """Take a step on this rank's share (`share_of`) of `batch`. Return the loss, too."""
+    """Take a step on this rank's share (`share_of`) of `batch`. Return the loss and the outcome."""
     value = engine.forward_backward(share_of(engine, batch, first), loss or make_loss(engine.spec.model_type))["loss"]
     return value, engine.optim_step(value)
 
 
 def two_steps(engine: BaseEngine, batch: TensorDict, loss: Loss | None = None, first: int = 0) -> Step:
-    """Take two steps, the second one with an optimizer that has a state."""
+    """Take two steps, because only the second one uses the optimizer's state."""
     (value, outcome), (_, second) = (take_step(engine, batch, loss, first) for _ in range(2))
     return Step([value, outcome.grad_norm, second.grad_norm], copies(weights_of(engine)))
 
@@ -287,7 +287,7 @@ def make_loss(model_type: ModelType = "language_model", **algorithm: Any) -> Los
 
 
 def share_of(engine: BaseEngine, batch: TensorDict, first: int = 0) -> TensorDict:
-    """This rank's rows; `first`: how many the first data rank gets of them, 0: half."""
+    """Return this rank's rows of `batch`. The first data rank gets `first` rows; 0: half of them."""
     layout = engine.layout
     if layout.data_size == 1:
         return batch
@@ -297,7 +297,7 @@ def share_of(engine: BaseEngine, batch: TensorDict, first: int = 0) -> TensorDic
 
 
 def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
-    """Whole on rank 0, empty elsewhere."""
+    """Return the whole weights on rank 0, and no elements on other ranks."""
     return dict(engine.weights("float32"))
 
 
@@ -322,6 +322,6 @@ def raises(kind: type[AsyncRLError], words: str, call: Callable[[], Any]) -> Non
     try:
         call()
     except kind as error:
-        true(words in str(error), f"{kind.__name__} says {words!r}: {error}")
+        true(words in str(error), f"the message of {kind.__name__} lacks {words!r}: {error}")
         return
     raise AssertionError(f"{kind.__name__} about {words!r} was expected")

@@ -1,10 +1,10 @@
 """Checkpoints of engines, in safetensors and JSON, without pickles.
 
-dcp/                 trained weights and optimizer moments by parameter name, in shards that any number of ranks reads
-rng_N.safetensors    torch's generators, of each rank
-engine.json          optimizer steps taken (the schedule needs nothing else), and the engine's kind
+dcp/                 trained weights and optimizer moments by parameter name, sharded; any number of ranks can read them
+rng_N.safetensors    states of torch's random generators on rank N
+engine.json          optimizer steps taken (the schedule needs nothing else), and the kind of the engine
 
-With LoRA the weights are the adapters alone: the frozen ones are those of `model.path`.
+With LoRA, the weights are only the adapters: the frozen weights are those of `model.path`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PendingSave:
         concurrently with collectives of the training.
 
         Raises (on every rank):
-            InfraError: some rank could not write, as when the disk is full; names the file.
-            DeadlineError: some rank is still writing.
+            InfraError: a rank could not write, for example because the disk is full; the message names the file.
+            DeadlineError: a rank is still writing.
             ConfigError: the directory is not writable.
         """
         failure: AsyncRLError | None
@@ -75,8 +75,8 @@ class PendingSave:
         except TimeoutError:
             failure = DeadlineError(
                 f"{self._directory}: rank {rank()} has not written its part of the checkpoint within "
-                f"{self._limit_s:g} s, so it does not count; look at the disk, or raise timeouts.collective_s, "
-                f"{WRITE_FACTOR} times which this is"
+                f"{self._limit_s:g} s, so this checkpoint is not used; check the disk, or raise "
+                f"timeouts.collective_s: the limit is {WRITE_FACTOR} times that"
             )
         _raise_first(failure, self._group)
 
@@ -92,8 +92,8 @@ def begin_save(
 ) -> PendingSave:
     """Copy the state to CPU, so that training may continue, and write it in a thread. Collective; `directory` exists.
 
-    `hf`: a directory that is to hold the whole model in Hugging Face format, written by rank 0, which then needs
-    memory for all of it.
+    `hf`: the directory into which rank 0 writes the whole model in Hugging Face format; rank 0 then needs memory for
+    the whole model.
 
     Raises (on every rank):
         InfraError: the state could not be collected.
@@ -174,8 +174,8 @@ def _check_fit(directory: Path, stored: Index, wanted: Mapping[str, Tensor], pat
         here = (dtype_name(wanted[name]), tuple(wanted[name].shape)) if name in wanted else "nothing"
         if there != here:
             raise ConfigError(
-                f"{directory / SHARDS}: the state of another model: {name} is {there} there and {here} here, so "
-                f"nothing was loaded; give the {path_key} that this run was started with, or use resume=none"
+                f"{directory / SHARDS}: this is the state of another model: {name} is {there} there and {here} in this "
+                f"run, so nothing was loaded; restore the run's original {path_key}, or use resume=none"
             )
 
 
@@ -205,8 +205,8 @@ def _check_adapters(path: Path, saved: Any, live: Any) -> None:
     if saved != live:
         raise ConfigError(
             f"{path}: the checkpoint has {f'LoRA adapters {saved}' if saved else 'no LoRA adapters'}, the "
-            f"configuration asks for {live or 'none'}, so nothing was loaded; set model.lora_rank and model.lora_alpha "
-            "as they were, or use resume=none"
+            f"configuration asks for {live or 'none'}, so nothing was loaded; restore the original model.lora_rank and "
+            "model.lora_alpha, or use resume=none"
         )
 
 
@@ -215,8 +215,8 @@ def _rng_file(directory: Path) -> Path:
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:
-    """Return the generators of the CPU and of the engine's device; a query of another GPU would create a CUDA
-    context there."""
+    """Return the states of the random generators of the CPU and of the engine's device. A query of another GPU would
+    create a CUDA context there."""
     tensors = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
@@ -232,7 +232,7 @@ def _read_generators(directory: Path, device: torch.device) -> Mapping[str, Tens
     states = _generators(device)
     for name, live in states.items():
         if name == "cpu" and name not in tensors:
-            raise damaged(path, "it lacks the CPU's generator")
+            raise damaged(path, "it lacks the state of the CPU's generator")
         if name in tensors and (tensors[name].shape != live.shape or tensors[name].dtype != live.dtype):
             raise damaged(path, f"it holds no state of a {name} generator")
     return {name: tensors[name] for name in states if name in tensors}
@@ -264,14 +264,14 @@ def _write_failure(directory: Path, error: BaseException | None) -> AsyncRLError
         case OSError():
             return disk_error(directory, error)
     return InfraError.wrap(
-        f"{directory}: the checkpoint could not be written ({error}), so it does not count; the run's earlier ones are "
-        "untouched. Free some space, or put the run elsewhere with run_dir=PATH",
+        f"{directory}: the checkpoint could not be written ({error}), so it is not used; the run's earlier checkpoints "
+        "are unchanged. Free some space, or put the run elsewhere with run_dir=PATH",
         error,
     )
 
 
 def _on_all_ranks(act: Callable[[], T], what: str) -> T:
-    """Return the result of `act` once it has succeeded on every rank. Collective; `act` is not.
+    """Return the result of `act` once it has succeeded on every rank. Collective; `act` itself must not be.
 
     Raises (on every rank):
         AsyncRLError: the failure of the first rank on which it failed.

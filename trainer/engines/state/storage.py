@@ -4,7 +4,7 @@ index.json                dtype and shape of each tensor, and the file of each o
 rank_NNNNN.safetensors    `name[offsets]`: a part; CRC-32 of each part in the file's metadata
 
 The storages of torch.distributed.checkpoint are not used: one keeps its metadata in a pickle, and the Hugging Face one
-has no index, so that a lost shard would pass for a smaller tensor or leave part of it unread.
+has no index, so the loss of a shard would not be noticed: a tensor would seem smaller, or be read only in part.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box of a tensor, in a file."""
+    """A box of a tensor, stored in a file."""
 
     file: str
     offsets: tuple[int, ...]
@@ -63,7 +63,7 @@ def damaged(path: Path, detail: object) -> ConfigError:
     """Return an error that names the damaged file, the consequence and the fix."""
     return ConfigError(
         f"{path}: the checkpoint is damaged ({detail}), so the run cannot continue from it; nothing was loaded. If "
-        "the run has an earlier one, delete this one to continue from that; else start anew with resume=none"
+        "the run has an earlier checkpoint, delete this one to continue from that; otherwise use resume=none"
     )
 
 
@@ -80,12 +80,12 @@ def box_of(tensor: Tensor) -> Box:
 
 
 class ShardWriter:
-    """Copies the parts of a rank to CPU, and writes the copies, which may be done in another thread.
+    """Copies this rank's parts to CPU, and then writes the copies, perhaps in another thread.
 
-    Every part is written by one of the ranks that hold it, in turn.
+    If several ranks hold a part, one of them writes it; the ranks take turns.
 
     Args:
-        boxes: `box_of` each tensor, of every rank.
+        boxes: for each rank, the result of `box_of` for each tensor.
     """
 
     def __init__(self, directory: Path, boxes: Sequence[Mapping[str, Box]], rank: int) -> None:
@@ -147,7 +147,7 @@ def read_shards(directory: Path, index: Index, wanted: Mapping[str, Tensor]) -> 
                     key = _key(name, part.offsets)
                     tensor = shard.get_tensor(key)
                     if checksums.get(key) != _checksum(tensor):
-                        raise ValueError(f"the checksum of {key} does not fit")
+                        raise ValueError(f"the checksum of {key} does not match")
                     shared = _overlap(boxes[name], part)
                     staged[name][_slices(shared, boxes[name].offsets)] = tensor[_slices(shared, part.offsets)]
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -156,7 +156,7 @@ def read_shards(directory: Path, index: Index, wanted: Mapping[str, Tensor]) -> 
 
 
 def read_index(directory: Path) -> Index:
-    """Read the index, in which the parts of every tensor add up to the whole.
+    """Read the index, and check that the parts of every tensor add up to the whole.
 
     Raises:
         ConfigError: it is missing or damaged.
@@ -185,23 +185,23 @@ def read_index(directory: Path) -> Index:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file, with the permissions of the umask. Raises OSError, as writing any other file does."""
+    """Write a safetensors file with permissions by the umask. Raises OSError, as writing any other file does."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(dict(tensors), path, metadata=dict(metadata or {}))
-        path.chmod(mode)  # safetensors replaces it by a file that only its owner may read
+        path.chmod(mode)  # safetensors replaces the file by one that only its owner may read
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from None
 
 
 def write_json(content: Mapping[str, Any], path: Path) -> None:
-    """Raises OSError, with the file's name."""
+    """Write a JSON file. Raises OSError, which names the file."""
     try:
         path.write_text(json.dumps(content), encoding="utf-8")
     except OSError as error:
-        error.filename = str(path)  # a failing write, unlike a failing open, does not name it
+        error.filename = str(path)  # the error of a write, unlike that of an open, does not name the file
         raise
 
 
@@ -209,7 +209,7 @@ def _shared_out(name: str, number: int, boxes: Sequence[Mapping[str, Box]]) -> l
     """Return the distinct parts of a tensor, each in the file of one of the ranks that hold it."""
     holders: dict[Box, list[int]] = {}
     for rank, held in enumerate(boxes):
-        if math.prod(held[name].sizes):  # a rank may hold nothing of a small tensor
+        if math.prod(held[name].sizes):  # a rank may hold no part of a small tensor
             holders.setdefault(held[name], []).append(rank)
     return [Part(_file(ranks[number % len(ranks)]), *box) for box, ranks in holders.items()]
 

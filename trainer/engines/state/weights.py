@@ -1,8 +1,8 @@
-"""Weights of a live model: full tensors under Hugging Face names, for publication and export; and sharded ones with the
-optimizer's moments, for checkpoints.
+"""Weights of a live model: full tensors under Hugging Face names, for publication and export; and sharded tensors with
+the optimizer's moments, for checkpoints.
 
-In checkpoints they are called `model.{parameter}` and `optimizer.{parameter}.{moment}`, by the parameter's name in the
-unwrapped model, whatever the sharding. Sharded tensors are DTensors.
+Tensors in checkpoints are called `model.{parameter}` and `optimizer.{parameter}.{moment}`, by the parameter's name in
+the unwrapped model, which does not depend on the sharding. Sharded tensors are DTensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 WRAPPERS = {"", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")
-"""`model.layers.3` of `model.layers.3.mlp.experts.0.up_proj.weight`."""
+"""Matches `model.layers.3` in `model.layers.3.mlp.experts.0.up_proj.weight`."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -69,8 +69,8 @@ TOKENIZER_FILES = (
 def full_weights(
     model: nn.Module, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint names and whole, contiguous CPU tensors on rank 0; empty tensors elsewhere. Collective: run it to its
-    end on every rank.
+    """Yield checkpoint names with whole, contiguous CPU tensors on rank 0 and empty tensors on other ranks. Collective:
+    iterate to the end on every rank.
 
     Adapters are merged in, into copies. A tied head appears once, under the embedding's name. No rank holds more than
     one decoder layer of whole tensors on its device. Unsharded float32 tensors on CPU are the live weights.
@@ -87,7 +87,7 @@ def full_weights(
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The model itself, without the wrapper for several ranks."""
+    """Return the model itself, without the wrapper for several ranks."""
     inner: Any = model
     while isinstance(inner, DistributedDataParallel | FullyShardedDataParallel) or "_orig_mod" in inner._modules:
         inner = inner._modules.get("_orig_mod") or inner.module
@@ -95,23 +95,23 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the unwrapped model, of its name within `unwrapped(model)` or an FSDP model."""
+    """Return a parameter's name in the unwrapped model, given its name within `unwrapped(model)` or an FSDP model."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @dataclass(frozen=True, slots=True)
 class HfExport:
-    """A model to be written into a directory that `from_pretrained` loads. On rank 0: CPU copies."""
+    """A copy of a model on rank 0's CPU, to be written into a directory that `from_pretrained` can load."""
 
     weights: Mapping[str, Tensor]
     config: PretrainedConfig
     generation: GenerationConfig | None
     remote_code: PreTrainedModel | None
-    """The model, if its directory brought its code along."""
+    """The model, if its code comes from its directory; None otherwise."""
 
     @classmethod
     def stage(cls, model: nn.Module) -> HfExport | None:
-        """Collective. None on all ranks but 0."""
+        """Copy the model. Collective. Returns None on all ranks but 0."""
         inner = unwrapped(model)
         owned = itertools.chain(model.parameters(), model.buffers())
         live = {local_part(tensor).untyped_storage().data_ptr() for tensor in owned}
@@ -129,7 +129,7 @@ class HfExport:
         return cls(weights, config, generation, inner if inner.is_remote_code() else None)
 
     def write(self, directory: Path, model: ModelConfig) -> None:
-        """Weights, configuration and tokenizer.
+        """Write weights, configuration and tokenizer.
 
         Raises:
             OSError: the disk is full or failing.
@@ -145,7 +145,7 @@ class HfExport:
 
 
 def copy_tokenizer(model: ModelConfig, target: Path) -> None:
-    """The run's tokenizer and chat template into `target`, file by file when it is a directory."""
+    """Copy the run's tokenizer and chat template into `target`, file by file if the tokenizer is a directory."""
     source = resolve(model.tokenizer_path or model.path)
     if Path(source).is_dir():
         for pattern in TOKENIZER_FILES:
@@ -176,15 +176,15 @@ def _checkpoint_weights(inner: PreTrainedModel, weights: dict[str, Tensor]) -> d
 
 
 def _layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Whole tensors, adapters merged, on rank 0 and empty ones elsewhere: one decoder layer after another, and what is
-    outside of layers one by one."""
+    """Yield whole tensors with merged adapters on rank 0, and empty tensors elsewhere. Each decoder layer is one item,
+    and so is each tensor outside of the layers."""
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FullyShardedDataParallel)}
     if not units:
         yield from _grouped(_own(unwrapped(model), "", set()))
     seen: set[int] = set()
     for name, unit in units.items():
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-            # Copies: the whole tensors lose their memory with the context.
+            # Copies, because the memory of the whole tensors is freed at the end of the context.
             weights = [(key, tensor.to("cpu", copy=True)) for key, tensor in _own(unit, name, seen)]
         yield from _grouped(weights)
 
@@ -197,7 +197,7 @@ def _grouped(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor
 def _own(
     module: nn.Module, prefix: str, seen: set[int], adapter: Adapter | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers below `module`, down to modules that FSDP gathers by themselves."""
+    """Yield parameters and persistent buffers below `module`, except in modules that FSDP gathers separately."""
     if is_adapted(module):
         yield from _own(base_of(module), prefix, seen, adapter_of(module))
         return
@@ -233,7 +233,7 @@ def live_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Liv
 
 
 class LiveState(ABC):
-    """The state of one model and its optimizer. Don't modify the tensors."""
+    """The state of one model and its optimizer. Callers must not modify the tensors."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
@@ -242,7 +242,7 @@ class LiveState(ABC):
         self._names = {
             name
             for name, trained in names.items()
-            # Without an optimizer nothing is trained, but what was trained can be loaded.
+            # Without an optimizer no parameter is trained, but those that were trained can be loaded.
             if (trained if optimizer is not None else is_adapter(name) or not adapted)
         }
         """Names of the parameters that are or were trained."""
@@ -253,20 +253,20 @@ class LiveState(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors to save; no moments before the first step."""
+        """Return the tensors to save, without moments before the first step."""
 
     @abstractmethod
     def wanted(self, saved: Shapes) -> dict[str, Tensor]:
-        """Tensors that have to be among `saved`, with the right shape, dtype and sharding and any content. Changes
-        nothing."""
+        """Return the tensors that `saved` must contain, with the right shape, dtype and sharding; their values are
+        arbitrary. Changes nothing."""
 
     @abstractmethod
     def restore(self, staged: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-        """Copy the loaded tensors: `staged` has this rank's part of everything in `wanted`, except empty parts."""
+        """Copy the loaded tensors. `staged` has this rank's part of each tensor in `wanted`, except empty parts."""
 
 
 class _PlainState(LiveState):
-    """Parameters are whole tensors (one process, DDP) or DTensors (FSDP2), and moments look like them."""
+    """Parameters are whole tensors (one process, DDP) or DTensors (FSDP2), and so are their moments."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(model, optimizer)
@@ -287,7 +287,7 @@ class _PlainState(LiveState):
         for name, parameter in self._trained.items() if self._optimizer is not None else ():
             for moment, shape in moments.items():
                 stored = f"optimizer.{name}.{moment}"
-                # A count of steps is a scalar; everything else has one number for each of the parameter's.
+                # The step count is a scalar; every other moment has the shape of the parameter.
                 tensors[stored] = torch.zeros((), dtype=torch.float32) if shape == () else parameter
         return tensors
 
@@ -318,7 +318,7 @@ class _PlainState(LiveState):
 
 
 class _FlatState(LiveState):
-    """FSDP keeps flat parameters, which torch's own functions convert to DTensors, given a mesh."""
+    """Parameters are FSDP1's flat parameters, which torch's functions convert to DTensors if FSDP has a mesh."""
 
     def tensors(self) -> dict[str, Tensor]:
         return self._weights() | (self._moments() if self._stepped else {})
@@ -330,7 +330,7 @@ class _FlatState(LiveState):
         try:
             return self._weights() | self._moments()
         finally:
-            if fresh:  # torch takes a step of size 0 to see the moments
+            if fresh:  # torch takes a step of size 0 to create the moments
                 self._optimizer.state.clear()
 
     def restore(self, staged: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -372,7 +372,7 @@ class _FlatState(LiveState):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings about weights that are left out on purpose: frozen ones, and second names of tied ones."""
+    """Suppress warnings about weights that are left out on purpose: frozen ones, and second names of tied weights."""
     noisy = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
@@ -383,7 +383,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _like(parameter: Tensor, part: Tensor | None) -> Tensor:
-    """Return a tensor that is sharded and placed as `parameter` and has the values of `part`, if this rank has one."""
+    """Return a tensor sharded and placed like `parameter`, with the values of `part` if this rank has a part."""
     tensor = torch.zeros_like(parameter, requires_grad=False)
     if part is not None:
         local_part(tensor).copy_(part)
