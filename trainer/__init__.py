@@ -1,1 +1,1 @@
-"""Training side: the loop, algorithms, engines and checkpoints."""
+"""The training side: the loop, algorithms, engines and checkpoints."""

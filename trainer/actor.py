@@ -1,6 +1,6 @@
-"""The Trainer as a Ray actor: a shell around `trainer.trainer`.
+"""The Trainer as a Ray actor, which wraps `trainer.trainer`.
 
-Models live in ranks: processes that the actor starts (`trainer.workers.group`) and that end with it.
+Models are in ranks: processes that the actor starts (`trainer.workers.group`) and that end with it.
 """
 
 from __future__ import annotations

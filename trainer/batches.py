@@ -43,7 +43,7 @@ LAST_STALENESS_BUCKET = 3
 """The staleness histogram counts samples of this staleness or more together."""
 MAX_LOSSES = 3
 """The run stops when the payload of one sample was lost this often, although the sample was generated again after each
-loss. It is normal that many payloads are lost at once: a process or a file can hold those of many samples."""
+loss. Losses of many payloads at once are normal, because a process or a file can hold the payloads of many samples."""
 
 
 class UnusableRowError(DataError):
@@ -274,7 +274,7 @@ class LeasedBatch:
     leases: list[int] = field(default_factory=list)
     wait_s: float = 0.0
     ended: bool = False
-    """The stream has ended: no further samples follow."""
+    """Whether the stream has ended, so that no further samples follow."""
 
 
 class BatchSource:

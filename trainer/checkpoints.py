@@ -4,7 +4,7 @@ absent.
     begin ─ queue.mark ─▶ roles copy their state ─┬─▶ the next batch
                                                   └─▶ finish ─▶ queue.covered ─▶ written
 
-step_000050/             abandoned_step_000060/ once training has gone back to before it
+step_000050/        a checkpoint; renamed to abandoned_step_000050/ once training has gone back to before it
   manifest.json     `asyncrl.storage.checkpoint_manifest`: written last
   actor/, critic/   the state of each engine (`trainer.engines.state.checkpoint`)
   hf/               the policy as a model directory
@@ -243,7 +243,7 @@ class CheckpointDirectory:
                 raise
 
     def prune(self) -> None:
-        """Delete all but the newest `keep`."""
+        """Delete all checkpoints but the newest `keep`."""
         with _disk_errors(self._root):
             for path in list(checkpoint_steps(self._run_dir).values())[: -self._keep]:
                 self._delete(path)

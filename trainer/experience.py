@@ -191,7 +191,7 @@ def _rewards(
 
 
 def _advantage_metrics(batch: TensorDict) -> Metrics:
-    """Metrics over the tokens to be trained, before any is rejected."""
+    """Return metrics over the tokens to be trained, before the off-policy correction has rejected any."""
     mask = batch["loss_mask"]
     advantages = batch["advantages"][mask].double()
     metrics = {
@@ -218,7 +218,7 @@ def _check_finite(batch: TensorDict) -> None:
             wrong = (~batch[key].isfinite() & batch["response_mask"]).sum().item()
             if wrong:
                 raise DataError(
-                    f"{wrong} {name} are not finite, in a lease of {len(batch)} rows, so it cannot be trained "
+                    f"{wrong} {name} are not finite, in a batch of {len(batch)} rows, so the batch cannot be trained "
                     "on. Check that model's weights, and the data types trainer.dtype, ref.dtype and critic.dtype"
                 )
     if "model_scores" in batch and not batch["model_scores"].isfinite().all():

@@ -15,17 +15,17 @@
     checkpoint  begins between two leased batches and is written while training continues (`trainer.checkpoints`)
 
 A leased batch passes through training `ppo_epochs` times; every mini-batch of every pass is one step. A sample without
-a token to train on is dropped (`stale` or `filtered`), so `trained` means that a gradient was taken, and sample counts
-stay exact. If the sample's rows already show that, another sample is leased instead. If the off-policy correction
-rejects all its tokens, which is known only once the batch is complete, training continues without the sample, and the
-last mini-batch is smaller. Samples at the end of the stream that do not fill a lease form a smaller batch
-(`partial_final_batch: train`) or are released (`drop`). A sample is committed with its first step. A version is
+a token to train on is dropped (`stale` or `filtered`), so that every `trained` sample has contributed to a gradient and
+sample counts stay exact. If its rows already show that it has no such token, another sample is leased instead. If the
+off-policy correction rejects all its tokens, which is known only once the batch is complete, training continues without
+the sample, and the last mini-batch is smaller. Samples at the end of the stream that do not fill a lease form a smaller
+batch (`partial_final_batch: train`) or are released (`drop`). A sample is committed with its first step. A version is
 published at the end of each batch that completes another `samples_per_version` samples, and after the last step.
 
 With a critic, the first `critic_warmup_steps` steps leave the policy unchanged. They count like any other step: their
-samples are committed (only the critic has a gradient), and versions are published with equal weights, because pacing
-counts versions. The critic trains on the whole batch before the policy's first step on it. So after a stop in the
-middle of a batch, the critic trains a second time on the samples that were released; the policy never does.
+samples are committed (only the critic has a gradient), and versions are published with unchanged weights, because
+pacing counts versions. The critic trains on the whole batch before the policy's first step on it. So after a stop in
+the middle of a batch, the critic trains a second time on the samples that were released; the policy never does.
 
 Samples that are not committed when the loop ends, for whatever reason, return to the queue. After a failure the loop
 still waits for the checkpoint that is being written, as long as its ranks are alive. The queue is closed last, after
@@ -136,8 +136,8 @@ class TrainLoop:
     ) -> None:
         """
         Args:
-            end_traces: is called with the number of each step that has ended.
-            progress: the counts that the loop starts from and updates.
+            end_traces: called with the number of each step that has ended.
+            progress: the counts from which the loop starts, and which it updates.
             validated_step: the newest step whose weights were validated or will be; 0: none.
         """
         self._settings = settings

@@ -26,7 +26,7 @@ def check_tokenizers(config: Config) -> None:
     model, reward_model, critic = config.model, config.reward_model, config.critic
     readers: list[tuple[str, str, bool, str]] = []
     if reward_model.placement == "worker" and reward_model.path is not None:
-        fix = "use reward_model.placement=serve, which hands it the text"
+        fix = "use reward_model.placement=serve, which sends it text instead of token ids"
         readers.append(("reward_model.path", reward_model.path, reward_model.trust_remote_code, fix))
     if config.needs_critic and critic.path is not None:
         fix = "take a critic of the policy's family, or leave critic.path out"
@@ -39,8 +39,8 @@ def check_tokenizers(config: Config) -> None:
         other = _vocabulary(path, trust_remote_code)
         if vocabulary is None or other is None:
             logger.warning(
-                "%s=%s: no tokenizer can be loaded from %s, so it is not known whether the policy's token ids mean the "
-                "same there",
+                "%s=%s: no tokenizer can be loaded from %s, so it is unknown whether this model reads the policy's "
+                "token ids as the same text",
                 key,
                 path,
                 policy if vocabulary is None else path,
@@ -52,12 +52,12 @@ def check_tokenizers(config: Config) -> None:
             raise ConfigError(
                 f"{key}={path}: its tokenizer is not the policy's ({policy}): {len(differing)} of "
                 f"{len(vocabulary)} tokens differ, {token!r} is {vocabulary[token]} for the policy and "
-                f"{other.get(token, 'unknown')} there. It would read another text than was generated; {fix}"
+                f"{other.get(token, 'unknown')} for this model. It would not read the text that was generated; {fix}"
             )
 
 
 def _vocabulary(path: str, trust_remote_code: bool) -> Mapping[str, int] | None:
-    """Return ids by token; None: there is no tokenizer."""
+    """Return the ids by token; None if there is no tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     except Exception as error:  # noqa: BLE001 - transformers raises errors of many kinds; the caller reports it

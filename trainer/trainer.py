@@ -82,9 +82,9 @@ class Trainer:
         Replicas start with that version or, in a lineage above 0, go back to it. Without a checkpoint, lineage 0
         publishes nothing, because replicas load the initial model themselves; later lineages publish the initial model.
 
-        A resumed version keeps its number, although it includes steps since its publication, and pacing continues
-        exactly from there. Replicas that kept running distinguish the two versions by their lineage. If the
-        validation of the version was interrupted or never began, it is requested again.
+        A resumed version keeps its number, although its weights include the steps since its first publication, so
+        pacing continues from exactly the same count. Replicas that kept running distinguish the two versions by their
+        lineage. If the validation of the version was interrupted or never began, it is requested again.
 
         Args:
             history: the checkpoints that training went back to in this run. Checkpoints that do not belong to it
@@ -130,7 +130,7 @@ class Trainer:
         fetching. After a failure they are killed.
 
         Args:
-            until_served: return only after `served` or `stop` was called, and fail if a rank fails before.
+            until_served: return only after a call of `served` or `stop`, and fail if a rank fails before that.
 
         Raises:
             AsyncRLError: the first failure of any part. InfraError: a rank died or did not answer health checks for

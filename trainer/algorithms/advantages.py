@@ -69,10 +69,10 @@ def advantage_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
 
 
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """`A_i = (r_i - mean(r)) / (std(r) + 1e-6)`, std with n - 1; a group of equal rewards gives exact zeros.
+    """GRPO: `A_i = (r_i - mean(r)) / (std(r) + 1e-6)` within each group, where std divides by n - 1.
 
     DeepSeekMath (https://arxiv.org/abs/2402.03300) eq. 1 ff.; without the division: Dr.GRPO
-    (https://arxiv.org/abs/2503.20783).
+    (https://arxiv.org/abs/2503.20783). A group of equal rewards gives exact zeros.
     """
     group = _Groups(inputs, algorithm)
     centred = group.centre(group.mean(group.scores))
@@ -82,7 +82,7 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
 
 
 def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """Only the best of a group gets an advantage: `r_max - r_second`, over `std(r) + 1e-6` as in GRPO.
+    """Pass@k: only the best of a group gets an advantage, `r_max - r_second`, over `std(r) + 1e-6` as in GRPO.
 
     This is the leave-one-out gradient of max(r), https://arxiv.org/abs/2503.19595. If two responses tie for the
     best, all advantages are 0.
@@ -101,23 +101,23 @@ def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantage
 
 
 def rloo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """`A_i = r_i - mean of the others = (r_i - mean(r)) · n / (n - 1)`. RLOO (https://arxiv.org/abs/2402.14740)."""
+    """RLOO (https://arxiv.org/abs/2402.14740): `A_i = r_i - mean of the others = (r_i - mean(r)) · n / (n - 1)`."""
     group = _Groups(inputs, algorithm)
     return _outcome(inputs, group.centre(group.mean(group.scores)) * group.spread(group.size / (group.size - 1)))
 
 
 def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """`A_i = r_i - Σ l·r / Σ l`, lengths l in a trajectory's sampled tokens. OPO (https://arxiv.org/abs/2505.23585)."""
+    """OPO (https://arxiv.org/abs/2505.23585): `A_i = r_i - Σ l·r / Σ l`, where l is a trajectory's sampled tokens."""
     group = _Groups(inputs, algorithm)
     lengths = inputs.trajectories.sum(inputs.response_mask.sum(dim=1)).to(group.scores.dtype)
     return _outcome(inputs, group.centre(group.sum(lengths * group.scores) / group.sum(lengths).clamp(min=1.0)))
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """`r_i - mean(r)` of the group, then whitened over all tokens of the batch.
+    """REINFORCE++-baseline: `r_i - mean(r)` of the group, then whitened over all tokens of the batch.
 
-    REINFORCE++-baseline (https://arxiv.org/abs/2501.03262). Whitening also shifts, so a group of equal rewards may have
-    advantages other than 0.
+    https://arxiv.org/abs/2501.03262. Whitening also shifts, so a group of equal rewards may have advantages other
+    than 0.
     """
     group = _Groups(inputs, algorithm)
     plain = _outcome(inputs, group.centre(group.mean(group.scores)))
@@ -125,7 +125,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmCo
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """Discounted later rewards, whitened over all tokens of the batch. REINFORCE++ (https://arxiv.org/abs/2501.03262).
+    """REINFORCE++ (https://arxiv.org/abs/2501.03262): discounted later rewards, whitened over all tokens of the batch.
 
     The discount counts sampled tokens only. Tool tokens are skipped, so later rewards still reach the tokens before
     them.
@@ -135,7 +135,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> 
 
 
 def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """Sum of later rewards minus the score of the greedy response. ReMax (https://arxiv.org/abs/2310.10505)."""
+    """ReMax (https://arxiv.org/abs/2310.10505): sum of later rewards minus the score of the greedy response."""
     if inputs.baseline_rewards is None:
         raise BugError("algorithm.adv_estimator=remax without baseline_rewards: no greedy response was scored")
     returns = discounted(inputs.token_rewards, inputs.response_mask, 1.0)
@@ -144,10 +144,10 @@ def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
 
 
 def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """`δ_t = r_t + γ V_{t+1} - V_t`, `A_t = δ_t + γλ A_{t+1}`; returns `A_t + V_t`; then advantages are whitened.
+    """GAE: `δ_t = r_t + γ V_{t+1} - V_t`, `A_t = δ_t + γλ A_{t+1}`, whitened; the returns are `A_t + V_t`.
 
-    GAE (https://arxiv.org/abs/1506.02438), whitened over all tokens of the batch. `t + 1` is the next token sampled by
-    the policy: tool tokens are skipped.
+    https://arxiv.org/abs/1506.02438. Advantages are whitened over all tokens of the batch, after the returns are
+    computed. `t + 1` is the next token sampled by the policy: tool tokens are skipped.
     """
     if inputs.values is None:
         raise BugError("algorithm.adv_estimator=gae without values: the critic did not compute any")
@@ -179,9 +179,9 @@ ESTIMATORS: dict[str, Callable[[AdvantageInputs, AlgorithmConfig], Advantages]] 
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """`(x - mean) / sqrt(var + 1e-8)` over the elements where `mask` is True, var with n - 1; 0 elsewhere.
+    """Return `(x - mean) / sqrt(var + 1e-8)` over the elements where `mask` is True, and 0 elsewhere.
 
-    Equal values give exact zeros.
+    The variance divides by n - 1. Equal values give exact zeros.
     """
     chosen = values[mask]
     whitened = torch.zeros_like(values)
@@ -191,8 +191,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def discounted(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Return the sum of the rewards from each sampled token on, discounted by `gamma` per sampled token; 0
-    elsewhere. `[B, R]`."""
+    """Return, for each sampled token, the sum of its and all later rewards, discounted by `gamma` per sampled token;
+    0 elsewhere. `[B, R]`."""
     if gamma == 1.0:
         return token_rewards.flip(1).cumsum(1).flip(1) * response_mask
     returns = torch.zeros_like(token_rewards)

@@ -172,13 +172,13 @@ def with_sample_size(metrics: Metrics) -> Metrics:
 
 
 def by_age(values: Tensor, token_ages: Tensor) -> dict[str, Tensor]:
-    """`{"age_0": (values where the age is 0, else 0), …, "age_3": 3 and more}`, `[N]` each."""
+    """Split values `[N]` by age: `{"age_0": values where the age is 0, 0 elsewhere, …, "age_3": age 3 or more}`."""
     capped = token_ages.clamp(0, MAX_AGE)
     return {f"age_{age}": values * (capped == age) for age in range(MAX_AGE + 1)}
 
 
 def gap_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, token_ages: Tensor) -> Metrics:
-    """Metrics of the gap between proximal and behaviour policy, over trained tokens `[N]`.
+    """Return metrics of the gap between proximal and behaviour policy, over trained tokens `[N]`.
 
     `mismatch_kl` is KL(behaviour ‖ proximal) in nats per token, also by the token's age in versions (`age_3`: 3 or
     more; ages that don't occur are left out). `prob_gap` is the absolute difference of the two probabilities, as

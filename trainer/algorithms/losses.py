@@ -25,7 +25,7 @@ loss."""
 
 
 def probability_ratio(log_ratio: Tensor) -> Tensor:
-    """`exp(log_ratio)`, bounded by e^±20. A bounded ratio has no gradient."""
+    """Return `exp(log_ratio)`, bounded by e^±20. A bounded ratio has no gradient."""
     return torch.exp(torch.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -61,9 +61,10 @@ KL_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL(current ‖ reference) in nats, elementwise, from tokens of the current policy; differentiable in `log_probs`.
+    """Estimate KL(current ‖ reference) in nats, elementwise, from tokens of the current policy.
 
-    Schulman, http://joschu.net/blog/kl-approx.html. With `d = log_probs - ref_log_probs`:
+    Estimates are differentiable in `log_probs`. Schulman, http://joschu.net/blog/kl-approx.html. With
+    `d = log_probs - ref_log_probs`:
 
     - k1: d. Unbiased, noisy; as a loss its expected gradient is 0 on-policy.
     - k2: d²/2. Biased, but on-policy its expected gradient is the KL's.
@@ -75,7 +76,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def mismatch_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """k3 estimate of KL(behaviour ‖ `log_probs`' policy), from tokens of the behaviour policy. Elementwise, nats."""
+    """Estimate KL(behaviour ‖ policy of `log_probs`) in nats by k3, elementwise, from the behaviour policy's tokens."""
     return kl_estimate(rollout_log_probs, log_probs, "k3")
 
 
@@ -121,15 +122,15 @@ class PolicyTerms(NamedTuple):
 
 
 Objective = Callable[[Tensor, Tensor, Tensor, Rows, AlgorithmConfig], PolicyTerms]
-"""`(log_probs, old_log_probs, advantages, rows, algorithm)`, tensors `[N]`."""
+"""Called with `(log_probs, old_log_probs, advantages, rows, algorithm)`, where tensors are `[N]`."""
 
 
 def ppo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, rows: Rows, algorithm: AlgorithmConfig
 ) -> PolicyTerms:
-    """`max(-A·r, -A·clip(r, 1 - low, 1 + high))`, with `r = exp(log_probs - old_log_probs)`.
+    """PPO: `max(-A·r, -A·clip(r, 1 - low, 1 + high))`, with `r = exp(log_probs - old_log_probs)`.
 
-    PPO (https://arxiv.org/abs/1707.06347) eq. 7, with DAPO's two bounds (https://arxiv.org/abs/2503.14476). Dual clip
+    https://arxiv.org/abs/1707.06347 eq. 7, with DAPO's two bounds (https://arxiv.org/abs/2503.14476). Dual clip
     (https://arxiv.org/abs/1912.09729 eq. 5): where A < 0 the loss is at most `-A·c`.
     """
     terms = _clipped(probability_ratio(log_probs - old_log_probs), advantages, algorithm)
@@ -143,7 +144,7 @@ def ppo(
 def gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, rows: Rows, algorithm: AlgorithmConfig
 ) -> PolicyTerms:
-    """PPO's clip on one ratio per row, the geometric mean of its tokens'. GSPO (https://arxiv.org/abs/2507.18071).
+    """GSPO (https://arxiv.org/abs/2507.18071): PPO's clip on one ratio per row, the geometric mean of its tokens'.
 
     `s_i = exp(mean_t(log_probs - old_log_probs))` over the row's trained tokens. Each token's ratio is `sg[s_i] ·
     π/sg[π]` (GSPO-token, eq. 14). Its value is GSPO's; its gradient is GSPO's too if the tokens of a row share one
@@ -157,9 +158,9 @@ def gspo(
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, rows: Rows, algorithm: AlgorithmConfig
 ) -> PolicyTerms:
-    """`-sg[clip(r, 1 - low, 1 + high)] · A · log_probs`: clipped weights, but every token keeps a gradient.
+    """CISPO: `-sg[clip(r, 1 - low, 1 + high)] · A · log_probs`. Weights are clipped, but every token keeps a gradient.
 
-    CISPO (MiniMax-M1, https://arxiv.org/abs/2506.13585) eq. 4 and 5.
+    MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4 and 5; `sg` stops the gradient.
     """
     ratio = probability_ratio(log_probs - old_log_probs).detach()
     weight = torch.clamp(ratio, 1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high)
@@ -169,7 +170,7 @@ def cispo(
 def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, rows: Rows, algorithm: AlgorithmConfig
 ) -> PolicyTerms:
-    """`-A · log_probs`: Williams 1992 (https://doi.org/10.1007/BF00992696); nothing is clipped.
+    """REINFORCE: `-A · log_probs`, without a clip. Williams 1992 (https://doi.org/10.1007/BF00992696).
 
     On off-policy samples it is unbiased only with importance weights (`algorithm.rollout_correction.rollout_is`).
     """
@@ -190,7 +191,9 @@ class ValueTerms(NamedTuple):
 
 
 def value_loss(predicted: Tensor, values: Tensor, returns: Tensor, *, cliprange: float | None) -> ValueTerms:
-    """`½ max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²)`: PPO's value clipping, as in verl and OpenAI baselines.
+    """PPO's clipped value loss, as in verl and OpenAI baselines.
+
+    `½ max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²)`
 
     Args:
         predicted: values of the critic being trained, `[N]`.

@@ -17,7 +17,7 @@ from trainer.engines.base import AggMode, LossParts, Tokens, TokenScores
 
 
 class PolicyLoss:
-    """`policy objective + kl_loss_coef · KL(current ‖ reference) - entropy_coeff · entropy`.
+    """The policy's loss: `policy objective + kl_loss_coef · KL(current ‖ reference) - entropy_coeff · entropy`.
 
     All three terms are aggregated as `algorithm.loss_agg_mode` says. The loss reads the fields `advantages`,
     `old_log_probs`, `rollout_log_probs` and, with a KL loss, `ref_log_probs`. If the batch has `is_weights`, they

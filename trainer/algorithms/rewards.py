@@ -97,12 +97,12 @@ class Rewards(NamedTuple):
     turn rewards and every trajectory has one row."""
 
     tokens: Tensor
-    """For estimators that work token by token: from any token on, the rewards of its row sum to what the trajectory
-    still earns. The reward of a turn is on the last token of the turn; the rest, including rewards and penalties of
-    later rows, is on the row's last sampled token."""
+    """For estimators that work token by token: the rewards from any token to the end of its row add up to what the
+    trajectory earns from that token on. The reward of a turn is on the last token of the turn; the rest, including
+    rewards and penalties of later rows, is on the row's last sampled token."""
     whole: Tensor
-    """Every reward exactly once: a trajectory's reward on the last sampled token of its first row, and penalties on the
-    tokens that they belong to."""
+    """For sums over trajectories: every reward occurs exactly once. A trajectory's reward is on the last sampled token
+    of its first row, and each penalty is on the token that it belongs to."""
 
 
 def laid_out(

@@ -6,7 +6,7 @@
     collect   first         rank 0's result, which all ranks have
               rows          results of the ranks that report, back in the order of the batch's rows
 
-Ranks of one data group (`Layout.data_rank`: they share sequences or tensors) get the same rows.
+Ranks of one data group (`Layout.data_rank`), which share sequences or tensors, get the same rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Share(NamedTuple):
     rows: list[int]
     """Row numbers within the whole batch, ascending."""
     padding: list[int]
-    """A row that is computed without a trained token, so that a rank without rows takes part."""
+    """For a rank without rows: one row that it computes without a trained token, to join collective operations."""
 
 
 class RankCall(NamedTuple):

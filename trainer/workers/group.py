@@ -161,11 +161,11 @@ class WorkerGroup:
             raise error
 
     async def end_traces(self, step: int, ranks: Collection[int]) -> None:
-        """Let the existing ones of `ranks` write their traces of `step`, within `timeouts.train_s`. Meanwhile they
+        """Let those of `ranks` that exist write their traces of `step`, within `timeouts.train_s`. Meanwhile they
         cannot answer health checks, so `watch` pauses.
 
         Raises:
-            InfraError: a rank died. DeadlineError: it was not done in time.
+            InfraError: a rank died. DeadlineError: a rank did not finish in time.
         """
         calls = {rank: (step,) for rank in self._ranks if rank in ranks}
         if not calls:

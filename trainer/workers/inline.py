@@ -1,4 +1,4 @@
-"""A role in this process: for tests, benchmarks and scripts under `python` or `torchrun`."""
+"""A role in the current process, for tests, benchmarks and scripts under `python` or `torchrun`."""
 
 from __future__ import annotations
 

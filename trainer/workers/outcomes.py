@@ -25,7 +25,7 @@ class Answer(NamedTuple):
     value: Any
     error: AsyncRLError | None
     local: bool = False
-    """Whether the failure concerns this rank only, and its model and collective operations still agree with the
+    """Whether the failure concerns only this rank, whose model and collective operations still agree with those of the
     others."""
     events: Sequence[Mapping[str, Any]] = ()
     """Events that the rank recorded (`asyncrl.profiling`); empty if it writes them itself."""
@@ -35,7 +35,7 @@ class LostRank(NamedTuple):
     """The outcome of a rank that will not answer, because it died or could not be called."""
 
     error: AsyncRLError
-    """Its message continues "rank N of the … group "."""
+    """The reason. Its message continues "rank N of the … group "."""
 
 
 Outcome = Answer | LostRank
@@ -104,7 +104,7 @@ def find_failure(
 def group_is_usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, changes_model: bool) -> bool:
     """Return whether the ranks can be used after a failure.
 
-    No rank may be lost or still computing. Ranks that have refused a call alike are unchanged, and so is a single rank
+    No rank may be lost or still computing. Ranks that have all refused a call are unchanged, and so is a single rank
     after a read-only call. After any other failure, ranks may be waiting in a collective operation that a failed
     rank left.
     """

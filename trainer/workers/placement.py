@@ -1,4 +1,4 @@
-"""Plan from the configuration which models the Trainer runs, and in which processes. Pure."""
+"""Plan which models the Trainer runs, and in which processes, from the configuration. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GroupPlan:
     num_ranks: int
     device: Literal["auto", "cpu", "cuda"]
     cpu_threads: int
-    """CPUs of each rank on CPU: the maximum over its models."""
+    """Number of CPUs of each rank on CPU: the maximum over its models."""
     roles: tuple[RolePlan, ...]
 
     @property
@@ -104,7 +104,7 @@ def _critic(config: Config) -> RolePlan:
 
 
 def _forward_only(role: Role, config: Config, settings: RoleConfig, path: str | None) -> RolePlan:
-    """`path`: the path of the role's model; None: the policy's."""
+    """Plan a role without an optimizer. `path`: the path of its model; None: the policy's."""
     changes: dict[str, Any] = {"path": path or config.model.path, "lora_rank": 0}
     if role == "reward_model":
         changes["trust_remote_code"] = config.reward_model.trust_remote_code
@@ -125,14 +125,14 @@ def _trainer_engine(config: Config) -> EngineConfig:
 
 
 def _role_engine(config: Config, settings: RoleConfig) -> EngineConfig:
-    """The trainer's engine with the role's own settings. In the actor's ranks, number, device and threads are the
-    actor's."""
+    """Return the trainer's engine settings with the changes of the role. In the actor's ranks, the number of ranks, the
+    device and the threads are those of the actor."""
     engine = _trainer_engine(config)
     own = settings.model_dump(include=set(EngineConfig.model_fields), exclude_none=True)
     if settings.placement == "actor":
         own = {key: value for key, value in own.items() if key not in ("num_workers", "device", "cpu_threads")}
         return engine.model_copy(update=own)
     merged = engine.model_copy(update=own)
-    # The trainer's degree may not divide another number of ranks; results are the same with any.
+    # The trainer's degree may not divide this role's number of ranks. Results do not depend on the degree.
     degree = math.gcd(merged.ulysses_sequence_parallel_size, merged.num_workers)
     return merged.model_copy(update={"ulysses_sequence_parallel_size": degree})

@@ -117,13 +117,14 @@ class Processes:
         except TimeoutError as error:
             raise DeadlineError(
                 f"the {self.plan.name} group waited {limit_s:g} s for {self.plan.num_ranks} times {bundle} on the Ray "
-                f"cluster; free them, add nodes, or lower {self.plan.section}.num_workers"
+                f"cluster; free these resources, add nodes, or lower {self.plan.section}.num_workers"
             ) from error
 
     def start(
         self, publisher: WeightPublisher | None, *, reserve_cpus: bool, profiling: RankProfiling = NO_PROFILING
     ) -> None:
-        """
+        """Start the actors.
+
         Raises:
             ConfigError: `profiler.tool=nsys` with ranks on CPU.
         """
@@ -143,7 +144,10 @@ class Processes:
             self.actors.append(shell.remote(publisher, profiling, self.plan.name))
 
     def _nsight(self, rank: int, profiling: RankProfiling, *, shared: bool) -> dict[str, Any]:
-        """`shared`: the cluster may have machines without the run directory."""
+        """Return the `runtime_env` of a rank under Nsight Systems; empty for other ranks.
+
+        `shared`: the cluster may have machines without the run directory.
+        """
         if profiling.tool != "nsys" or not profiling.traces_rank(rank):
             return {}
         directory = None
@@ -178,7 +182,7 @@ def own_gpu(assigned: Sequence[str], visible: str | None) -> int:
 
 
 def local_ranks(places: Sequence[RankLocation], device: Literal["cpu", "cuda"]) -> list[int]:
-    """`Rendezvous.local_rank` of each rank. Pure."""
+    """Return the `Rendezvous.local_rank` of each rank. Pure."""
     if device == "cuda":
         return [place.gpu for place in places]
     nodes = [place.node_id for place in places]
@@ -207,20 +211,20 @@ def device_of(plan: GroupPlan, num_gpus: int) -> Literal["cpu", "cuda"]:
 
 
 def check_tool(profiling: RankProfiling, plan: GroupPlan, device: Literal["cpu", "cuda"]) -> None:
-    """Pure.
+    """Check that the configured profiler can trace ranks on `device`. Pure.
 
     Raises:
         ConfigError: `profiler.tool=nsys` with ranks on CPU.
     """
     if profiling.steps and profiling.tool == "nsys" and device == "cpu":
         raise ConfigError(
-            f"profiler.tool=nsys: the {plan.name} group runs on CPU, where Nsight Systems has no GPU to look into; use "
+            f"profiler.tool=nsys: the {plan.name} group runs on CPU, where Nsight Systems has no GPU to trace; use "
             f"profiler.tool=torch, or {plan.section}.device=cuda on a cluster with GPUs"
         )
 
 
 def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
-    """`auto`: GPUs when the cluster has any."""
+    """Return the device of a group's ranks. With `auto` these use GPUs if the cluster has any."""
     return device_of(plan, int(ray.cluster_resources().get("GPU", 0)))
 
 
@@ -251,4 +255,4 @@ def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Seq
             process.kill()
     _, alive = psutil.wait_procs(alive, timeout=CLOSE_S)
     if alive:
-        logger.warning("training processes %s are still there %g s after they were killed", alive, CLOSE_S)
+        logger.warning("training processes %s have not ended %g s after they were killed", alive, CLOSE_S)

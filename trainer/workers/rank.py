@@ -173,7 +173,7 @@ class Rank:
 
     async def close(self) -> Answer:
         """Close every worker, leave the process group and end the thread, even if one of these fails. Answers with the
-        first failure, for example of a checkpoint that was not waited for."""
+        first failure, for example that of an unfinished checkpoint."""
 
         def end() -> None:
             self._tracer.end()

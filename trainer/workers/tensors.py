@@ -22,9 +22,9 @@ masks; it has no gradient, and engines drop it before they compute (`trainer.eng
 
 The Trainer adds before training, all float32 `[B, R]`: `old_log_probs` (proximal policy), `ref_log_probs`,
 `values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss), `token_ages`
-(versions between the Trainer and the weights that sampled each token). `model_scores`, float32 `[B]`, where the Trainer
-runs a reward model. And, where a trajectory has several rows, `trajectory_tokens`, int64 `[B]`: trained tokens of the
-row's whole trajectory, so that a mean over trajectories counts it once
+(versions between the Trainer and the weights that sampled each token). If the Trainer runs a reward model, it also adds
+`model_scores`, float32 `[B]`. If a trajectory has several rows, it adds `trajectory_tokens`, int64 `[B]`: the number of
+trained tokens in the row's whole trajectory, so that a mean over trajectories counts the trajectory once
 (`trainer.engines.compute.packing.token_weights`).
 """
 
@@ -80,7 +80,7 @@ def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
 
 
 def _padded(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
-    """Return a copy `[B, longest]`: arrays of a payload are read-only maps of its file, which torch warns of."""
+    """Return a copy `[B, longest]`. It is a copy because torch warns about a payload's arrays, which are read-only."""
     table = np.zeros((len(parts), max(len(part) for part in parts)), dtype=dtype)
     for index, part in enumerate(parts):
         table[index, : len(part)] = part

@@ -6,9 +6,9 @@ torch   profiles/step_000003/rank-<group>-<number>.json.gz of the run directory:
 nsys    the rank runs under `nsys profile`, which captures between cudaProfilerStart and cudaProfilerStop: a report for
         each step, with an NVTX range for each call
 
-torch.profiler writes with the interpreter's lock held: a rank is silent then, for seconds or, of a long step, a minute.
-A step that has a file already is not traced again where training goes back behind it, nor is one whose rank died as it
-wrote it: `.rank-<group>-<number>.json.gz` is there then.
+torch.profiler holds the interpreter's lock while it writes, so the rank does not respond for seconds, or for a minute
+after a long step. If training goes back to before a step that has a file, the step is not traced again. The same holds
+for a step whose rank died while it wrote the trace, because the partial file `.rank-<group>-<number>.json.gz` remains.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def nsight_options(group: str, rank: int, directory: Path | None) -> dict[str, s
     """Ray's `runtime_env["nsight"]` of a rank: options of `nsys profile`, with a report for each captured range.
 
     Args:
-        directory: where reports go, if it certainly exists on the rank's machine; None: `logs/nsight` of Ray's session.
-            Ray joins the options to a shell command, so a path that needs quoting is not used either.
+        directory: the directory of the reports, if it certainly exists on the rank's machine; None: `logs/nsight` of
+            Ray's session. Ray joins the options to a shell command, so a path that needs quoting counts as None.
     """
     name = f"rank-{group}-{rank}.%p"
     whole = str(directory / name) if directory is not None else name
-    unmarked = whole.replace("%", "_")  # the one character of ours that a shell would quote, though it reads it as is
+    unmarked = whole.replace("%", "_")  # shlex would quote for this character, although a shell does not need it
     reads_as_is = shlex.quote(unmarked) == unmarked
     return {
         "t": "cuda,nvtx,cublas,cudnn",
@@ -106,8 +106,8 @@ class TorchTool:
         return any(os.path.exists(path) for path in self._paths(step))  # which, unlike Path.exists, never raises
 
     def start(self) -> None:
-        if not self._run_dir.is_dir():  # it is made nowhere but where the run is
-            raise FileNotFoundError(f"{self._run_dir} is not on its machine")
+        if not self._run_dir.is_dir():  # the profiler must not create it on another machine
+            raise FileNotFoundError(f"{self._run_dir} does not exist on the rank's machine")
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -125,7 +125,7 @@ class TorchTool:
         profiler, self._profiler = self._profiler, None
         path, written = self._paths(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.touch()  # from here on it is not tried again, whatever becomes of this process
+        written.touch()  # from here on the step is not traced again, even if this process dies
         try:
             profiler.stop()
             profiler.export_chrome_trace(str(written))
@@ -135,7 +135,7 @@ class TorchTool:
             raise
 
     def _paths(self, step: int) -> tuple[Path, Path]:
-        """Paths of the trace, and of the file while it is written."""
+        """Return the path of the trace, and the path of the file while it is written."""
         path = self._run_dir / DIRECTORY / f"step_{step:06d}" / f"{self._name}.json.gz"
         return path, path.with_name(f".{path.name}")
 
@@ -180,7 +180,7 @@ class Tracer:
 
     @contextmanager
     def call(self, step: int | None, what: str) -> Iterator[None]:
-        """Trace a call that belongs to `step` (None: to no step)."""
+        """Trace a call that belongs to `step`; None if it belongs to no step."""
         self._enter_step(step)
         if self._tool is None or self._step is None or not self._try(self._tool.push, what):
             yield
@@ -191,7 +191,7 @@ class Tracer:
             self._try(self._tool.pop)
 
     def end(self, step: int | None = None) -> str:
-        """Write the trace of `step`, which has ended (None: of any step).
+        """Write the trace of `step`, which has ended; None: of any step.
 
         Returns:
             A description of a problem since the last call; empty if there was none.
@@ -224,7 +224,7 @@ class Tracer:
             self._step, self._tool = None, None
             self._problem = self._problem or (
                 f"{self._label} makes no traces any more (profiler.steps): {type(error).__name__}: {error}. The run "
-                "continues without them; every machine has to see the run directory, with room in it"
+                "continues without them; every machine needs access to the run directory, and free space in it"
             )
             return False
         return True

@@ -1,4 +1,4 @@
-"""One rank of a role as blocking calls on an engine, and all ranks of a role as awaitable calls.
+"""The interface of one rank of a role, as blocking calls on an engine, and of all its ranks, as awaitable calls.
 
 The worker is the same under `python`, `torchrun` and Ray. `trainer.workers.dispatch` decides which rows a rank gets.
 """
@@ -67,7 +67,7 @@ class TrainingWorker:
 
     @dispatched("all")
     def plan(self, total_steps: int) -> None:
-        """Set the total number of steps, where the learning rate's decay ends. Before the first step."""
+        """Set the total number of steps, at which the learning rate's decay ends. Call it before the first step."""
         self.engine.plan(total_steps)
 
     @dispatched("rows")
@@ -86,8 +86,7 @@ class TrainingWorker:
 
     @dispatched("rows")
     def forward_backward(self, batch: TensorDict) -> Metrics:
-        """Add this batch's gradient to the one that `optim_step` applies. Denominators are those of this batch
-        alone."""
+        """Add this batch's gradient to the one that `optim_step` applies. Denominators count only this batch."""
         self._check(batch, trains=True)
         if self._loss is None:
             raise BugError("a worker was asked to train before set_loss_fn")
@@ -172,7 +171,7 @@ class TrainingWorker:
 
 
 def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], collective_s: float) -> EngineSpec:
-    """The specification of a role's engine on ranks of this device."""
+    """Return the specification of a role's engine on ranks of this device."""
     return EngineSpec(
         model_type=plan.model_type,
         model=plan.model,
@@ -186,7 +185,7 @@ def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], colle
 
 
 class Published(NamedTuple):
-    """A version that can be fetched, and how long publishing took."""
+    """A version that replicas can fetch, and how long its publication took."""
 
     publication: Publication
     gather_s: float
