@@ -36,7 +36,7 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 def make_llama(directory: Path, shape: TransformerShape, *, seed: int = 0) -> Path:
-    """Save a random Llama with tied embeddings, and a tokenizer of one character per id, from `!` on."""
+    """Save a random Llama with tied embeddings, and a tokenizer with one character per id, which starts at `!`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -40,7 +40,7 @@ class LaunchTimes(NamedTuple):
 
 
 def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """A reward that differs within a group, so that every row carries a gradient."""
+    """Return a reward that differs within a group, so that every row has a gradient."""
     return float(sum(map(ord, solution_str)) % 2)
 
 

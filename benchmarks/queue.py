@@ -1,6 +1,6 @@
 """Measure throughput and latency of the sample queue, against a plain Ray actor around a deque.
 
-    journal on    producer ─ put ─▶ files on disk ◀─ get ─ consumer     the queue actor sees metadata and references,
+    journal on    producer ─ put ─▶ files on disk ◀─ get ─ consumer     the queue actor gets metadata and references,
                   and writes its journal before it answers
     journal off   producer ─ put ─▶ object store ◀─ get ─ consumer      the same in memory, without a journal
     deque         producer ─ pickled payload ─▶ actor ─ pickled payload ─▶ consumer, one call per sample and side
@@ -237,7 +237,7 @@ class ConsumerActor:
 
         await WAYS[way](handle, run_dir).consume(num_samples, batch, took)
         if len(seen) != num_samples:
-            raise RuntimeError(f"{num_samples} samples taken, {len(seen)} different ones")
+            raise RuntimeError(f"{num_samples} samples were taken, but only {len(seen)} different ones")
         return time.monotonic(), latencies
 
 

@@ -38,7 +38,7 @@ def run_asyncrl(*arguments: str) -> None:
     """Run an `asyncrl` command in its own process.
 
     Raises:
-        RuntimeError: the command failed; the message has the end of its output.
+        RuntimeError: the command failed; the message contains the end of its output.
     """
     command = [sys.executable, "-m", "asyncrl", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -8,9 +8,10 @@ with one thread each; the plain loop then has two threads in one process. Both l
 micro-batches, and packed ones without padding) and the plain loop are set up together and alternate. In the first
 round, a warm-up, their losses have to agree. Rates are medians over rounds; `ratio` is engine / plain.
 
-With a GPU: Qwen-like models of 0.5B and 1.5B parameters with random weights, bfloat16 compute on float32 masters,
-batches of 16k tokens, one method after another so that each has the whole memory. `mfu` counts 6 operations for each
-parameter (without input embeddings) and token, and 6 x layers x width x length^2 for causal attention.
+With a GPU: Qwen-like models of 0.5B and 1.5B parameters with random weights, bfloat16 computation with float32 master
+weights, and batches of 16k tokens. The methods run one after another, so that each has the whole memory. `mfu` counts 6
+operations for each parameter (without input embeddings) and token, and 6 x layers x width x length^2 for causal
+attention.
 
 Lengths: `equal` gives all responses the same length, `long-tailed` draws lognormal ones with the same mean. `tokens`
 are prompt and response tokens without padding, for every method.
@@ -69,7 +70,7 @@ def main() -> None:
     device = _device(options.device)
     workloads = GPU if device == "cuda" else CPU
     if device == "cuda" and 2 in (options.ranks or ()):
-        parser.error("--ranks 2: on GPUs only one rank is supported, as the plain loop has no other")
+        parser.error("--ranks 2: on GPUs only one rank is supported, because the plain loop uses only one GPU")
     names = options.models or list(workloads)[: 1 if options.quick else None]
     if unfit := [name for name in names if name not in workloads]:
         parser.error(f"{', '.join(unfit)}: not measured on {device}; the choices are {', '.join(workloads)}")

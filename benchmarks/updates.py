@@ -1,4 +1,4 @@
-"""Timed updates of the engine and of the plain loop on one batch, in separate processes."""
+"""Time updates of the engine and of the plain loop on one batch, in separate processes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ AIMS = {
     "tools": "streaming faster than a barrier: a ratio above 1",
     "lag": "p99 below 20 ms",
     "over_sampling": "less time to the same number of samples: a ratio above 1",
-    "cost": "none: the figures make a change visible",
+    "cost": "none: the figures are for comparison between versions",
 }
 COST_ROUNDS = 3
 """Rounds of `cost` for each round of `--rounds`, because they are short."""
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence the warnings of the agent loop about scripted calls, whose text is not in the conversation."""
+    """Silence the agent loop's warnings that tokens differ from the chat template, which scripted calls cause."""
     logger = logging.getLogger("rollouter.agent.loop")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""CPU time of the event loop's thread for each turn of a conversation, on engines that answer at once."""
+"""Measure the CPU time of the event loop's thread for each turn of a conversation, on engines that answer at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ ANSWER = "42<eos>"
 TURNS = (1, 2, 4, 8)
 GROUPS = 8
 PARTS = ("parse", "extend", "check")
-"""Parse turns, tokenize tool results, compare finished conversations with the tokens of the chat template."""
+"""The timed parts: parsing turns, tokenizing tool results, and comparing the tokens of finished conversations with
+those of the chat template."""
 
 
 class RecitingFleet:

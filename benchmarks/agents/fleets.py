@@ -26,7 +26,7 @@ SHORTEST = 4
 
 @dataclass(frozen=True, slots=True)
 class TurnLengths:
-    """Log-normal turn lengths with a cut tail; the seed and the name of a turn decide its length."""
+    """Log-normal turn lengths with a cut tail. A turn's length depends on its name and the seed."""
 
     median: float
     sigma: float
@@ -128,7 +128,7 @@ class BarrierFleet(_Layer):
 
 
 async def finished_turns(events: AsyncGenerator[GenerationEvent, None]) -> list[Turn]:
-    """The finished turns of one call, in the order of its requests; a crash raises."""
+    """Return the finished turns of one call, in the order of its requests. Raises the error of a crashed engine."""
     turns: dict[int, Turn] = {}
     async with aclosing(events):
         async for event in events:

@@ -31,7 +31,7 @@ from benchmarks.running import print_progress
 
 TICK_S = 0.002
 LATENCY_S = 0.1
-"""Latency of a tool; with a slower one most conversations would wait, and the loop would be idle."""
+"""Latency of a tool. With a slower tool, most conversations would be waiting, and the loop would be idle."""
 WARM_UP_S = 1.5
 LOAD_S = 6.0
 BESIDE: dict[str, type[SlowTool]] = {"async tools": SlowTool, "tools in threads": BlockingTool}

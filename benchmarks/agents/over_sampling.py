@@ -1,4 +1,7 @@
-"""Time to the same number of finished samples, in step with the versions, with and without over-sampling."""
+"""Measure the time to the same number of finished samples, with and without over-sampling.
+
+Each version needs all of its samples before the next one starts.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,8 @@ def _config(over_sample: Mapping[str, Any], samples: int) -> Config:
 
 
 def _row(way: str, measured: Mapping[str, list[OverSamplingRound]]) -> dict[str, Any]:
-    """`tokens` are those of the taken responses, `wasted` are all others."""
+    """Return the table row of a setting. `tokens` is the mean length of the taken responses; `wasted` is the number of
+    tokens in all other responses."""
     mine = measured[way]
     seconds = {name: [one.outcome.seconds for one in some] for name, some in measured.items()}
     tokens, generated = sum(one.outcome.sampled_tokens for one in mine), sum(one.generated for one in mine)

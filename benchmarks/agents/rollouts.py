@@ -1,4 +1,4 @@
-"""The real dispatcher and queue over any fleet, with a consumer that only takes samples instead of a Trainer."""
+"""Run the real dispatcher and queue on any fleet, with a consumer that only takes samples instead of a Trainer."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class ConstantScorer:
 
 @dataclass(frozen=True, slots=True)
 class RolloutWork:
-    """A rollout: configuration, prompts, engines and agent."""
+    """What to roll out: configuration, prompts, engines and agent."""
 
     config: Config
-    """Decides pacing, slots, n and over-sampling."""
+    """Determines pacing, slots, n and over-sampling."""
     prompts: PromptSource
     fleet: EngineFleet
     agent: ConversationAgent | None = None

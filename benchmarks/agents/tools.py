@@ -1,4 +1,4 @@
-"""Conversations with a slow tool: independent of each other, against all of them in lockstep."""
+"""Measure conversations with a slow tool: independent of each other, against all of them in lockstep."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def measure_tools(
 
 
 def _config(latency_s: float, jitter: float, ahead: float) -> Config:
-    """`ahead`: how many further batches may start before the first one is complete."""
+    """Return the configuration. `ahead` is the number of batches that may start before the first one is complete."""
     return Config.model_validate(
         {
             "model": {"path": MODEL},
@@ -73,7 +73,7 @@ def _checked(outcome: RolloutOutcome, agent: BuiltInAgent) -> RolloutOutcome:
     """Return `outcome` if its conversations have the expected turns.
 
     Raises:
-        SystemExit: they have not.
+        SystemExit: they have another number of turns, or a rewritten history.
     """
     turns = {row.reward_extra["num_turns"] for sample in outcome.samples for row in sample.rows}
     if turns != {float(TURNS)} or agent.counts.rewrites:

@@ -1,1 +1,1 @@
-"""Faults of every kind at random times on a real run, and its promises checked: `python -m benchmarks.chaos --help`."""
+"""Inject faults of every kind into a real run, and check its promises: `python -m benchmarks.chaos --help`."""

@@ -1,21 +1,21 @@
 """Inject random faults into a run (kill, stop, tear, fill) and check that it keeps its promises.
 
-A small run is launched as a user would (real processes, real vLLM, the quickstart's model) on a Ray cluster of two
-nodes. Faults of every kind are injected one at a time, each a few seconds after the run has recovered from the last.
-The run ends with Ctrl-C and one more launch to a planned last step. Then its journal, the Trainer's own record, the
-turn log and the observed calls to replicas are compared:
+A small run is launched as a user would launch it (real processes, real vLLM, the quickstart's model) on a Ray cluster
+of two nodes. Faults of every kind are injected one at a time, each a few seconds after the run has recovered from the
+last one. The run ends with Ctrl-C and one more launch to a planned last step. Then its journal, the Trainer's own
+record, the turn log and the observed calls to replicas are compared:
 
   - every fed sample was trained exactly once in the surviving model, or dropped with a reason
   - the sample counts are consistent, and the records agree
   - no completed turn was generated again
   - tokens that were received before a replica or its engine failed are in the response and were not generated again
-  - trained samples are of versions that existed then, none older than async_training.max_staleness
+  - trained samples come from versions that existed then, none older than async_training.max_staleness
   - the launch survived every fault that does not end it by design, nothing hung, and no process is left
 
 The exit code is 1 if a promise was broken, if no fault was injected, or if there were fewer faults than --faults asks
 for, because --minutes were over or the run could not continue. With --aim it is also 1 if the median recovery of actors
-took 20 s or longer, or that of engines 60 s or longer; groups with fewer than five faults are not judged, and at least
-one group must be. The aims are for two otherwise idle cores, so without --aim they are only reported.
+took 20 s or longer, or that of engines 60 s or longer. Groups with fewer than five faults are not judged, and the exit
+code is 1 if no group is judged. The aims are for two otherwise idle cores, so without --aim they are only reported.
 
 A fault that ends the launch (driver kill, journal, payload, disk) is followed by the same launch with resume=auto; the
 launch has to survive all others. A fault without a target (no payload file, no idle engine) does not count: it is tried
@@ -26,9 +26,9 @@ several times, then another fault takes its place.
   python -m benchmarks.chaos --seed 1 --faults 4 --parts queue trainer "engine stop" --one-node --replicas 1
 
 The seed determines the faults, their targets and the pauses. The state of the run at each fault depends on the
-machine, so two rounds of one seed are similar, not equal. With --faults the pauses are the shortest while the round is
-behind its plan. On two otherwise idle cores a fault takes about 40 s: a few seconds for an actor, up to a minute for an
-engine or a launch.
+machine, so two rounds with the same seed are similar, not equal. With --faults, pauses are as short as possible while
+the round is behind its plan. On two otherwise idle cores a fault takes about 40 s: a few seconds for an actor, up to a
+minute for an engine or a launch.
 
 The table has a row for each kind of fault; below it are the recovery times by group. In the JSON, `each` lists every
 fault: kind, time, targets, seconds until recovery (null: none), and the work that had to be repeated (`lost`); `failed`
@@ -98,13 +98,13 @@ def _parser() -> argparse.ArgumentParser:
         "--faults",
         type=int,
         metavar="K",
-        help="number of faults; fewer: exit code 1 (default: until --minutes)",
+        help="number of faults; with fewer, the exit code is 1 (default: as many as fit into --minutes)",
     )
     parser.add_argument(
         "--parts",
         nargs="+",
         metavar="FAULT",
-        help="only faults of these parts (queue), or these faults (queue stop)",
+        help="inject only faults of these parts (queue), or only these faults (queue stop)",
     )
     parser.add_argument("--replicas", type=int, default=2, help="number of vLLM engines (default 2)")
     parser.add_argument("--ranks", type=int, default=1, help="number of training processes (default 1)")

@@ -1,4 +1,4 @@
-"""Checks the promises of a run at its end: its own records against each other and the harness's observations. Pure.
+"""Check the promises of a run at its end: compare its records with each other and with observed calls. Pure.
 
 journal        the fate of each sample: TRAINED, or DROPPED with a reason; the versions that generated it
 trained.jsonl  the samples of the Trainer's gradients after rewinds, that is, those in the surviving model
@@ -71,7 +71,7 @@ class Accounts:
     turns: Sequence[TurnDone] = ()
     """All completed turns, in order."""
     metas: Mapping[SampleId, SampleMeta] = field(default_factory=dict)
-    """The journal's last values of each sample that was READY."""
+    """The journal's last values of each sample that has ever been READY."""
     generated_anew: Collection[SampleId] = field(default_factory=frozenset)
     """Samples whose finished payload was lost or damaged: generating their turns twice is correct."""
     rewinds: Sequence[WeightsVersion] = ()
@@ -80,7 +80,8 @@ class Accounts:
     max_staleness: int | None = None
     """The configured bound; None: there is none."""
     completed: bool = True
-    """The run reached its last step. A stopped run may have `outstanding` samples, which were to be fed again."""
+    """Whether the run reached its last step. A stopped run may have `outstanding` samples, which it would feed again
+    after a resume."""
 
 
 def surviving_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -113,7 +114,7 @@ def _named(promise: str, things: Sequence[Any], details: str) -> Iterator[Violat
 
 
 def _samples_end(accounts: Accounts) -> Iterator[Violation]:
-    """Each index from 1 on has exactly one fate, and it is final."""
+    """Check that each feed index from 1 on has exactly one fate, which is final."""
     counts = Counter(fate.sample_id.index for fate in accounts.fates)
     twice = [index for index, count in counts.items() if count > 1]
     yield from _named("each sample once", twice, "the journal has feed index {} more than once")
@@ -164,15 +165,15 @@ def _turns_once(accounts: Accounts) -> Iterator[Violation]:
 
 
 def _versions(accounts: Accounts) -> Iterator[Violation]:
-    """Trained samples are of versions that existed then, and none was too old."""
+    """Check that the versions of trained samples existed when they were trained, and that none was too old."""
     early, late = [], []
     for line in surviving_steps(accounts.trained):
         for name in line["samples"]:
             sample_id = SampleId.parse(name)
             meta = accounts.metas.get(sample_id)
             if meta is None or sample_id in accounts.generated_anew:
-                continue  # the journal's values may be of a generation after this step
-            # After a rewind a sample may be of a version that the Trainer has not reached again.
+                continue  # the journal's values may belong to a generation after this step
+            # After a rewind a sample may come from a version that the Trainer has not reached again.
             if line["lineage"] == 0 and meta.newest_version > line["version"]:
                 early.append(f"{name} (made by version {meta.newest_version}, trained at {line['version']})")
             if accounts.max_staleness is not None and line["version"] - meta.oldest_version > accounts.max_staleness:
@@ -182,7 +183,8 @@ def _versions(accounts: Accounts) -> Iterator[Violation]:
 
 
 def _spans(accounts: Accounts) -> Iterator[Violation]:
-    """The versions of each turn's tokens are in order, and the journal has a sample under those of its turns."""
+    """Check that the versions of each turn's tokens are in order, and that a sample's versions in the journal are those
+    of its turns."""
     wrong = [
         f"{turn.sample_id}/{turn.key} {[tuple(span) for span in turn.spans]}"
         for turn in accounts.turns
@@ -197,7 +199,7 @@ def _spans(accounts: Accounts) -> Iterator[Violation]:
     for sample_id, turns in by_sample.items():
         meta = accounts.metas.get(sample_id)
         if meta is None or len(turns) != meta.num_trajectories:
-            continue  # it never was READY
+            continue  # it has never been READY
         versions = [span.version for turn in turns for span in turn.spans]
         if (min(versions), max(versions)) != (meta.oldest_version, meta.newest_version):
             recorded = f"{meta.oldest_version} to {meta.newest_version}"
@@ -218,7 +220,7 @@ def _plausible(turn: TurnDone, rewinds: Sequence[WeightsVersion]) -> bool:
 
 
 def _tokens_survive(accounts: Accounts) -> Iterator[Violation]:
-    """Tokens that were received before a replica failed are not generated again, and are in the response."""
+    """Check that tokens received before a replica failed are in the response, and were not generated again."""
     again, lost = [], []
     for call in accounts.broken_calls:
         received = len(call.received)

@@ -1,4 +1,4 @@
-"""Injects faults one at a time, and detects recoveries that no process id shows."""
+"""Inject faults one at a time, and detect recoveries, also those that process ids do not show."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from benchmarks.chaos.outcome import ChaosOptions
 from benchmarks.chaos.subject import POLL_S, Subject
 
 IDLE_PROBES = 0.7
-"""A Trainer stopped for this multiple of `timeouts.probe_s` misses no probe."""
+"""A Trainer that is stopped for this multiple of `timeouts.probe_s` misses no probe."""
 STOPPED_PROBES = (1.2, 2.5)
-"""A driver is stopped for a multiple of `timeouts.probe_s` in this range. Its probes are overdue then; above 2, so are
-the replicas' reports, unless the driver discounts its own pause."""
+"""A driver is stopped for a multiple of `timeouts.probe_s` in this range. Its probes are then overdue; above 2, the
+replicas' reports are overdue too, unless the driver discounts its own pause."""
 WRITERS = ("queue", "rollouter")
 """Parts that write and delete the damaged files."""
 
@@ -123,7 +123,7 @@ class Dealer:
     # ------------------------------------------------------------------------------------------------ launches
 
     def _stop_driver(self, strike: Strike, before: RunState) -> None:
-        """Stop only the driver, so no part may be replaced. The fault's time is that at which the driver continues."""
+        """Stop only the driver, so no part may be replaced. The fault's time is when the driver continues."""
         stopped_s = self._rng.uniform(*STOPPED_PROBES) * self._probe_s
         driver = self._choose(strike.kind, before)
         strike.pids, strike.parts = frozenset({driver.pid}), frozenset({(driver.part, driver.name)})
@@ -165,8 +165,8 @@ class Dealer:
             launch.kill()
 
     def _crash(self, before: RunState, damage: Callable[[Path, random.Random], str]) -> str:
-        """Damage files as a machine crash does: their writers do not continue. Return a description of the damage. If
-        there is nothing to damage, the run continues."""
+        """Damage files as a machine crash does, after which their writers do not continue. Return a description of the
+        damage. If there is nothing to damage, the run continues."""
         writers = [process for process in before.processes if process.part in WRITERS]
         with _stopped(writers):
             try:
@@ -205,7 +205,7 @@ class Dealer:
         if time.time() < self._well_at:
             return None
         met = task.num_met(self._subject.reward_file) - self._met_before
-        if met == 0:  # nothing was scored: the failure lasts longer
+        if met == 0:  # no call has failed yet, so prolong the failure
             self._well_at = task.go_wrong(self._subject.reward_file, strike.kind.how)
             return None
         strike.note = f"{met} calls failed"

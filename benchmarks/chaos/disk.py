@@ -35,12 +35,12 @@ def small_disk(where: Path, size_mib: int = SIZE_MIB) -> Iterator[bool]:
         yield mounted
     finally:
         if mounted:
-            # Lazily: a process that is ending may still have a file open.
+            # Lazily, because a process that is ending may still have a file open.
             subprocess.run(["umount", "--lazy", str(where)], capture_output=True, check=False)
 
 
 def fill(disk: Path) -> int:
-    """Fill every free byte and return their number."""
+    """Fill the disk, and return the number of bytes written."""
     taken = 0
     with (disk / BALLAST).open("ab", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
@@ -73,7 +73,7 @@ def tear_journal(run_dir: Path, rng: random.Random) -> str:
     end = WAL_HEADER + frames * size
     torn = content[WAL_HEADER + (frames - 1) * size :][:FRAME_HEADER] + rng.randbytes(rng.randrange(1, size))
     log.write_bytes(content[:end] + torn[: size - 1])
-    return f"{log.name}: half a frame behind {frames} whole ones"
+    return f"{log.name}: a partial frame after {frames} whole ones"
 
 
 def _frames(log: bytes) -> tuple[int, int]:

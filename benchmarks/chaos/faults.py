@@ -23,7 +23,7 @@ class Kind(NamedTuple):
     weight: int = 1
     """Number of times in each pass through the deck."""
     ends_launch: bool = False
-    """The fault ends the launch, and another one follows."""
+    """Whether the fault ends the launch, so that another launch follows."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ KINDS = (
 ACTORS: frozenset[Target] = frozenset({"rollouter", "trainer", "rank", "queue", "store"})
 ENGINES: frozenset[Target] = frozenset({"engine", "replica", "node"})
 FRESH_S = 5.0
-"""Older reports of replicas are ignored."""
+"""Reports of replicas that are older than this are ignored."""
 
 
 def kind_named(name: str) -> Kind:
@@ -118,12 +118,12 @@ class Strike:
     """`(part, name)` of those processes."""
     before: RunState | None = None
     recovered_s: float | None = None
-    """Seconds until the target worked again; None: it did not."""
+    """Seconds until the target worked again; None if it did not."""
     lived: bool = True
-    """The launch continued by itself; False for faults that end it."""
+    """Whether the launch survived the fault; False for faults that end it by design."""
     note: str = ""
     lost: tuple[str, ...] = ()
-    """The work that had to be repeated, as the run reports it."""
+    """The work that had to be repeated, according to the run."""
     steps_lost: int = 0
     """Optimizer steps that a rewind discarded."""
 
@@ -177,7 +177,8 @@ def recovered_at(strike: Strike, state: RunState) -> float | None:
 
 
 def driver_back_at(strike: Strike, state: RunState) -> float | None:
-    """Return the wall clock at which a driver stopped until `strike.at` had fresh reports again; None: not yet."""
+    """Return the wall clock at which the driver, which was stopped until `strike.at`, had fresh reports again; None:
+    not yet."""
     if state.written_at <= strike.at or state.phase != "running" or state.silent_s or state.restarting:
         return None
     return None if _replicas_back(strike, state) is None else state.written_at

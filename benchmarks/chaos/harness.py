@@ -1,4 +1,4 @@
-"""One round: a run with faults, from its first launch to the last check.
+"""Run one round: a run with faults, from its first launch to the last check.
 
 launch ─▶ at work ─▶ strike ─▶ recovered? ─▶ strike ─▶ … ─▶ Ctrl-C ─▶ launch to its end ─▶ accounts
              ▲                    │ the launch has ended
@@ -58,7 +58,7 @@ class ChaosHarness:
         os.environ.update(
             {
                 launches.MARK: self._mark,
-                # Ray's own directory, so that this cluster and others do not find each other.
+                # A separate directory for Ray, so that this cluster and others do not find each other.
                 "RAY_TMPDIR": str(work / "r"),
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "HF_HUB_OFFLINE": "1",
@@ -108,14 +108,14 @@ class ChaosHarness:
         self.outcome.gave_up = state is None
 
     def _next(self, kind: Kind) -> RunState | None:
-        """One fault, from the pause before it until the run is at work again. None: it could not be brought to it."""
+        """Inject one fault after a pause, and wait until the run trains again. Return None if it does not."""
         for _ in range(MAX_TRIES):
             if not self._subject.calm(self._gap_s()):
                 return self._subject.at_work()
             try:
                 strike = self._dealer.deal(kind, len(self.outcome.strikes) + 1)
             except NotDealtError as reason:
-                self._say(f"{kind.name} could not be dealt: {reason}")
+                self._say(f"{kind.name} could not be injected: {reason}")
                 self.outcome.not_dealt[f"{kind.name}: {reason}"] += 1
                 if not self._subject.calm(RETRY_S):
                     return self._subject.at_work()
@@ -143,7 +143,7 @@ class ChaosHarness:
         return dealt or self._now() > options.limit_s
 
     def _follow(self, strike: Strike) -> RunState | None:
-        """Wait for recovery. Return the state then, or that of the launch that had to be started instead."""
+        """Wait for recovery. Return the state of the recovered launch, or of the one that had to be started instead."""
         given_up = steps_given_up(self._subject.run_dir)
         state = self._until_over(strike)
         strike.steps_lost = steps_given_up(self._subject.run_dir) - given_up
@@ -188,7 +188,7 @@ class ChaosHarness:
     # ------------------------------------------------------------------------------------------------ the end
 
     def _end(self) -> None:
-        """Press Ctrl-C, and launch once more to a planned end."""
+        """Interrupt the launch as Ctrl-C does, and launch once more to a planned end."""
         subject = self._subject
         if not subject.was_launched:
             return
@@ -234,10 +234,10 @@ class ChaosHarness:
         if accounts.counts.trained and not turns:
             subject.broke("turns once", "there is no turn log, so turns cannot be checked")
         if accounts.counts.trained and not list(subject.watched.iterdir()):
-            subject.broke("tokens outlive their engine", "no Rollouter has loaded the watch of its calls to replicas")
+            subject.broke("tokens outlive their engine", "no Rollouter has loaded the module that watches its calls")
 
     def _nothing_left(self) -> None:
-        """Check that the run's processes have ended; those of a shared cluster stay."""
+        """Check that the run's processes have ended, except those of a shared cluster."""
 
         def left() -> list[launches.psutil.Process]:
             found = launches.marked(self._mark)

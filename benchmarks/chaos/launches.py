@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 MARK = "ASYNCRL_CHAOS"
-"""Environment variable that marks all processes of one harness, also after their parents have ended."""
+"""Environment variable that marks all processes of one harness, even after their parents have ended."""
 
 
 @dataclass
@@ -31,11 +31,11 @@ class ChaosLaunch:
         return self.process.pid
 
     def ended(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code; None while the launch runs."""
         return self.process.poll()
 
     def wait(self, limit_s: float) -> int | None:
-        """Return the exit code; None: it did not end within `limit_s`."""
+        """Return the exit code; None if the launch did not end within `limit_s`."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -63,7 +63,7 @@ def start(arguments: Sequence[str], output_file: Path, environment: Mapping[str,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            # In its own group: the harness forwards a Ctrl-C.
+            # In its own session, because the harness forwards a Ctrl-C.
             start_new_session=True,
         )
     return ChaosLaunch(process, output_file)
@@ -98,7 +98,7 @@ def lives(pid: int) -> bool:
 
 
 def title(process: psutil.Process) -> str:
-    """Return the command line; empty: the process has ended."""
+    """Return the command line; empty if the process has ended."""
     try:
         return " ".join(process.cmdline()) or process.name()
     except psutil.Error:

@@ -15,9 +15,9 @@ from benchmarks.chaos.faults import Strike
 class ChaosOptions:
     seed: int
     limit_s: float
-    """No new fault after this."""
+    """After this time no further fault is injected."""
     num_faults: int | None
-    """None: as many as fit into `limit_s`."""
+    """Number of faults; None: as many as fit into `limit_s`."""
     targets: tuple[str, ...] | None
     """See `faults.kinds`."""
     work_dir: Path
@@ -44,7 +44,7 @@ class ChaosOutcome:
 
     strikes: list[Strike] = field(default_factory=list)
     not_dealt: Counter[str] = field(default_factory=Counter)
-    """Number of faults that could not be injected, by `kind: reason`."""
+    """Number of failed attempts to inject a fault, by `kind: reason`."""
     violations: list[Violation] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
     """Launches that ended unexpectedly, with the end of their output."""
@@ -59,4 +59,4 @@ class ChaosOutcome:
     """Complete turns whose versions and uniqueness were checked."""
     broken_calls: Sequence[BrokenCall] = ()
     finished: str = ""
-    """The end of the last launch."""
+    """How the last launch ended."""

@@ -23,7 +23,7 @@ from trainer.trained_steps import read_trained
 
 class RunFigures(NamedTuple):
     samples: dict[str, int]
-    """Counts by state; of dropped samples by reason."""
+    """Number of samples by state, and of dropped samples by reason."""
     steps: int
     """Optimizer steps, including those that were rewound."""
     lineages: int
@@ -37,7 +37,7 @@ class TurnKeeper:
         self._run_dir = run_dir
         self._root = keep_in
         self._kept: dict[int, str] = {}
-        """Names by inode: only a new incarnation uses a name again."""
+        """Names by inode. Only a new incarnation reuses a name."""
 
     def look(self) -> None:
         """Link the logs that exist now."""
@@ -51,7 +51,7 @@ class TurnKeeper:
                         self._kept[entry.inode()] = entry.name
 
     def turns(self) -> list[TurnDone]:
-        """Return all of their turns, in order."""
+        """Return the turns of all logs, in order."""
         self.look()
         return [
             TurnDone(one.sample_id, one.key, len(one.turn.response_ids), one.turn.spans)
@@ -60,7 +60,7 @@ class TurnKeeper:
 
 
 class JournalFacts(NamedTuple):
-    """Values from a journal's operations other than the samples' fates; see `Accounts`."""
+    """What a journal's operations contain besides the fates of samples; see `Accounts`."""
 
     metas: dict[SampleId, SampleMeta]
     anew: set[SampleId]

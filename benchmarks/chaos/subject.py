@@ -18,7 +18,7 @@ from benchmarks.chaos.records import TurnKeeper
 
 POLL_S = 0.25
 MAX_DEATHS = 5
-"""After so many consecutive launches that end before they train, the run is abandoned."""
+"""The run is abandoned after this many consecutive launches that end before they train."""
 
 
 class Subject:
@@ -29,7 +29,7 @@ class Subject:
         self._outcome = outcome
         self._say = say
         self.disk = options.work_dir / "disk"
-        """The file system of the run alone."""
+        """A file system that only the run uses."""
         self.run_dir = self.disk / "run"
         self.reward_file = options.work_dir / "reward.py"
         self.watched = options.work_dir / "watched"
@@ -71,7 +71,7 @@ class Subject:
         return self._launch is not None
 
     def state(self) -> RunState | None:
-        """Return the last state of the current launch; None: it has written none."""
+        """Return the last state of the current launch; None if it has not written any."""
         with suppress(AsyncRLError):
             state = read_state(self.run_dir)
             if state is not None and state.pid == self.launch.pid:
@@ -85,7 +85,7 @@ class Subject:
         time.sleep(POLL_S)
 
     def at_work(self) -> RunState | None:
-        """Launch the run and wait until it trains. None: it does not."""
+        """Launch the run, wait until it trains and return its state; None if it does not train."""
         for _ in range(MAX_DEATHS):
             self.start()
             if (state := self._until_at_work()) is not None:
@@ -94,7 +94,7 @@ class Subject:
         return None
 
     def calm(self, seconds: float) -> bool:
-        """Wait without a fault. False: the launch has ended."""
+        """Wait without injecting a fault. Return False if the launch has ended."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             if self.launch.ended() is not None:
@@ -125,7 +125,7 @@ class Subject:
         """Record that a launch has ended unexpectedly, which a fault of one part must not cause."""
         details = f"launch {self._outcome.launches} ended with {self.launch.ended()}:\n{self.launch.tail()}"
         self._outcome.deaths.append(details)
-        self.broke("the rest lives on", f"launch {self._outcome.launches} ended unexpectedly")
+        self.broke("other parts survive", f"launch {self._outcome.launches} ended unexpectedly")
         self._say(f"   {details}")
 
     def hung(self, details: str) -> None:

@@ -22,7 +22,7 @@ Verdict = Literal["kept", "broken", "short", "slow"]
 AIM = "no sample lost or doubled, no hang; median recovery under 20 s (actors) and 60 s (engines) on two cores"
 AIM_S: dict[Group, float] = {"actors": 20.0, "engines": 60.0}
 ENOUGH = 5
-"""Faults of a group for which its median is judged."""
+"""Number of faults from which on the median of a group is judged."""
 GROUPS: tuple[Group, ...] = ("actors", "engines", "launches", "drivers", "rewards")
 """Groups of comparable recoveries; `launches`: faults that end a launch, `drivers`: a stopped driver."""
 BOUNDS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
@@ -122,7 +122,7 @@ def group_of(kind: Kind) -> Group:
 
 
 def rows(strikes: Sequence[Strike]) -> list[dict[str, Any]]:
-    """One for each kind that was dealt."""
+    """Return a table row for each kind of fault that was injected."""
     found = []
     for kind in KINDS:
         if dealt := [strike for strike in strikes if strike.kind == kind]:
@@ -142,7 +142,8 @@ def rows(strikes: Sequence[Strike]) -> list[dict[str, Any]]:
 
 
 def by_group(strikes: Sequence[Strike]) -> dict[Group, dict[str, Any]]:
-    """Return, by group, the faults, those without recovery, and the seconds of the others (None: no others)."""
+    """Return, by group, the number of faults, the number without recovery, and the recovery times of the others (None:
+    there are no others)."""
     found: dict[Group, dict[str, Any]] = {}
     for name in GROUPS:
         dealt = [strike for strike in strikes if group_of(strike.kind) == name]
@@ -186,8 +187,8 @@ def histogram(strikes: Sequence[Strike]) -> list[str]:
 
 
 def tokens_of(calls: Sequence[BrokenCall]) -> dict[str, int]:
-    """Return the number of responses whose replica failed, of the tokens they had then, and of those tokens that are
-    in complete responses. The other tokens were lost with the Rollouter or with dropped samples."""
+    """Return the number of responses whose replica failed, of the tokens that these had then, and of those tokens that
+    are in complete responses. The other tokens were lost with the Rollouter or with dropped samples."""
     whole = [call for call in calls if call.turn is not None and call.turn[: len(call.received)] == call.received]
     return {
         "responses": len(calls),
@@ -197,7 +198,7 @@ def tokens_of(calls: Sequence[BrokenCall]) -> dict[str, int]:
 
 
 def each(strikes: Sequence[Strike], calls: Sequence[BrokenCall]) -> list[dict[str, Any]]:
-    """Return every fault as plain values; broken calls belong to the fault before them."""
+    """Return every fault as plain values. A broken call is counted with the last fault before it."""
     found = []
     ends = [*(strike.at for strike in strikes[1:]), float("inf")]
     for strike, end in zip(strikes, ends, strict=False):

@@ -18,9 +18,9 @@ PROBE_S = 10.0
 MAX_STALENESS = 4
 
 REWARD = '''\
-"""Exact match that fails as the JSON file beside it demands: {"how": "raise" | "hang" | "nan", "until": time}.
+"""An exact match, which fails if the JSON file next to it says so: {"how": "raise" | "hang" | "nan", "until": time}.
 
-Each failed call appends a byte to the `.met` file beside it.
+Each failed call appends a byte to the `.met` file next to it.
 """
 
 import json

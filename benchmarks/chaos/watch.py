@@ -1,5 +1,7 @@
-"""Records, between the client and the replicas, the tokens of each response whose call failed, and its outcome. The
-reward module loads this into the Rollouter's process, without the run's knowledge.
+"""Record the tokens of each response whose call to a replica failed, and the response's outcome.
+
+The reward module loads this module into the Rollouter's process, where it wraps the calls between the client and the
+replicas without changing the run.
 
     a call fails               {"request": name, "at": wall clock, "received": tokens}
     the next attempt begins    {"request": name, "resumed": tokens that were sent with it}
@@ -57,7 +59,7 @@ class CallWatch:
     """Watches the calls of one process."""
 
     def __init__(self, put: Callable[[Line], None]) -> None:
-        """`put`: records a line; only responses with a failed call have lines."""
+        """`put` records a line. Only responses with a failed call get lines."""
         self._put = put
         self._broken: set[str] = set()
         """Responses with a failed call that are not complete yet."""

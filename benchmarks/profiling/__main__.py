@@ -1,6 +1,6 @@
 """Measure the cost of profiling: of one span, of a launch, and of a report of a million events.
 
-spans      microseconds of one span for its caller, and of CPU until it is in the file, by level
+spans      by level: microseconds that one span costs its caller, and microseconds of CPU until it is in the file
 launches   the quickstart with profiler.level=full against off, alternating: wall time from the end of the first step to
            the end of the last step
 report     seconds and peak memory of `asyncrl report` on a synthetic run with 1,000,000 events
@@ -26,7 +26,7 @@ AIMS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, "profiling")
-    parser.add_argument("--only", choices=list(AIMS), help="measure only this")
+    parser.add_argument("--only", choices=list(AIMS), help="measure only this part")
     parser.add_argument("--rounds", type=positive, default=5, help="pairs of launches (default 5, about 4 min each)")
     parser.add_argument("--events", type=positive, default=1_000_000, help="events of the report (default 1,000,000)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides of the launches")
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables: dict[str, Table] = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-profiling-") as scratch:
         directory = Path(scratch)
-        # The report's peak memory is that of the largest child so far: before the launches.
+        # The report comes before the launches, because peak memory is measured as that of the largest child so far.
         if options.only in (None, "report"):
             tables["report"] = measure_report(directory, options.events)
         if options.only in (None, "spans"):

@@ -16,7 +16,7 @@ BURST = 50_000
 
 
 def measure_spans(directory: Path, rounds: int) -> list[dict[str, Any]]:
-    """Microseconds for one span of a tool call with its fields, inside the context of a sample. Levels alternate.
+    """Measure the microseconds of one tool call's span, with its fields and in a sample's context. Levels alternate.
 
     `caller`: wall time of the event loop's thread. `process`: CPU time of all threads until the event is in the file.
     """

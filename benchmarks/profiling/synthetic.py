@@ -1,4 +1,4 @@
-"""The event files of a plausible run, of any size, with faults planted on demand.
+"""Write the event files of a plausible run of any size, with planted faults if requested.
 
 Samples are admitted as the Trainer consumes them. Their trajectories generate turns on replicas of different speeds and
 call tools; finished samples are scored, leased in the order in which they became ready, and trained. Every step is
@@ -58,7 +58,7 @@ class RunPlan:
     as the Trainer consumes them."""
     token_s: float = 0.02
     tokens: int = 80
-    """Median of a turn."""
+    """Median number of tokens in a turn."""
     aborted: float = 0.1
     """Share of requests that a weight sync aborts."""
     dropped: float = 0.03
@@ -411,5 +411,5 @@ class _Run:
 
 
 def _spread(count: int, chosen: int, rng: random.Random) -> set[int]:
-    """Draw feed indices, without the first quarter, in which the run has not reached its usual pace."""
+    """Draw feed indices, except from the first quarter, in which the run has not reached its usual pace."""
     return set(rng.sample(range(max(1, count // 4), max(2, count - 1)), chosen)) if chosen else set()

@@ -12,9 +12,9 @@
 The variants alternate within one run. Rates are medians over rounds, ratios are medians of the ratios of neighbouring
 rounds, lateness is a percentile over all rounds. No variant calls fsync, and reads come from the page cache.
 
-On ext4, creating a file takes 1 ms instead of 20 µs near recently deleted files, whose inodes are searched for a free
-one. So the benchmark deletes files only at its end, lets ext4 place the directory of each round anywhere (`chattr +T`),
-and reports the time to create an empty file.
+On ext4, creating a file takes 1 ms instead of 20 µs near recently deleted files, because ext4 searches their inodes for
+a free one. So the benchmark deletes files only at its end, lets ext4 place the directory of each round anywhere
+(`chattr +T`), and reports the time to create an empty file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.skip.samples import SIZES
 FILE_ROUNDS = 8
 """Rounds of `files` for each round of `--rounds`, because they are short."""
 CALLS = 20_000
-"""Calls of a disabled annotation in a round."""
+"""Number of calls of a disabled annotation in a round."""
 AIMS = {
     "replay": "replay at least 50 times as fast as generation",
     "files": "at least as fast as torch.save and torch.load: 1 or more",

@@ -48,7 +48,7 @@ class SkipRecords:
 
 
 class TorchArrays:
-    """The same arrays and metadata as tensors that are made beforehand; reading returns tensors."""
+    """Saves the same arrays and metadata with torch, from tensors created beforehand; reading returns tensors."""
 
     def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
         import torch
@@ -79,7 +79,7 @@ class TorchArrays:
 
 
 class TorchSamples(TorchArrays):
-    """The same files, with the conversion from and to samples that `SkipRecords` makes."""
+    """Saves the same files, but converts from and to samples, as `SkipRecords` does."""
 
     def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
         super().__init__(directory, samples)

@@ -86,7 +86,7 @@ async def _while_recording(samples: Sequence[Generated], seconds: float) -> tupl
         ended = True
     counts = SkipManager.status()[ROLE]
     if set(counts) != {"recorded"}:
-        raise SystemExit(f"something was not recorded: {counts}")
+        raise SystemExit(f"not all calls were recorded: {counts}")
     return late, rate
 
 

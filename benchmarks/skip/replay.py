@@ -55,7 +55,7 @@ class ReplayCase(NamedTuple):
     name: str
     config: Config
     asked: Callable[[int], SampleRequest]
-    """Returns the request of a feed index, from 1 on."""
+    """Returns the request for a feed index, which starts at 1."""
     concurrent: int
     """Samples in flight, for generation and replay."""
     generated: int
@@ -66,8 +66,8 @@ class ReplayCase(NamedTuple):
     """How often a round replays all records."""
     rounds: int
     lengths: tuple[int, ...] = ()
-    """Increasing response lengths to generate instead, until the next would take longer than `LIMIT_S`. Records then
-    have the requested length, with repeated tokens, and the ratio is a lower bound."""
+    """If not empty: increasing response lengths to generate, until the next one would take longer than `LIMIT_S`.
+    Records then have the requested length, with repeated tokens, and the ratio is a lower bound."""
 
 
 def measure_replay(directory: Path, rounds: int) -> Table:
@@ -151,7 +151,7 @@ async def replay_case(case: ReplayCase, stage: EngineStage) -> Table:
         for name, some in (("engines", made), ("records", again)):
             lengths[name] += [each.num_sampled for one in some for each in one.trajectories]
         if stage.calls or not all(map(same, known.values(), again)):
-            raise SystemExit(f"{case.name}: {stage.calls} samples were generated again, or other ones were replayed")
+            raise SystemExit(f"{case.name}: {stage.calls} samples were generated again, or the replayed ones differ")
     ratios = {"engines": 1.0, "records": ratio(rates["records"], rates["engines"])}
     samples = {"engines": case.rounds * case.generated, "records": case.rounds * case.passes * size}
     return [

@@ -1,4 +1,4 @@
-"""Synthetic samples, and a configuration that records."""
+"""Synthetic samples, and a configuration that records samples."""
 
 from __future__ import annotations
 
