@@ -142,8 +142,8 @@ def rows(strikes: Sequence[Strike]) -> list[dict[str, Any]]:
 
 
 def by_group(strikes: Sequence[Strike]) -> dict[Group, dict[str, Any]]:
-    """Return, by group, the number of faults, the number without recovery, and the recovery times of the others (None:
-    there are no others)."""
+    """Return, by group, the number of faults, the number without recovery, and the median and maximum recovery time of
+    the others, which are None if there are no others."""
     found: dict[Group, dict[str, Any]] = {}
     for name in GROUPS:
         dealt = [strike for strike in strikes if group_of(strike.kind) == name]

@@ -78,7 +78,7 @@ def measure_replay(directory: Path, rounds: int) -> Table:
 
 
 def _quickstart(directory: Path, rounds: int) -> ReplayCase:
-    """The samples that `asyncrl launch fully_async` generates without a config file."""
+    """Return the case of the samples that `asyncrl launch fully_async` generates without a config file."""
     dump = directory / "quickstart"
     overrides = [f"skip.{ROLE}.enable=true", f"skip.{ROLE}.steps=all", f"skip.{ROLE}.dump_dir={dump}"]
     config = load_config(None, overrides)
@@ -97,7 +97,7 @@ LIMIT_S = 180.0
 
 
 def _long(directory: Path) -> ReplayCase:
-    """Samples of a random model of the quickstart's size, whose responses always have the maximum length."""
+    """Return the case of a random model of the quickstart's size, whose responses always have the maximum length."""
     shape = replace(SHAPES["1M"], max_positions=LONG_PROMPT + LONG_TOKENS)
     path = make_llama(directory / "model", shape)
     config = recording(

@@ -191,8 +191,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def discounted(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Return, for each sampled token, the sum of its and all later rewards, discounted by `gamma` per sampled token;
-    0 elsewhere. `[B, R]`."""
+    """Return the sum of rewards from each sampled token to the end of its row, discounted by `gamma` per sampled token,
+    and 0 elsewhere: `[B, R]`."""
     if gamma == 1.0:
         return token_rewards.flip(1).cumsum(1).flip(1) * response_mask
     returns = torch.zeros_like(token_rewards)

@@ -159,7 +159,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def optim_step(self, loss: float) -> StepOutcome:
-        """Clip, apply and clear the accumulated gradient. Collective.
+        """Take one optimizer step: clip the accumulated gradient, apply it and clear it. Collective.
 
         Raises (on every rank):
             BugError: no gradient has accumulated since the last step.

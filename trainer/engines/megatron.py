@@ -185,7 +185,7 @@ class _Rotary(nn.Module):
         return self._positions.ids.shape[1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """float32 `[T, B, 1, head_dim]`, radians."""
+        """Return the angles in radians, float32 `[T, B, 1, head_dim]`."""
         angles = self._positions.ids.T[..., None].to(self.inv_freq) * self.inv_freq
         return torch.cat([angles, angles], dim=-1)[:, :, None, :]
 
@@ -194,7 +194,7 @@ class _CoreAttention(Attention):
     """A replacement of Megatron-Core's attention, whose causal mask needs a GPU."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`[T, B, heads, head_dim]` → `[T, B, heads · head_dim]`."""
+        """Compute attention: `[T, B, heads, head_dim]` → `[T, B, heads · head_dim]`."""
         output = self.attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)))
         return output.flatten(2).transpose(0, 1).contiguous()
 

@@ -96,7 +96,7 @@ def _actor(config: Config) -> RolePlan:
 
 
 def _critic(config: Config) -> RolePlan:
-    """Only the policy uses LoRA. All weights of the critic are trained, because a value head needs more than
+    """Plan the critic. It uses no LoRA: all of its weights are trained, because a value head needs more than
     adapters."""
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora_rank": 0})
     plan = _plan("critic", config, model, _role_engine(config, config.critic), config.critic.optim)

@@ -64,7 +64,7 @@ NO_PROFILING = RankProfiling()
 
 
 def nsight_options(group: str, rank: int, directory: Path | None) -> dict[str, str]:
-    """Ray's `runtime_env["nsight"]` of a rank: options of `nsys profile`, with a report for each captured range.
+    """Return Ray's `runtime_env["nsight"]` of a rank: options of `nsys profile`, with a report for each captured range.
 
     Args:
         directory: the directory of the reports, if it certainly exists on the rank's machine; None: `logs/nsight` of

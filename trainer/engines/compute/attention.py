@@ -94,7 +94,10 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`query` `[1, H, T, D]`, `key`, `value` `[1, H_kv, T, D]` → `[1, T, H, D]`; transformers' attention interface."""
+    """Compute attention within each sequence of a packed row, with the interface of transformers' attention functions.
+
+    `query` `[1, H, T, D]`, `key`, `value` `[1, H_kv, T, D]` → `[1, T, H, D]`.
+    """
     if packing is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -258,7 +261,7 @@ class Shard:
         """The first position of this rank."""
 
     def cut(self, row: Tensor) -> Tensor:
-        """`[1, T]` → `[1, T / P]`."""
+        """Return this rank's positions of a row: `[1, T]` → `[1, T / P]`."""
         return row[:, self.start : self.start + self._size]
 
     def scored(self, positions: Tensor) -> tuple[slice, list[int]]:
