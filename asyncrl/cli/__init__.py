@@ -1,1 +1,1 @@
-"""The composition root: the command line, the run driver, and everything that may know all the parts."""
+"""The command line: one module for each command."""

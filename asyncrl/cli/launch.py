@@ -29,7 +29,7 @@ _ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
 @click.option("-m", "--multirun", is_flag=True, hidden=True)
 def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool, multirun: bool) -> int:
-    """Train a model. CONFIG is a YAML file or a shipped recipe; without one the quickstart runs.
+    """Train a model. CONFIG is a YAML file or a shipped recipe; the default is the quickstart.
 
     \b
     Examples:
@@ -42,16 +42,16 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool,
       asyncrl launch sync my.yaml
       asyncrl launch fully_async 'data.train_files=[a.parquet,b.jsonl]' reward.function=rewards.py:score
 
-    A launch reads the configuration, checks it whole, then starts Ray, the engines, the Rollouter and the Trainer.
-    Ctrl-C once stops cleanly, with a checkpoint; twice, at once.
+    The command reads and checks the whole configuration, then starts Ray, the engines, the Rollouter and the Trainer.
+    Press Ctrl-C once to stop with a checkpoint, twice to stop at once.
     """
     if multirun:
         raise click.UsageError(
-            "--multirun is not supported: a launch is one run and takes the machine. Run the command once for each "
-            "value, e.g. `for lr in 1e-5 1e-6; do asyncrl launch ... trainer.optim.lr=$lr; done`"
+            "--multirun is not supported: a launch starts one run, which uses the whole machine. Run the command once "
+            "for each value, e.g. `for lr in 1e-5 1e-6; do asyncrl launch ... trainer.optim.lr=$lr; done`"
         )
     if as_json and not dry_run:
-        raise click.UsageError("--json goes with --dry-run; a run writes summary.json into its run directory")
+        raise click.UsageError("--json requires --dry-run; a run writes summary.json into its run directory")
     outcome = check_config(*_split(arguments), mode=mode)
     if dry_run:
         return _show_plan(outcome, as_json)
@@ -79,7 +79,7 @@ def serve(arguments: tuple[str, ...]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the config, if the first argument is one, and the overrides."""
+    """Return the config, or None if the first argument is an override, and the overrides."""
     if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
         return arguments[0], tuple(arguments[1:])
     return None, tuple(arguments)

@@ -34,7 +34,7 @@ _COMMANDS = {
 
 
 class _LazyGroup(click.Group):
-    """Imports the module of a command when the command is called, and none to list them."""
+    """Imports the module of a command only when the command is called; listing the commands imports none."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -57,18 +57,18 @@ class _LazyGroup(click.Group):
 )
 @click.version_option(asyncrl.__version__, prog_name="asyncrl")
 def cli() -> None:
-    """Train language models by reinforcement learning, generation and training fully asynchronous.
+    """Train language models by reinforcement learning, with fully asynchronous generation and training.
 
     \b
     asyncrl launch fully_async                      train the shipped model, as a first look
-    asyncrl launch fully_async my.yaml              train yours
+    asyncrl launch fully_async my.yaml              train your model
     asyncrl launch sync my.yaml                     the same run with a barrier: the baseline to compare with
-    asyncrl serve my.yaml                           only serve its model, OpenAI-compatible
+    asyncrl serve my.yaml                           serve the model without training, OpenAI-compatible
     asyncrl status                                  the state of the newest run, live or dead
-    asyncrl why                                     what it is blocked on, down to the cause
+    asyncrl why                                     what the newest run is blocked on, down to the cause
     asyncrl show quickstart sample_0_42             a conversation, with versions, tool calls and rewards
-    asyncrl report                                  where its time went, and what cost most of it
-    asyncrl timeline quickstart                     its requests over time, in the browser
+    asyncrl report                                  where the time of the newest run went, and what cost the most
+    asyncrl timeline quickstart                     the requests of a run over time, in the browser
     asyncrl skip ls ~/.asyncrl/skip                 the records of skipped stages
     """
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The console script. It does not wait for threads, which may be stuck in a call to a dead Ray."""
+    """Run the console script. It exits without waiting for threads, which may be stuck in a call to a dead Ray."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -30,11 +30,12 @@ MOST_SHOWN = 10
 @click.command()
 @click.argument("run", required=False)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Directory of the report.")
-@click.option("--json", "as_json", is_flag=True, help="Print report.json; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print report.json; write no files.")
 def report(run: str | None, out: Path | None, as_json: bool) -> int:
-    """Show where a run's time went: requests, turns, steps, weight syncs, idle time, and what cost most of it.
+    """Show where a run's time went: requests, turns, steps, weight syncs, idle time, and what cost the most.
 
-    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+    RUN is a run directory, or the name of an experiment, which selects its newest run. The default is the newest run in
+    runs/.
 
     \b
     Examples:
@@ -44,15 +45,15 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
       asyncrl report quickstart --json | jq '.findings[0]'
 
     It writes report/ in the run directory: index.html, a self-contained page, its figures as PNGs, and all their
-    numbers in report.json. The findings are ranked by the seconds lost in comparison with a replica's peers, or with
-    the median of the same calls. They are printed here, too.
+    numbers in report.json. It also prints the findings, ranked by the seconds that they cost the run in comparison with
+    a replica's peers, or with the median of the same calls.
 
     It reads files only, so it works while the run is live, after it has ended, and after it was killed. It needs the
-    events that a run records with profiler.level=summary (the default) or full; a run without them: exit code 2.
+    events that a run records with profiler.level=summary (the default) or full; without events, the exit code is 2.
     """
     if as_json and out is not None:
-        raise click.UsageError("--json prints report.json and writes nothing: leave --out out, or --json")
-    # Imported here, because pandas and matplotlib take over a second, and `--help` needs neither.
+        raise click.UsageError("--json prints report.json and writes no files, so it cannot be combined with --out")
+    # Imported late, because importing pandas and matplotlib takes over a second, and `--help` needs neither.
     from asyncrl.observe.report.analysis import analyse
     from asyncrl.observe.report.load import load, read_json
     from asyncrl.observe.report.page import check_directory, write_report
@@ -122,7 +123,7 @@ def summary_lines(found: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _about(run_dir: Path) -> dict[str, Any]:
-    """Return the facts about the run in its other files; None for missing ones."""
+    """Return facts about the run from its configuration and its state; unknown ones are None."""
     from asyncrl.observe.report.analysis import LIVE
 
     config: Any = {}
@@ -145,19 +146,18 @@ def _about(run_dir: Path) -> dict[str, Any]:
 
 def _no_events(run_dir: Path, about: Mapping[str, Any], events: Events) -> str:
     if events.num_files:
-        why = (
-            f"its {events.num_files} files hold {events.num_unknown or 'no'} readable events of this version of asyncrl"
-        )
+        unknown = f", but {events.num_unknown} of another version" if events.num_unknown else ""
+        why = f"its {events.num_files} files hold no readable events of this version of asyncrl{unknown}"
     elif about["level"] == "off":
         why = "profiler.level was off"
     elif read_liveness(run_dir).how == "live":
         return f"{run_dir} has no events to report yet: the run is starting. Try again in a minute."
     else:
-        why = "there is no events/ in it: it recorded none, or ended before it began"
+        why = "it has no events/ directory: the run recorded no events, or ended before it began"
     return (
-        f"{run_dir} has no events to report: {why}. Where its time went cannot be determined afterwards. Run with "
-        "profiler.level=summary (the default), or profiler.level=full for the inside of steps and between turns; "
-        "`asyncrl status` and metrics.jsonl have what is known of this one."
+        f"{run_dir} has no events to report: {why}. Where its time went cannot be determined afterwards. Launch runs "
+        "with profiler.level=summary (the default), or with profiler.level=full to also record the work inside steps "
+        "and between turns. `asyncrl status` and metrics.jsonl show what is known about this run."
     )
 
 

@@ -28,16 +28,17 @@ SMALL_JOURNAL_BYTES = 8 << 20
 @click.option(
     "-t", "--trajectory", type=click.IntRange(0), metavar="K", help="Number of the trajectory in the sample, from 0."
 )
-@click.option("--tokens", is_flag=True, help="Token by token: id, mask, version, log-prob, text.")
+@click.option("--tokens", is_flag=True, help="Print the id, mask, version, log-prob and text of each token.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print it as it was dumped, as a JSON array; with --trajectory, one object."
+    "--json", "as_json", is_flag=True, help="Print the dumped trajectories as a JSON array, or one with --trajectory."
 )
-@click.option("--no-color", is_flag=True, help="Plain text, also on a terminal.")
+@click.option("--no-color", is_flag=True, help="Print plain text, also on a terminal.")
 def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_json: bool, no_color: bool) -> int:
     """Print a conversation: messages, tool calls, weights versions, speeds and rewards.
 
-    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
-    SAMPLE is its id, or the last number of that.
+    RUN is a run directory, or the name of an experiment, which selects its newest run. The default is the newest run in
+    runs/.
+    SAMPLE is the id of a sample, such as sample_0_42, or the last number of the id, such as 42.
 
     \b
     Examples:
@@ -46,14 +47,15 @@ def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_js
       asyncrl show 42 --trajectory 3 --tokens
       asyncrl show quickstart 42 --json
 
-    Runs keep their conversations with rollout.dump_dir=DIR. Without it, a sample can be shown as long as its payload is
+    A run keeps its conversations if rollout.dump_dir is set. Otherwise, a sample can be shown as long as its payload is
     in the run directory. Sampled text is coloured, with alternating shades for versions; all other text is dim. Without
-    --trajectory: a table of all trajectories, and the first one. No such run or sample: exit code 2.
+    --trajectory, the command prints a table of all trajectories, and the first one. The exit code is 2 if the run or
+    the sample does not exist.
     """
     if len(arguments) > 2:
         raise click.UsageError(f"expected [RUN] SAMPLE, got {len(arguments)} arguments: {' '.join(arguments)}")
     if as_json and tokens:
-        raise click.UsageError("--json has all tokens; leave --tokens out")
+        raise click.UsageError("--json includes all tokens: leave --tokens out")
     *run, sample = arguments
     sample_id, index = _parse(sample)
     configured = ConfiguredRun(find_run(run[0] if run else None))
@@ -61,7 +63,7 @@ def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_js
     trajectories = kept.trajectories
     if sample_id not in (None, trajectories[0].sample_id):
         raise ConfigError(
-            f"the run has no {sample_id}: its sample of this feed index is {trajectories[0].sample_id}; show that one"
+            f"the run has no {sample_id}: the sample with this feed index is {trajectories[0].sample_id}; show that one"
         )
     one = _select(trajectories, trajectory)
     for note in kept.notes:
@@ -73,7 +75,7 @@ def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_js
         text = lines[0] if trajectory is not None else "[\n" + ",\n".join(lines) + "\n]"
         click.echo(text.encode("utf-8", "backslashreplace").decode())
         return 0
-    # Formatted before anything is printed, because the tokenizer may be missing.
+    # Load the tokenizer before anything is printed, because it may be missing.
     decode_token = configured.decode_token() if tokens else None
     console = Console(highlight=False, soft_wrap=True, color_system=None if no_color else "auto")
     if trajectory is None and len(trajectories) > 1:
@@ -98,7 +100,7 @@ def _lines(
 
 
 def _fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> str:
-    """Describe the sample's final state; empty: reading it would take long."""
+    """Describe the sample's state; empty if reading a large journal would take long."""
     from trainer.trained_steps import read_trained
 
     steps: dict[int, int] = {}
@@ -119,13 +121,13 @@ def _fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> str:
 
 
 def _parse(sample: str) -> tuple[SampleId | None, int]:
-    """Return the id, if it is one, and the feed index, which is unique in a run."""
+    """Return the sample's id, or None for a number alone, and its feed index, which is unique in a run."""
     if re.fullmatch(r"[1-9]\d*", sample, re.ASCII):
         return None, int(sample)
     try:
         sample_id = SampleId.parse(sample)
     except ValueError as error:
-        raise ConfigError(f"SAMPLE={sample}: {error}, or its last number alone") from None
+        raise ConfigError(f"SAMPLE={sample}: {error}, or only its last number") from None
     return sample_id, sample_id.index
 
 

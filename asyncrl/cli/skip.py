@@ -1,4 +1,4 @@
-"""`asyncrl skip`: list, show, check, remove and transfer records. No Ray, no model."""
+"""`asyncrl skip`: list, show, check, remove and transfer records, without Ray and without a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skip import commands, run_diff
 
 
 class _Directory(click.Path):
-    """A path that is not empty: an unset variable would mean the working directory."""
+    """A path that must not be empty: an unset shell variable would otherwise mean the working directory."""
 
     def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         if value == "":
@@ -27,7 +27,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def skip() -> None:
     """Show, check, remove and transfer the records of skipped stages (skip.<role>.enable).
 
-    DIR is a dump_dir (by default ~/.asyncrl/skip), or a project, an experiment, a role or one record in it.
+    DIR is a dump_dir (by default ~/.asyncrl/skip), or the directory of a project, an experiment, a role or one record
+    in it.
 
     \b
     Examples:
@@ -52,7 +53,7 @@ def list_(directory: Path, as_json: bool) -> int:
 @skip.command(short_help="Show one record.")
 @_dir
 @click.option(
-    "--tokenizer", metavar="PATH", help="Decodes the texts; by default the recorded one, if it is on this machine."
+    "--tokenizer", metavar="PATH", help="Tokenizer for the texts; by default the recorded one, if this machine has it."
 )
 @_json
 def show(directory: Path, tokenizer: str | None, as_json: bool) -> int:
@@ -67,16 +68,16 @@ def show(directory: Path, tokenizer: str | None, as_json: bool) -> int:
 @_dir
 @_json
 def verify(directory: Path, as_json: bool) -> int:
-    """Read every record and check every byte. Exit code 1 if one is torn, damaged or not a record."""
+    """Read every record and check every byte. The exit code is 1 if any is torn, damaged or not a record."""
     return commands.verify(directory, as_json)
 
 
 @skip.command(short_help="Remove records by age, size, step or damage.")
 @_dir
-@click.option("--older-than", metavar="AGE", help="Records written longer ago: 90s, 30m, 12h, 14d, 2w.")
-@click.option("--max-bytes", metavar="SIZE", help="The oldest, until the rest is no more than this: 500M, 10G, 1Gi.")
-@click.option("--steps", metavar="STEPS", help="Records of these steps: 12, 1-128,200, all.")
-@click.option("--damaged", is_flag=True, help="Torn and damaged records, and incomplete ones of dead processes.")
+@click.option("--older-than", metavar="AGE", help="Select records older than this: 90s, 30m, 12h, 14d, 2w.")
+@click.option("--max-bytes", metavar="SIZE", help="Select the oldest, until the rest fits into this: 500M, 10G, 1Gi.")
+@click.option("--steps", metavar="STEPS", help="Select records of these steps: 12, 1-128,200, all.")
+@click.option("--damaged", is_flag=True, help="Select damaged records, and incomplete records of dead processes.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
 @_json
 def gc(
@@ -107,7 +108,7 @@ def export(directory: Path, archive: Path, as_json: bool) -> int:
 @click.option("--replace", is_flag=True, help="Replace existing records.")
 @_json
 def import_(archive: Path, directory: Path, replace: bool, as_json: bool) -> int:
-    """Import the records of ARCHIVE below DIR. Existing ones stay."""
+    """Import the records of ARCHIVE below DIR. Existing records stay, unless --replace is given."""
     return commands.restore(archive, directory, replace, as_json)
 
 
@@ -119,13 +120,14 @@ def import_(archive: Path, directory: Path, replace: bool, as_json: bool) -> int
     metavar="SHARE",
     type=click.FloatRange(0),
     default=0.0,
-    help="Relative; by default numbers have to be equal to the last bit.",
+    help="Relative tolerance; by default, numbers must be equal to the last bit.",
 )
 @_json
 def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
-    """Compare two runs step by step: rewards, staleness, loss, gradient norm. Exit code 1 if a common step differs.
+    """Compare two runs step by step: rewards, staleness, loss, gradient norm.
 
-    Both have to be trained on the same samples in the same order: replayed, with async_training.deterministic=true.
-    Then the first step that differs shows the effect of the code or the settings; suitable for `git bisect run`.
+    Both runs must train the same samples in the same order, so replay them with async_training.deterministic=true. The
+    first step that differs then shows the effect of the code or the settings. The exit code is 1 if a common step
+    differs, which suits `git bisect run`.
     """
     return run_diff.diff(one, other, tolerance, as_json)

@@ -27,7 +27,8 @@ def status(run: str | None, as_json: bool, watch: bool) -> int:
     """Show the state of a run: its sample counts, versions, staleness, restarts, drops, replicas, checkpoints and
     journal.
 
-    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+    RUN is a run directory, or the name of an experiment, which selects its newest run. The default is the newest run in
+    runs/.
 
     \b
     Examples:
@@ -35,8 +36,8 @@ def status(run: str | None, as_json: bool, watch: bool) -> int:
       asyncrl status quickstart --watch
       asyncrl status runs/quickstart/20260101-120000 --json
 
-    It reads files only, so it works while the run is live, after it has ended, and after it was killed. Exit code 0,
-    also for a failed run; 2 if there is no such run.
+    It reads files only, so it works while the run is live, after it has ended, and after it was killed. The exit code
+    is 0, also for a failed run, and 2 if the run does not exist.
     """
     if watch and as_json:
         raise click.UsageError("--watch shows a page; for JSON, run status --json repeatedly")
@@ -62,9 +63,10 @@ def status(run: str | None, as_json: bool, watch: bool) -> int:
 @click.argument("run", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the chain as JSON.")
 def why(run: str | None, as_json: bool) -> int:
-    """Explain what a run is blocked on, from the Trainer down to the cause; of a dead run, how it ended, too.
+    """Explain what a run is blocked on, from the Trainer down to the cause; for a dead run, also how it ended.
 
-    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+    RUN is a run directory, or the name of an experiment, which selects its newest run. The default is the newest run in
+    runs/.
 
     \b
     Examples:
@@ -72,7 +74,7 @@ def why(run: str | None, as_json: bool) -> int:
       asyncrl why runs/quickstart/20260101-120000
       asyncrl why quickstart --json
 
-    Each line is blocked on the next one:
+    Each line shows what the one above is blocked on:
 
     \b
       Trainer is blocked on samples for 95 s (30 of up to 32 are READY, 0 RUNNING)

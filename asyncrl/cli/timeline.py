@@ -43,12 +43,13 @@ _STOP_S = 1
     metavar="FILE",
     help="Write a trace for Perfetto instead.",
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Serve the page there; by default, a free port.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the page; by default, a free one.")
 @click.option("--open/--no-open", "opened", default=None, help="Open a browser; by default, if there is a display.")
 def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None) -> int:
-    """Serve a page on loopback with the events of a run over time, live or afterwards; or write them as a trace.
+    """Serve a page on loopback with the events of a live or ended run over time, or write them as a trace.
 
-    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+    RUN is a run directory, or the name of an experiment, which selects its newest run. The default is the newest run in
+    runs/.
 
     \b
     Examples:
@@ -57,15 +58,15 @@ def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None
       asyncrl timeline runs/quickstart/20260101-120000 --trace quickstart.json.gz
 
     The Trainer, its ranks, the Rollouter and every replica have a track. A request is a bar with a colour for each of
-    its phases; click it for its conversation, if rollout.dump_dir keeps those. The page follows a live run. Events are
-    recorded with profiler.level=summary (the default) or full; a run without events: exit code 2. Ctrl-C ends the
-    page, with exit code 0. The trace is JSON for https://ui.perfetto.dev, compressed if FILE ends in .gz.
+    its phases; click it to see its conversation, if rollout.dump_dir is set. The page follows a live run. Runs record
+    events with profiler.level=summary (the default) or full; without events, the exit code is 2. Ctrl-C stops the
+    server, with exit code 0. The trace is JSON for https://ui.perfetto.dev, compressed if FILE ends in .gz.
     """
     if trace and opened:
-        raise click.UsageError("--trace writes a file and serves no page that --open could open: leave one of them out")
+        raise click.UsageError("--trace writes a file and serves no page that could be opened: leave out one of them")
     if trace is not None and port:
         raise click.UsageError(
-            f"--trace writes a file and serves no page, so --port={port} would be of no effect: leave one of them out"
+            f"--trace writes a file and serves no page, so --port={port} would have no effect: leave out one of them"
         )
     run_dir = find_run(run)
     if next(event_files(run_dir), None) is None:
@@ -78,7 +79,7 @@ def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None
         opened = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     with _listening(port) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        click.echo(f"the timeline of {run_dir} is on {url}\nCtrl-C ends this.")
+        click.echo(f"the timeline of {run_dir} is on {url}\nPress Ctrl-C to stop.")
         anyio.run(_serve, served, listening, url if opened else None)
     return 0
 
@@ -89,8 +90,8 @@ def _export(run_dir: Path, target: Path) -> int:
         result = export_trace(run_dir, target)
     except OSError as error:
         raise ConfigError(
-            f"--trace={target} cannot be written: {error.strerror or error}. Name a file in a directory that is there "
-            "and has room"
+            f"--trace={target} cannot be written: {error.strerror or error}. Name a file in an existing directory "
+            "with free space"
         ) from None
     took = time.perf_counter() - begun
     click.echo(f"{target}: {result.num_events:,} events, written in {took:.1f} s. Open it in https://ui.perfetto.dev")
@@ -110,8 +111,8 @@ def _no_events(run_dir: Path) -> str:
         )
     setting = f"; its profiler.level is {level}" if level else ""
     return (
-        f"{run_dir} has no events to show{setting}. A run with profiler.level=summary or full writes its first ones "
-        "into events/ of its directory within seconds of its start"
+        f"{run_dir} has no events to show{setting}. A run with profiler.level=summary or full writes its first "
+        "events into events/ of its directory within seconds of its start"
     )
 
 
@@ -122,7 +123,7 @@ def _listening(port: int) -> Iterator[socket.socket]:
     except OSError as error:
         why = "is in use" if error.errno == errno.EADDRINUSE else f"is not available ({error.strerror})"
         raise ConfigError(
-            f"--port={port} {why}: the page cannot be served there. Leave --port out for a free one, or name another"
+            f"--port={port} {why}: the page cannot be served there. Leave out --port to use a free one, or name another"
         ) from None
     with listening:
         yield listening
@@ -161,7 +162,7 @@ async def _open(url: str) -> None:
 def conversation_of(run_dir: Path, sample: str, trajectory: int | None) -> Conversation:
     """Return a conversation as `asyncrl show` prints it, or the reason why there is none. Blocking."""
     if not re.fullmatch(r"sample_\d+_\d+", sample, re.ASCII):
-        return Conversation(notes=["Conversations are kept of samples that are trained on, not of this one."])
+        return Conversation(notes=["Runs keep the conversations of training samples only, and this is not one."])
     try:
         found = find_sample(ConfiguredRun(run_dir), SampleId.parse(sample).index, sample)
     except (AsyncRLError, ValueError) as error:

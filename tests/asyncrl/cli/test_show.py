@@ -342,7 +342,7 @@ def test_a_damaged_line_of_a_dump_is_a_note(run_dir: Path, cli: CommandLine) -> 
 def test_a_sample_of_another_epoch_is_named(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir)
     err = cli("show", "sample_3_42", code=BAD_CONFIG).err
-    assert "the run has no sample_3_42: its sample of this feed index is sample_0_42" in err
+    assert "the run has no sample_3_42: the sample with this feed index is sample_0_42" in err
 
 
 def test_an_unreadable_dump_is_an_error(run_dir: Path, cli: CommandLine) -> None:
@@ -360,7 +360,7 @@ def test_an_unreadable_dump_is_an_error(run_dir: Path, cli: CommandLine) -> None
         (("0",), "SAMPLE=0: not a sample id"),
         (("a", "b", "c"), "expected [RUN] SAMPLE, got 3 arguments"),
         ((), "Missing argument"),
-        (("42", "--json", "--tokens"), "--json has all tokens"),
+        (("42", "--json", "--tokens"), "--json includes all tokens"),
         (("42", "-t", "-1"), "-1"),
     ],
 )
@@ -403,7 +403,7 @@ def kept(run_dir: Path) -> Path:
 
 def test_a_payload_is_shown_while_it_is_there(kept: Path, cli: CommandLine) -> None:
     out, err = cli("show", 1)
-    assert "note: it is not in a dump; this is its payload" in err
+    assert "note: the sample is not in a dump; its turns and messages are derived" in err
     headers = [line for line in plain(out).splitlines() if " · " in line]
     assert headers == [
         "sample_0_1 · trajectory 0 of 2 · arithmetic",
@@ -434,14 +434,18 @@ def test_a_payload_without_a_tokenizer_is_shown_as_ids(kept: Path, cli: CommandL
         (3, "it was dropped (stale) at "),
         (4, "it was dropped (failed) at "),
         (5, "its generation began at "),
-        (6, "its generation never began; the last one is sample 5"),
+        (6, "its generation never began; the newest sample is 5"),
     ],
 )
 @pytest.mark.usefixtures("kept")
 def test_fate_of_a_sample_that_is_not_kept(cli: CommandLine, index: int, fate: str) -> None:
     out, err = cli("show", index, code=BAD_CONFIG)
     assert out == "" and fate in err
-    assert ("its payload is not there" in err) == ("Launch with rollout.dump_dir=DIR" in err) == (index in (2, 3))
+    assert (
+        ("its payload is not (or no longer) in the run" in err)
+        == ("Launch with rollout.dump_dir=DIR" in err)
+        == (index in (2, 3))
+    )
     assert ("None of its trajectories was scored" in err) == (index in (4, 5))
 
 
@@ -471,4 +475,4 @@ def test_damage_is_reported(kept: Path, cli: CommandLine, damage: Callable[[Path
 
 def test_an_unreadable_configuration_is_a_note(kept: Path, cli: CommandLine) -> None:
     (kept / "config.yaml").write_text("{")
-    assert "names no model.path, so there is no tokenizer for texts" in cli("show", 1).err
+    assert "names no model.path, so tokens cannot be decoded" in cli("show", 1).err

@@ -342,7 +342,7 @@ def test_watching_ends_with_the_run(run_dir: Path, cli: CommandLine) -> None:
 def test_help_has_examples(command: str, cli: CommandLine) -> None:
     out = cli(command, "--help").out
     assert f"asyncrl {command} runs/quickstart/" in out
-    assert "the newest run of all" in out
+    assert "The default is the newest run in runs/." in " ".join(out.split())
 
 
 def test_status_and_why_are_quick_and_load_nothing_heavy(run_dir: Path) -> None:
