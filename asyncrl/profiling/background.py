@@ -1,4 +1,4 @@
-"""Send items to a receiver that may be slow, refuse them or hang, on a thread of its own, so that it delays nothing."""
+"""Send items from a separate thread to a receiver that may be slow, refuse items or hang, without delaying the run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Item = TypeVar("Item")
 
 
 class Receiver(Generic[Item]):
-    """Takes items in the thread of a `BackgroundSender`. Methods may raise any exception and take their time."""
+    """Receives items in the thread of a `BackgroundSender`. Its methods may block and raise any exception."""
 
     refresh_s: float | None = None
-    """Interval at which `refresh` is called while no item comes; None: never."""
+    """Interval at which `refresh` is called while no item comes; None to never call it."""
 
     def open(self) -> None:
         """Import libraries and connect."""
@@ -50,11 +50,11 @@ class BackgroundSender(Generic[Item]):
         Args:
             key: the configuration key of the receiver, for warnings.
             name: the receiver's name or address.
-            unit: what an item is, in the plural.
+            unit: what the items are, in the plural, for warnings.
             max_batch: the most items in one batch.
         """
         self.lost = 0
-        """Number of items that were not sent; an item that is None counts as none."""
+        """Number of items that were not sent, without items that are None."""
         self._receiver = receiver
         self._key = key
         self._name = name
@@ -65,7 +65,7 @@ class BackgroundSender(Generic[Item]):
         self._items: deque[Item] = deque()
         self._sending = False
         self._ok: bool | None = None
-        """Whether the run completed; None: it has not ended."""
+        """Whether the run completed; None until it ends."""
         self._unusable = False
         self._joined = False
         self._warned = False
@@ -117,7 +117,7 @@ class BackgroundSender(Generic[Item]):
             logger.warning("%s lacks %d %s of this run", self._name, self.lost, self._unit)
 
     def close(self, limit_s: float) -> None:
-        """`end` the queue of a completed run, and `join` the thread."""
+        """Call `end` for a completed run, then `join`."""
         self.end(ok=True)
         self.join(limit_s)
 
@@ -147,7 +147,7 @@ class BackgroundSender(Generic[Item]):
             self._warn("did not close", error)
 
     def _next(self) -> list[Item] | None:
-        """Return the next batch, an empty one if none came for `refresh_s`; None: the sender has ended."""
+        """Return the next batch: an empty one if no item came for `refresh_s`, None if the sender has ended."""
         with self._changed:
             self._sending = False
             self._changed.notify_all()

@@ -19,7 +19,7 @@ from asyncrl.core.failures import BugError
 EventLevel = Literal["off", "summary", "full"]
 LEVELS: tuple[EventLevel, ...] = ("off", "summary", "full")
 FIELDS = ("step", "version", "replica", "request", "sample", "trajectory", "turn")
-"""Fields that any event may have besides its own extras. `step` is the optimizer step that the recording process
+"""Fields that any event may have besides its extra fields. `step` is the optimizer step that the recording process
 considered current, and `version` the weights version that it used. During validation, `sample` is the name of a prompt
 (`val_…`). `trajectory` -1 is the greedy baseline of ReMax."""
 

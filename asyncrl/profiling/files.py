@@ -18,11 +18,11 @@ EVENTS_DIRECTORY = "events"
 MAX_TEXT = 1_000
 """Characters of a value that is not a number; longer ones are cut."""
 MAX_OPEN_FILES = 8
-"""Enough for the parts of the few steps whose events arrive at a time."""
+"""Enough for the parts of the few steps whose events arrive at the same time."""
 EARLIEST_S, LATEST_S = 946_684_800, 4_102_444_800
 """The years 2000 to 2100 in Unix seconds; an event at another time is damaged."""
 MAX_NUMBER = 2**53
-"""Larger numbers are not exact as doubles: such a value was not counted or measured."""
+"""Larger numbers are not exact as doubles, so such a value is damaged."""
 INTEGER_FIELDS = ("step", "version", "turn", "trajectory")
 """Fields that are integers; `trajectory` may be a name instead."""
 
@@ -38,7 +38,7 @@ def step_dir(directory: Path, step: int) -> Path:
 
 
 def event_files(run_dir: Path) -> Iterator[Path]:
-    """All event files of a run, by step and part."""
+    """Yield all event files of a run, by step and part."""
     yield from sorted((run_dir / EVENTS_DIRECTORY).glob("step_*/*.jsonl"))
 
 
@@ -48,7 +48,7 @@ def event_files(run_dir: Path) -> Iterator[Path]:
 class EventFiles:
     """Appends events to files. Blocking; one thread at a time.
 
-    A failed write is logged once and its events are returned as lost: events are no reason to end a run.
+    A failed write is logged once, and its events are returned as lost, because events are no reason to end a run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -67,7 +67,7 @@ class EventFiles:
             except Exception as error:  # noqa: BLE001  fields may hold any object
                 lost.append(line)
                 if not self._warned_of_event:
-                    logger.warning("%s cannot be written, nor others like it: %s", line.event["event"], error)
+                    logger.warning("the event %s and similar ones cannot be written: %s", line.event["event"], error)
                 self._warned_of_event = True
             else:
                 files.setdefault((_step(line.event), line.part), []).append((line, text))
@@ -139,7 +139,7 @@ def _encode(event: Mapping[str, Any]) -> str:
 
 
 def _without_surrogates(line: str | bytes) -> Any:
-    """Return the parsed line with `?` for lone surrogates, which a model may write and UTF-8 does not have."""
+    """Return the parsed line with `?` for lone surrogates, which a model may write but UTF-8 cannot encode."""
     return json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace"))
 
 

@@ -4,7 +4,7 @@ All events of a sample form one trace across processes; events without a sample 
 name of its event, the event's fields as attributes `asyncrl.<field>`, and the part as its resource. `trace_id` derives
 the trace of a sample from the names of the run and the sample.
 
-A slow or dead collector costs spans, which are counted, and one warning.
+If the collector is slow or dead, spans are lost: they are counted, and the first loss is logged as a warning.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Collector(Receiver[EventLine]):
 def _over_http(endpoint: str) -> SpanExporter:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # it logs each try
+    logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # it logs each attempt
     return OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)
 
 
@@ -109,7 +109,7 @@ def _attributes(event: Mapping[str, Any]) -> dict[str, str | bool | int | float]
             item = getattr(value, "item", None)
             plain = item() if callable(item) else value
             if not isinstance(plain, (bool, int, float)):
-                # A lone surrogate, as a model may write one, would cost the whole batch.
+                # A lone surrogate, which a model may write, would make the whole batch fail.
                 plain = str(plain).encode(errors="replace").decode()
             attributes[f"asyncrl.{name}"] = plain
     return attributes

@@ -24,9 +24,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class LoopLagMonitor:
-    """Measures the lag of one event loop: `start` and `stop` it there, ask for `worst_s` in any thread.
+    """Measures the lag of one event loop. Call `start` and `stop` in that loop, and `worst_s` in any thread.
 
-    It is a chain of timers instead of a task, so it cannot fail unnoticed and needs no cleanup when the loop ends.
+    It uses a chain of timers instead of a task, so it cannot fail unnoticed and needs no cleanup when the loop ends.
     """
 
     def __init__(self, part: str, *, clock: Callable[[], float] = time.monotonic, profiler: Profiler = profile) -> None:
@@ -38,7 +38,7 @@ class LoopLagMonitor:
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._delays: deque[tuple[float, float]] = deque()
-        """Times and delays, the delays falling: one that is followed by a longer one is left out."""
+        """Times and delays. The delays decrease, because one that is followed by a longer one is removed."""
 
     def start(self) -> None:
         """Watch the running loop. Does nothing if it is watched already."""
@@ -55,7 +55,7 @@ class LoopLagMonitor:
         self._delays.clear()
 
     def worst_s(self) -> float | None:
-        """Return the longest delay in the last `WINDOW_S`, including one in progress; None: no loop is watched."""
+        """Return the longest delay in the last `WINDOW_S`, including one in progress, or None if no loop is watched."""
         if self._timer is None:
             return None
         now_s = self._clock()
@@ -80,7 +80,7 @@ class LoopLagMonitor:
 
 
 class ProcessMeter:
-    """Measures the sum of some processes of this machine. One thread at a time."""
+    """Measures the total memory and CPU usage of some processes of this machine. One thread at a time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -88,7 +88,7 @@ class ProcessMeter:
         """Time of the last measurement, and the CPU time of each process until then."""
 
     def measure(self, pids: Iterable[int]) -> ProcessHealth | None:
-        """Measure the processes; None if none of them exists. Reading /proc takes some 100 µs for each."""
+        """Measure the processes, or return None if none of them exists. A process takes about 100 µs."""
         rss_bytes, used = 0, {}
         for pid in pids:
             try:
@@ -124,8 +124,11 @@ class ProcessMonitor:
         self._lag.stop()
 
     def measure(self) -> ProcessHealth | None:
-        """Measure the process. It is cheap enough to be called in an event loop about once a second, and starts
-        watching that loop. None: the process cannot be measured on this machine."""
+        """Measure the process, and start watching the running event loop, if there is one.
+
+        A call is cheap enough to be made in an event loop about once a second. Returns None if the process cannot be
+        measured on this machine.
+        """
         with suppress(RuntimeError):  # the thread has no loop
             self._lag.start()
         usage = self._meter.measure([self._pid])
@@ -136,8 +139,8 @@ class ProcessMonitor:
 
 
 def measure_machine(directory: Path) -> MachineHealth | None:
-    """Measure this machine, or the container of this process, and the disk of `directory`. It blocks, on a network disk
-    possibly for long."""
+    """Measure this machine, or the container of this process, and the disk of `directory`. It blocks, possibly for
+    long on a network disk."""
     try:
         memory = psutil.virtual_memory()
         cpu = psutil.cpu_percent(interval=None) / 100  # since the previous call
@@ -152,7 +155,7 @@ def measure_machine(directory: Path) -> MachineHealth | None:
 
 
 def _within_container(total: int, available: int, group: Path = CGROUP) -> tuple[int, int]:
-    """Total and available memory within a container's limit; reclaimable file pages count as available."""
+    """Return total and available memory within a container's limit; reclaimable file pages count as available."""
     try:
         limit = int((group / "memory.max").read_text())  # ValueError for `max`: no limit
         used = int((group / "memory.current").read_text())

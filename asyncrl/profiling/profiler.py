@@ -1,11 +1,11 @@
-"""Record events: the caller appends a tuple to a bounded buffer, a thread does everything else.
+"""Record events: the caller appends a tuple to a bounded buffer, and a thread does everything else.
 
     span, note, record ─▶ EventBuffer ─┬─ with a directory: a thread ─▶ JSON lines ─▶ events/step_…/<part>.jsonl
                              (deque)   └─ without one (replicas, ranks): `drain` with the next answer ─▶ `ingest`
 
 A process without a directory, perhaps on another machine, attaches its events to the answers of other calls; if it
-dies, events that it has not sent are lost. A full buffer drops the newest events and counts them, and an event of its
-own reports the number. Recording never fails and never blocks the run.
+dies, events that it has not sent are lost. A full buffer drops the newest events and counts them, and a
+`profiler.dropped` event reports the number. Recording never fails and never blocks the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRITE_EVERY_S = 0.5
 CLOSE_S = 5.0
 """Limit for writing the remaining events when the profiler closes."""
 MAX_DRAINED = 5_000
-"""Events in one answer."""
+"""Largest number of events in one answer."""
 
 _context: ContextVar[Mapping[str, Any]] = ContextVar("profile_context", default={})  # noqa: B039  never mutated
 
@@ -45,7 +45,7 @@ class ProfilerSettings(NamedTuple):
 
     level: EventLevel = "off"
     directory: Path | None = None
-    """`events/` of the run directory; None: the process forwards its events with its answers."""
+    """`events/` of the run directory; None if the process forwards its events with its answers."""
     buffer_events: int = BUFFER_EVENTS
     otlp_endpoint: str | None = None
     """The collector that also receives the events (`profiling.otlp`)."""
@@ -54,7 +54,7 @@ class ProfilerSettings(NamedTuple):
 
     @classmethod
     def of(cls, config: ProfilerConfig, run_dir: Path | None) -> ProfilerSettings:
-        """`run_dir`: None in a process that does not write it."""
+        """Return the settings of a process. `run_dir`: None in a process that does not write to it."""
         if run_dir is None:
             return cls(config.level, None, config.buffer_events)
         directory = run_dir / EVENTS_DIRECTORY
@@ -140,7 +140,7 @@ class DisabledSpan(ProfilerSpan):
 
 
 class FieldContext(AbstractContextManager[None]):
-    """Adds fields to all events inside. A class, because a generator takes three times as long."""
+    """Adds fields to all events inside the block. It is a class, because a generator takes three times as long."""
 
     __slots__ = ("_fields", "_token")
 
@@ -164,7 +164,8 @@ _NO_CONTEXT = nullcontext()
 class EventBuffer:
     """A bounded buffer of events that are not yet written or sent, with counts of the lost ones.
 
-    Any thread may use it. Each `configure` makes a new one, so that a late writer of the previous run keeps its own.
+    Any thread may use it. Each `configure` makes a new one, so that a late writer of the previous run keeps
+    the previous buffer.
     """
 
     def __init__(self, part: str = "", max_events: int = 0) -> None:
@@ -174,7 +175,7 @@ class EventBuffer:
         self.dropped = 0
         """Events that this process lost."""
         self.dropped_elsewhere = 0
-        """Events that forwarding processes lost, or that were lost on their way here."""
+        """Events that forwarding processes lost, or that were lost while they were forwarded."""
         self._part = part
         self._unreported = 0
         self._lock = threading.Lock()
@@ -225,7 +226,7 @@ class EventBuffer:
         return lines
 
     def loss_report(self, place: tuple[int | None, int | None]) -> EventLine | None:
-        """Return an event with the number of events lost since the last report; None: no event was lost."""
+        """Return an event with the number of events lost since the last report, or None if no event was lost."""
         with self._lock:
             unreported, self._unreported = self._unreported, 0
         if not unreported:
@@ -243,7 +244,7 @@ class _SenderCount:
     """Compares the number of events that a part has sent with the number that arrived.
 
     Answers may overtake each other, so only events that are missing at two answers in a row count as lost; if they
-    arrive later, the next loss is smaller by as many.
+    arrive later, the next loss is reduced by their number.
     """
 
     def __init__(self) -> None:
@@ -252,11 +253,11 @@ class _SenderCount:
         self._missing = 0
 
     def num_lost(self, num_arrived: int, num_sent: int | None) -> int:
-        """Return the newly discovered losses. `num_sent`: total of the part, including these; None: not reported."""
+        """Return the newly discovered losses. `num_sent`: total of the part, including these; None if not reported."""
         self._num_arrived += num_arrived
         if num_sent is None:
             return 0
-        if self._num_sent is None:  # a previous receiver got the earlier ones
+        if self._num_sent is None:  # a previous receiver got the earlier events
             self._num_arrived = self._num_sent = num_sent
         self._num_sent = max(self._num_sent, num_sent)
         missing = self._num_sent - self._num_arrived
@@ -340,7 +341,7 @@ class _EventWriter:
                 buffer.report_again(report)
 
     def _write_files(self, lines: Sequence[EventLine]) -> Sequence[EventLine]:
-        """Returns the lost lines. The thread continues after any error."""
+        """Write lines, and return the lost ones. The thread continues after any error."""
         try:
             return self._files.write(lines)
         except Exception:
@@ -395,7 +396,7 @@ class Profiler:
         Args:
             name: see `catalog`.
             sync: wait for the GPU at both ends, if `profiler.synchronize` is set.
-            fields: those of `catalog.FIELDS` and the event's own; values are numbers or text.
+            fields: those of `catalog.FIELDS` and the extra fields of the event; values are numbers or text.
 
         Raises:
             BugError: `name` is not registered.
@@ -430,7 +431,7 @@ class Profiler:
         return FieldContext(fields) if self._enabled else _NO_CONTEXT
 
     def put(self, event: RecordedEvent) -> None:
-        """Append an event; only spans call it directly."""
+        """Append an event; outside this class, only spans call it."""
         try:
             for value in event.fields.values():
                 if type(value) is str and len(value) > MAX_TEXT:
@@ -478,8 +479,8 @@ class Profiler:
             buffer.put_line(EventLine(part, placed))
 
     def status(self) -> dict[str, int]:
-        """Counts since `configure`: `events` and `dropped` of this process and those that forward to it, `own_dropped`
-        of this process alone, and `unsent`, which the OTLP endpoint did not accept."""
+        """Return counts since `configure`: `events` and `dropped` of this process and of those that forward to it,
+        `own_dropped` of this process alone, and `unsent`, the events that the OTLP endpoint did not accept."""
         otlp = self._writer.otlp if self._writer is not None else None
         buffer = self._buffer
         return {
