@@ -132,7 +132,7 @@ def check_report(run: LaunchedRun) -> None:
     assert found["run"]["steps"] == 6 and found["run"]["samples_trained"] == 96 and found["run"]["torn_lines"] == 0
     unrecorded = found["run"]["samples_unrecorded"]  # what the Rollouter had delivered, and not written of, when killed
     assert unrecorded <= 16 and found["turns"]["trajectories"] >= (96 - unrecorded) * 8
-    assert any("generated is not among the events" in note for note in found["notes"]) == bool(unrecorded)
+    assert any("No event shows how" in note for note in found["notes"]) == bool(unrecorded)
     page = html.unescape((directory / "index.html").read_text())
     for figure in found["figures"]:
         assert (directory / figure["png"]).stat().st_size > 5000 and figure["title"] in page, figure

@@ -24,10 +24,10 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
     """Return report.json without its plots.
 
     Args:
-        events: at least one.
-        about: `name, run_dir, experiment, status, level, response_length`, as far as known; `started_at`, wall clock,
-            of the launch or the last resumption.
-        summary: summary.json, or empty.
+        events: the events of the run, at least one.
+        about: `name, run_dir, experiment, status, level, response_length`, as far as known, and `started_at`, the
+            wall-clock time of the launch or of the last resumption.
+        summary: the content of summary.json, or empty.
     """
     completed = about.get("status") in ENDED
     start, end, down = find_outages(events, completed=completed, launched_at=about.get("started_at"))
@@ -46,7 +46,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
         "waste": waste_figures(events, histories),
         "lower_limits": limit_figures(events, histories, requests, about.get("response_length")),
     }
-    # Unknown without a launch time, or if that is of a resumption.
+    # Unknown without `started_at`, or if that is the time of a resumption.
     started_at, run_s = about.get("started_at"), summary.get("wall_s")
     starting_s = start - started_at if started_at is not None and started_at <= start else None
     ending_s = max(0.0, started_at + run_s - end) if starting_s is not None and started_at and run_s else None
@@ -86,15 +86,15 @@ def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *
     ending = f", and ending it {seconds(run['ending_s'])}" if run["ending_s"] is not None else ""
     notes = (
         (run["starting_s"] is not None,
-         f"Starting the run took {seconds(run['starting_s'])}, until its first sample{ending}: all figures are of the "
-         f"{seconds(run['wall_s'])} between."),
+         f"Starting the run took {seconds(run['starting_s'])}, until its first sample{ending}: all figures cover the "
+         f"{seconds(run['wall_s'])} in between."),
         (run["dropped_events"],
          f"{run['dropped_events']:.0f} events did not fit into the buffer and are missing: raise "
          "profiler.buffer_events, or record less with profiler.level=summary."),
         (unrecorded,
-         f"How {count(unrecorded, 'trained sample')} {'was' if unrecorded == 1 else 'were'} generated is not among the "
-         "events: they are lost, like the last half second of a Rollouter that is killed. They count as trained; "
-         "figures of requests, turns and waits are without them."),
+         f"No event shows how {count(unrecorded, 'trained sample')} {'was' if unrecorded == 1 else 'were'} generated. "
+         "A Rollouter that is killed loses the events of its last half second. Such samples count as trained, but "
+         "figures of requests, turns and waits do not include them."),
         (torn > 0,
          f"{count(torn, 'damaged line')} {'was' if torn == 1 else 'were'} left out: a process was killed while it "
          "wrote."),
@@ -102,10 +102,10 @@ def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *
         (run["unknown_events"],
          f"{run['unknown_events']} events have names that this version of asyncrl does not know."),
         (abandoned,
-         f"Training went back: steps {', '.join(map(str, abandoned))} were repeated. Figures by step are of those that "
-         "survived; work of the others counts for replicas, tools and rewards."),
+         f"Training went back: steps {', '.join(map(str, abandoned))} were repeated. Figures by step cover only the "
+         "final steps; figures of replicas, tools and rewards also cover the work of the repeated ones."),
         (run["down_s"],
-         f"The run was down, or nothing was recorded, for {run['down_s']:.0f} s; shares are of the rest of the time."),
+         f"The run was down, or nothing was recorded, for {run['down_s']:.0f} s; shares refer to the rest."),
         (run.get("level") != "full" and not len(events["sample.slot"]),
          "Waits for a generation slot, writing of samples and the work of ranks inside a step are recorded only with "
          "profiler.level=full; here they count as other time."),
@@ -121,7 +121,7 @@ def _unfinished(run: Mapping[str, Any], idle: Mapping[str, Any]) -> str:
     why = "The run is live" if run.get("status") == LIVE else "The run did not end in good order"
     sides = [("the Trainer's", idle["trainer"]), ("the Rollouter's", idle["rollouter"])]
     ends = " and ".join(f"{name} at {seconds(side['known_s'])}" for name, side in sides if side is not None)
-    text = f"{why}, and what was running at its last event is not among the events: idle figures end with the last "
+    text = f"{why}, and no event shows what was still running at the end: idle figures end with the last "
     text += f"event of each side ({ends} of {seconds(idle['wall_s'])})"
     if idle["in_flight"]:
         text += f"; {count(idle['in_flight'], 'sample')} without an end count as in generation until then"

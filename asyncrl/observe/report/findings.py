@@ -1,8 +1,8 @@
-"""Find what cost the run the most time, each with a remedy. Pure.
+"""Find what cost the run the most time, with a remedy for each finding. Pure.
 
-Alarms (something is slower than its peers or than itself) rank before hints (how the run is balanced). Lost seconds are
+Alarms (something is slower than its peers or than usual) rank before hints (how the run is balanced). Lost seconds are
 wall clock: the time in which at least one call was late, or, for a slow replica, the part of its busy time that its
-peers would not have needed. So findings are comparable, and none is longer than the run.
+peers would not have needed. Findings are therefore comparable, and none costs more than the duration of the run.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ ALARM_SHARE = 0.02
 """An alarm loses this share of the run, clipped to these seconds; a finding that loses less is a hint."""
 MIN_LOST_S = 1.0
 SLOW_RATIO = 1.5
-"""A slow replica's seconds per token, or a slow rank's seconds, over its peers'."""
+"""Least ratio of a slow replica's seconds per token, or of a slow rank's seconds, to those of its peers."""
 LOADED_RATIO = 1.3
-"""A replica with so many times its peers' tokens per second is slow because it has more to do."""
+"""A replica that samples more than this many times its peers' tokens per second is slow because it has more work."""
 SLOW_TOOL_RATIO = 10.0
-"""A slow tool's median over the other tools'."""
+"""Least ratio of a slow tool's median to that of the other tools."""
 REWARD_SHARE = 0.3
-"""A slow reward takes this share of the time in which a sample is generated and scored."""
+"""A slow reward takes at least this share of the time in which a sample is generated and scored."""
 LARGE_SHARE = 0.05
 """Balance hints below this share of the run are left out."""
 SLOWER_SIDE_RATIO = 2.0
-"""The slower side keeps the other one idle for so many times as long as it is idle itself."""
+"""One side counts as slower if the other one is idle at least this many times as long."""
 FIRST_WAIT_SHARE = 0.2
-"""A first wait of this share of all waits is mentioned."""
+"""The first wait is mentioned if it is more than this share of all waits."""
 LONG_STALL_S = 5.0
 """Shorter stalls are common where processes outnumber cores."""
 _STUCK_S, _STUCK_RATIO = 10.0, 5.0
@@ -59,7 +59,7 @@ _SAME_RECOVERY_S = 0.05
 _TIMES = ["timestamp", "end"]
 
 _DISK = "The disk of the run directory is slow or shared: put run_dir on a local one."
-_MACHINE = "Look at its machine: other work on its cores or GPU, a throttled GPU, swapping, a slow link."
+_MACHINE = "Check its machine for other work on its cores or GPU, a throttled GPU, swapping, or a slow link."
 
 
 class _Kind(NamedTuple):
@@ -75,7 +75,7 @@ _KINDS = {
     "replica_slow": _Kind("replica",
         f"{_MACHINE} Then restart it: `asyncrl status` names its process."),
     "replica_loaded": _hint("replica",
-        "Requests are not spread evenly: rollout.max_concurrent_samples may be low for so many replicas."),
+        "Requests are not spread evenly: rollout.max_concurrent_samples may be too low for this number of replicas."),
     "request_stuck": _Kind("request",
         "Look in logs/ at what its replica was doing then: a crash, a restart, or preemption because the KV cache was "
         "full (rollout.gpu_memory_utilization, rollout.cpu_kv_cache_gib, rollout.max_num_seqs)."),
@@ -92,24 +92,27 @@ _KINDS = {
         "reward.judge.max_concurrency, reward_model.num_replicas."),
     "user_hang": _Kind("user", "Find out what the user or environment waits on."),
     "weight_sync_hang": _Kind("weight_sync",
-        "The weight-sync table shows which phase it was, and on which replica; logs/ shows what happened there."),
+        "The weight-sync table shows which phase it was, and report.json also on which replica; logs/ shows what "
+        "happened there."),
     "trainer_hang": _Kind("trainer",
-        "Compare its tokens with other steps'; logs/ of the ranks show more, and profiler.steps looks inside."),
+        "Compare the step's tokens with those of other steps; logs/ of the ranks show more, and profiler.steps traces "
+        "a step."),
     "checkpoint_hang": _Kind("checkpoint", f"{_DISK} Or save less often: trainer.save_freq."),
     "queue_hang": _Kind("queue", _DISK),
     "disk_hang": _Kind("disk", _DISK),
     "rank_slow": _Kind("rank", _MACHINE),
     "trainer_waits": _hint("trainer",
-        "Give generation more: rollout.num_replicas, or let it run further ahead with "
+        "Give generation more resources (rollout.num_replicas), or let it run further ahead with a higher "
         "async_training.staleness_threshold. Alarms above, if there are any, may be the cause."),
     "rollouter_idle": _hint("rollouter",
-        "Give training more, or let generation run further ahead with async_training.staleness_threshold."),
+        "Give training more resources, or let generation run further ahead with a higher "
+        "async_training.staleness_threshold."),
     "sides_alternate": _hint("trainer",
         "Let generation run further ahead (a higher async_training.staleness_threshold), or publish more often (a "
         "lower async_training.trigger_parameter_sync_step), so that it may continue sooner."),
     "long_tail": _hint("request",
-        "If responses are long (see what lower limits would do): a lower rollout.response_length, or over-sampling "
-        "(rollout.over_sample). async_training.partial_rollout keeps them from holding up weight syncs."),
+        "If responses are long, lower rollout.response_length (see what lower limits would do), or use over-sampling "
+        "(rollout.over_sample). async_training.partial_rollout keeps long responses from holding up weight syncs."),
     "weight_sync": _hint("weight_sync",
         "Publish less often (async_training.trigger_parameter_sync_step); the weight-sync table shows which phase "
         "takes the time."),
@@ -120,8 +123,8 @@ _KINDS = {
         "`asyncrl status` shows the restarts and their causes. More frequent checkpoints (trainer.save_freq) make "
         "going back cheaper."),
     "waste": _hint("tokens",
-        "Dropped as stale: async_training.max_staleness or a lower staleness_threshold. Surplus: "
-        "rollout.over_sample.unfinished keeps it, and fewer rollout.over_sample.trajectories make less of it."),
+        "If samples are dropped as stale, raise async_training.max_staleness or lower staleness_threshold. Surplus can "
+        "be kept (rollout.over_sample.unfinished) or reduced (fewer rollout.over_sample.trajectories)."),
 }  # fmt: skip
 _CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("tool_hang", "A tool", ("tool.execute",)),
@@ -136,10 +139,10 @@ _CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
      ("queue.commit", "sample.payload", "sample.offer", "trainer.fetch", "trainer.commit")),
     ("disk_hang", "A record", ("dump.write", "turnlog.write", "skip.read", "skip.write")),
 )  # fmt: skip
-"""Calls with a common cause; inner ones come first, and time that one of them explains is not reported for an outer
-one."""
+"""Kinds of calls with a common cause. Inner calls come first: time that an inner call explains is not reported again
+for an outer one."""
 _NAMES = {"tool.execute": "tool", "user.step": "interaction"}
-"""Events that stand for calls of several kinds, and the column with the name of the kind."""
+"""Events for calls of several kinds, and the column that names the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ class Finding:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """`step, replica, request, sample, trajectory, turn, event, duration_s, normal_s`, as they apply."""
     is_hint: bool = False
-    """A hint although its kind may be an alarm."""
+    """Whether the finding is a hint even though its kind can be an alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,7 @@ class RunData:
         return spans(self.events["trainer.wait_samples"])
 
     def lost(self, intervals: Intervals) -> float:
-        """Return the seconds of the run that they cover."""
+        """Return how many seconds of the run the intervals cover."""
         return total(intersection(intervals, self.up))
 
     def evidence(self, row: pd.Series, event: str, duration_s: float, normal_s: float) -> dict[str, Any]:
@@ -290,7 +293,7 @@ def _stuck_requests(run: RunData) -> Iterator[Finding]:
 
 
 def _slow_ranks(run: RunData) -> Iterator[Finding]:
-    """Compare the ranks of a role by forward and backward passes: in a call as a whole they wait for each other."""
+    """Compare the ranks of a role by their passes, because whole calls include waits for the other ranks."""
     rows = pd.concat([run.events["rank.forward"], run.events["rank.backward"]], ignore_index=True)
     for role, own in rows.groupby("role", observed=True):
         sums = own.groupby("rank")["duration_s"].sum()
@@ -320,7 +323,8 @@ def _slow_tools(run: RunData, path: CriticalPath) -> Iterator[Finding]:
             yield Finding(
                 "tool_slow", str(tool), waited,
                 f"The tool {tool} is always slow: half of its {len(own)} calls take {seconds(medians[tool])} or more, "
-                f"the other tools' {seconds(usual)}. The Trainer waited {seconds(waited)} for its answers.",
+                f"the median of the other tools is {seconds(usual)}. The Trainer waited {seconds(waited)} for its "
+                "answers.",
                 run.evidence(own.loc[own["duration_s"].idxmax()], "tool.execute", medians[tool], usual),
             )  # fmt: skip
 
@@ -374,7 +378,7 @@ def _late_calls(run: RunData) -> Iterator[Finding]:
 
 
 def _process_starts(run: RunData) -> NDArray[np.float64]:
-    """Return when processes may have started anew: parts were replaced, the run was down, training went back."""
+    """Return when processes may have started anew: after a part was replaced, an outage or a rewind."""
     steps = run.events["step"]
     lineages = steps.groupby(steps["lineage"].fillna(0)).agg(first=("timestamp", "min"), last=("end", "max"))
     # A lineage's first calls come before its first step, and after the last step of the lineage before.
@@ -417,7 +421,7 @@ def _idle_sides(run: RunData) -> Iterator[Finding]:
 
 
 def _long_tail(run: RunData) -> Iterator[Finding]:
-    """The tail costs the time in which the Trainer waits and only the last tenth of its step's requests is running."""
+    """Report a long tail, which costs the time in which the Trainer waits for the last tenth of a step's requests."""
     requests = run.figures["requests"]
     if not requests["time"]["by_step"] or requests["time"]["done_early"] < 0.7:
         return
@@ -436,7 +440,7 @@ def _long_tail(run: RunData) -> Iterator[Finding]:
 
 
 def _large_shares(run: RunData) -> Iterator[Finding]:
-    """Pauses, checkpoints and wasted tokens that take a large share of the run."""
+    """Report pauses, checkpoints and wasted tokens that take a large share of the run."""
     paused, waste = run.figures["weight_sync"]["paused_share"] or 0.0, run.figures["waste"]
     saving_s, wasted = run.lost(spans(run.events["trainer.checkpoint"])), waste["share"] or 0.0
     reasons = ", ".join(f"{tokens:.0f} {reason}" for reason, tokens in waste_by_reason(waste))
@@ -469,7 +473,7 @@ def _stalls(run: RunData) -> Iterator[Finding]:
 
 
 def _restarts(run: RunData) -> Iterator[Finding]:
-    """Restarts by their events, plus those that only summary.json has."""
+    """Report restarts: those with an event, and those that only summary.json lists."""
     restarts, abandoned = run.events["part.restarted"], run.histories.abandoned
     only_in_summary = _recoveries_without_event(restarts, run.summary)
     repeated_s = run.lost(spans(abandoned))

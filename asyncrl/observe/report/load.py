@@ -1,8 +1,8 @@
 """Load the events of a run as one pandas frame for each kind of event. Blocking.
 
 pyarrow parses the files in batches. A batch that it refuses, or that has anything odd (a torn line, a field of another
-type, an impossible time), is parsed line by line. To bound the memory at 1,000,000 events, a frame has only the columns
-that its event can have.
+type, an impossible time), is parsed line by line. A run may have 1,000,000 events; to limit memory, a
+frame has only the columns that its event can have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncrl.profiling.files import (
 
 BATCH_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
-"""Parsed by one thread at a time."""
+"""Size of the blocks that pyarrow's threads parse."""
 _TEXT = {
     *("event", "replica", "request", "sample", "trajectory"),
     *("tool", "status", "finish_reason", "interaction", "reason", "role", "method", "part", "cause", "error"),

@@ -1,6 +1,6 @@
-"""The report's directory: index.html with everything in it, the PNGs and report.json. Blocking.
+"""Write the directory of a report: index.html, which is self-contained, the PNGs and report.json. Blocking.
 
-A report replaces only files of an earlier report, and each of them atomically.
+A report replaces only the files of an earlier report, each of them atomically.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.observe.report.statistics import percent, seconds
 
 PAGE, DATA = "index.html", "report.json"
 MAX_STEPS = 2000
-"""The newest steps have rows on the page, and so have outliers."""
+"""The page has rows for this many of the newest steps, and for all outliers."""
 _SCRATCH = ".asyncrl-report-"
 
 
@@ -30,7 +30,7 @@ def check_directory(directory: Path) -> None:
     """Check that a report may be written there.
 
     Raises:
-        ConfigError: it holds something else, or it cannot be a directory.
+        ConfigError: the directory holds something else, or it cannot be created.
     """
     try:
         others = [each.name for each in directory.iterdir() if not each.name.startswith(_SCRATCH)]
@@ -66,7 +66,7 @@ def write_report(report: Mapping[str, Any], directory: Path, progress: Callable[
                 json.dumps(report, ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8"
             )
             earlier = _existing_plots(directory) or set()
-            # report.json first: it marks the directory as a report's.
+            # report.json comes first: it marks the directory as that of a report.
             for file in (DATA, *files, PAGE):
                 os.replace(scratch / file, directory / file)
         for file in earlier.difference(files):
@@ -115,8 +115,8 @@ def _existing_plots(directory: Path) -> set[str] | None:
 
 def _not_writable(directory: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"--out={directory} cannot be written: {error.strerror or error}. Name a directory that you may write to and "
-        "that has room with --out DIR"
+        f"--out={directory} cannot be written: {error.strerror or error}. Name a writable directory with free space "
+        "with --out DIR"
     )
 
 

@@ -26,7 +26,7 @@ CHEAP_LIMIT = 0.02
 _WIDTH, _DPI = 11.0, 120
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _YELLOW, _SKY, _GREY = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#F0E442", "#56B4E9", "#999999"),
-)  # of Okabe and Ito, which the colour-blind can distinguish
+)  # the palette of Okabe and Ito, whose colours the colour-blind can distinguish
 _BROWN, _PALE = "#7A5C00", "#D9D9D9"
 _CYCLE = (_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY, _RED, _BROWN, "#000000")
 _KIND_COLOURS = {
@@ -162,8 +162,8 @@ def _shares(report: Report) -> Iterator[Any]:
     names = ", ".join(f"{row['percent']:.0f} % {KINDS[row['kind']]}" for row in top)
     yield (
         f"A trajectory lasts {seconds(shares['lifetime_s_mean'])} on average, from the request for a permit until its "
-        f"gradient is in a step; most of that: {names}. Shares are averages over "
-        f"{count(shares['trajectories'], 'trajectory', 'trajectories')}, and add up to 100 %."
+        f"gradient is in a step. The largest shares are {names}; they are averages over "
+        f"{count(shares['trajectories'], 'trajectory', 'trajectories')}, and all shares add up to 100 %."
     )
     rows = [row for row in shares["table"] if row["percent"] > 0][::-1]
     figure, axes = _subplots(height=0.7 + 0.3 * max(4, len(rows)))
@@ -359,8 +359,8 @@ def _weight_sync(report: Report) -> Iterator[Any]:
         )
     if paused := phases.get("sync.pause"):
         text.append(
-            f"A replica stands still for {seconds(paused['median'])}, at most {seconds(paused['max'])}: "
-            f"{percent(report['weight_sync']['paused_share'])} of the replicas' lifetimes."
+            f"The median pause of a replica takes {seconds(paused['median'])}, the longest {seconds(paused['max'])}; "
+            f"pauses take {percent(report['weight_sync']['paused_share'])} of the replicas' lifetimes."
         )
     yield " ".join(text) or "The duration of each phase of the weight syncs."
     rows = [*phases.values()][::-1]
@@ -386,8 +386,8 @@ def _waste(report: Report) -> Iterator[Any]:
     yield (
         f"{waste['wasted_tokens']:,.0f} of {sampled:,.0f} sampled tokens ({percent(waste['share'])}) were wasted"
         f"{f' ({listed})' if listed else ''}. Weight syncs or callers aborted {count(aborted['attempts'], 'attempt')} "
-        f"with {aborted['tokens']:,.0f} tokens; {aborted['resumed']} were resumed, for "
-        f"{seconds(aborted['prefill_again_s'])} of repeated prefill."
+        f"with {aborted['tokens']:,.0f} tokens; {aborted['resumed']} were resumed, which repeated "
+        f"{seconds(aborted['prefill_again_s'])} of prefill."
     )
     rows = [(reason, tokens, _RED) for reason, tokens in reasons]
     rows.append(("cut as surplus, and resumed", waste["cut"]["kept_tokens"], _GREEN))
@@ -422,7 +422,7 @@ def _limits(report: Report) -> Iterator[Any]:
 
 
 def _limits_caption(limits: Report, rows: Sequence[Report]) -> str:
-    """`rows`: the limits that would cut any trajectory."""
+    """Return the caption. `rows`: the limits that would cut at least one trajectory."""
     number = count(limits["trajectories"], "response")
     text = f"The longest of {number} has {limits['longest']:.0f} tokens, tools' answers included. "
     if not rows:
@@ -435,7 +435,7 @@ def _limits_caption(limits: Report, rows: Sequence[Report]) -> str:
         f"{percent(best['longest_trajectory_saved_share'])} of the time in requests of each step's longest trajectory. "
     )
     if known:
-        return text + f"Rewards are {limits['reward_from']}; a response that is cut is worth nothing."
+        return text + f"The loss is computed from {limits['reward_from']}; a response that is cut is worth nothing."
     why = "no event has a reward" if limits["reward_from"] is None else "no reward is worth more than another"
     return text + f"Its cost is unknown: {why}."
 
@@ -511,7 +511,7 @@ def _histogram(axes: Any, values: Mapping[int, float], label: str, colour: str) 
 
 
 def _stacked_bars(axes: Any, x: Sequence[int], layers: Iterable[tuple[str, str, Sequence[float]]]) -> Any:
-    """Draw layers of name, colour and heights; returns their total heights."""
+    """Draw layers, each of a name, a colour and heights, and return their total heights."""
     bottom = np.zeros(len(x))
     for name, colour, values in layers:
         heights = np.array(values)

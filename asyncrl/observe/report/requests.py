@@ -27,7 +27,7 @@ from asyncrl.observe.report.statistics import (
 PHASES = ("gate", "queued", "prefill", "decode", "paused")
 SUMS = ("duration_s", "response_tokens", *(f"{phase}_s" for phase in PHASES))
 MAX_CURVES = 40
-"""Steps with a CDF in report.json; of a longer run, evenly spaced ones."""
+"""Largest number of steps with a CDF in report.json; in a longer run, they are evenly spaced."""
 NUM_SLOWEST = 20
 CLOCK_SKEW_S = 0.5
 """Largest expected difference between the clocks of a replica and of the Rollouter."""
@@ -36,15 +36,15 @@ _TURN_KEYS = [*TRAJECTORY_KEYS, "turn"]
 
 
 def newest(events: pd.DataFrame, column: str) -> pd.Series:
-    """Return a column by feed index; of a sample with several such events, the last one."""
+    """Return a column by feed index, from the last event of each sample."""
     return events[events["index"] > 0].drop_duplicates("index", keep="last").set_index("index")[column]
 
 
 def attempts(events: Events) -> tuple[pd.DataFrame, NDArray[np.bool_]]:
-    """Return every request of training samples, by turn and time, and whether it resumed the one before it.
+    """Return all requests of training samples, sorted by turn and time, and whether each resumed the one before it.
 
-    It did if that one was aborted and its tokens are in the prompt. Any other second request of a turn belongs to a
-    sample that is generated again.
+    A request resumed the one before it if that was aborted and its tokens are in the new prompt. Any other second
+    request of a turn belongs to a sample that is generated again.
     """
     frame = events["request"]
     frame = frame[frame["index"] > 0].sort_values([*_TURN_KEYS, "timestamp"], ignore_index=True)
@@ -79,7 +79,8 @@ def logical_requests(events: Events) -> pd.DataFrame:
 
 
 def completed_trajectories(events: Events) -> pd.DataFrame:
-    """Return the `trajectory` events of training samples that ended and count; of a repeated one, the last."""
+    """Return the `trajectory` events of training samples that ended without being aborted, surplus or failed; of a
+    repeated trajectory, the last one."""
     rows = events["trajectory"]
     rows = rows[(rows["index"] > 0) & ~rows["finish_reason"].isin(("aborted", "surplus")) & rows["error"].isna()]
     return rows.drop_duplicates(TRAJECTORY_KEYS, keep="last")

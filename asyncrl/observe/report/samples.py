@@ -1,5 +1,4 @@
-"""Samples and trajectories: where their time went second by second, their turns, and which held up the Trainer.
-Pure."""
+"""Trace samples and trajectories: where their time went, their turns, and which of them held up the Trainer. Pure."""
 
 from __future__ import annotations
 
@@ -42,11 +41,11 @@ KINDS = {
 """The kinds of a trajectory's time, from the request for a permit until its gradient is in a step; they are
 disjoint."""
 MAX_PERIODS = 120
-"""Periods of consecutive steps in the shares over the course of a run."""
+"""Largest number of periods, each of consecutive steps, for the shares over the course of a run."""
 MAX_TURNS = 50
-"""Turns with a row of their own."""
+"""Largest number of turns that have a row."""
 UNKNOWN_TOOLS = "(unknown tools)"
-"""Stands for all tool names that only the model knows: it may invent any number of them."""
+"""Replaces the names of tools that do not exist, because a model may invent any number of names."""
 _SLOT_WAIT_S = 0.1
 """A sample that gets its permit or slot sooner did not wait for it."""
 _ROUNDING_S = 1e-3
@@ -198,7 +197,7 @@ def share_figures(histories: TracedSamples) -> dict[str, Any]:
 def _lifetimes(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the seconds by kind of samples whose lifetime is about the median, and about the 95th percentile.
 
-    A sample counts by the trajectory that the rest of its group waited for.
+    The lifetime of a sample is that of the trajectory for which the rest of its group waited.
     """
     longest = rows.sort_values("end", kind="stable").drop_duplicates("index", keep="last")
     longest = longest.sort_values("lifetime", kind="stable", ignore_index=True)
@@ -286,7 +285,7 @@ class CriticalPath:
         return spans(rows[rows["index"].isin(self._scored)])
 
     def calls(self, calls: pd.DataFrame) -> Intervals:
-        """Return when trajectories on the path, those that their group waited for, made these calls."""
+        """Return when trajectories on the path made these calls; of a group, only its last trajectory counts."""
         of_longest = pd.MultiIndex.from_frame(calls[TRAJECTORY_KEYS]).isin(self._longest)
         return spans(calls[of_longest & calls["index"].isin(self._generated)])
 
@@ -322,8 +321,8 @@ class CriticalPath:
 
 
 def _generation_chain(samples: pd.DataFrame, index: int) -> tuple[list[int], float]:
-    """Return this sample and those that had its slot before it, back to one that waited for a permit, and when it got
-    the permit; -inf if none waited for one."""
+    """Return this sample and those that had its slot before it, back to one that waited for a permit, and the time when
+    that one received the permit, or -inf if none waited for one."""
     if index not in samples.index:
         return [], -np.inf
     begun, generated, admitted, permit_s = (samples[name].to_numpy() for name in samples.columns)

@@ -17,14 +17,14 @@ Intervals = NDArray[np.float64]
 EMPTY: Intervals = np.empty((0, 2))
 
 QUANTILES = (0, 1, 2, *range(5, 96, 5), 97, 98, 99, 100)
-"""Percent, of every CDF."""
+"""The percentiles of every CDF."""
 TAIL_AT = 0.4
-"""Fraction of the longest request of a step: the share of requests done by then measures the tail."""
+"""Fraction of the duration of a step's longest request; the share of requests done by then measures the tail."""
 OUTLIER_RATIO = 5.0
 OUTLIER_SIGMAS = 4.0
 """Standard deviations of the logarithm of the duration, so that widely varying calls need a larger excess."""
 OUTLIER_MIN_S = 1.0
-"""Least excess beyond the median."""
+"""Least excess of an outlier beyond the median."""
 
 
 # ---------------------------------------------------------------------------------------------- intervals

@@ -1,8 +1,8 @@
-"""Steps, with what held up those that stand out; and idle time of Trainer and Rollouter. Pure.
+"""Compute the durations of steps, what held up the steps that stand out, and the idle time of both sides. Pure.
 
-An event is written when it ends. Of a run that is live or was killed, whatever was running at its last event is
-therefore missing: a sample that was admitted and did not end counts as in generation, and so does a validation set that
-is being answered. What the Trainer does after its last event is unknown, and its idle figures end there.
+An event is written when it ends, so the events of a run that is live or was killed lack whatever was still running. A
+sample that was admitted and did not end counts as in generation, and so does a validation set that is being answered.
+What the Trainer does after its last event is unknown, so its idle figures end there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from asyncrl.observe.report.statistics import (
 )
 
 SIGMAS, MIN_RATIO = 5.0, 1.25
-"""An outlier is longer than the median by so many robust standard deviations, and at least by this ratio."""
+"""An outlier exceeds the median by this many robust standard deviations, and by this ratio."""
 MAX_OUTLIERS = 20
 NUM_BINS = 240
 OUTAGE_S = 60.0
-"""If no event of any kind covers so long a time, the run may have been down."""
+"""If no event covers a longer time than this, the run may have been down."""
 _BUBBLE_S = 1.0
 _ROUNDING_S = 1e-3
 _PARTS = {
@@ -64,8 +64,8 @@ _ENDS_OF_GENERATION = ("sample.generate", "sample.dropped", "sample.ready")
 def step_figures(events: Events, histories: TracedSamples, requests: pd.DataFrame, start: float) -> dict[str, Any]:
     """Return the duration of each step, its parts and the outliers; times are seconds since `start`.
 
-    Training stands still for a checkpoint between two steps. It counts for the step before it, whose duration here is
-    longer by it than that of its event.
+    Training stands still while a checkpoint is saved between two steps. This time counts as part of the step before it,
+    whose duration is therefore longer here than in its event.
 
     Args:
         requests: those that ended, with the `step` that trained their sample.
@@ -119,7 +119,7 @@ def _with_checkpoints(events: Events, histories: TracedSamples) -> pd.DataFrame:
 
 
 def _parts(events: Events, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the seconds of each step by what the Trainer did, by row of `steps`."""
+    """Return the seconds that the Trainer spent on each activity, for each row of `steps`."""
     parts = pd.DataFrame({_WAIT: steps["wait_samples_s"].fillna(0.0)}, index=steps.index)
     for event, name in _PARTS.items():
         own = events[event]
@@ -167,7 +167,7 @@ def _outlier(
 
 
 def _slowest_kind(histories: TracedSamples, index: Any) -> str:
-    """Return what took the sample's longest trajectory longer than other trajectories."""
+    """Describe what took longer in the sample's longest trajectory than in other trajectories."""
     own = histories.trajectories[histories.trajectories["index"] == index]
     if not len(own):
         return ""
@@ -250,11 +250,10 @@ def find_outages(
 ) -> tuple[float, float, Intervals]:
     """Return the first sample's admission, the end of the last event, and when the run was down in between.
 
-    Time that no event covers is an outage if the run has ended in good order, since all its work is recorded then. In a
-    run that is live or died, the work in that time may not have ended. It was down only if something has begun anew
-    since:
+    If the run has ended in good order, all of its work is recorded, so any time that no event covers is an outage. If
+    the run is live or died, work that did not end may fill that time. It is an outage only if the run began anew:
 
-    - the Trainer is in an activity that began later: had it survived that time, its event would cover it;
+    - the Trainer began an activity later; had it survived that time, an event of its earlier activity would cover it;
     - a sample that did not end is admitted again although the Rollouter was not replaced;
     - the run was launched or resumed in that time.
     """
@@ -283,7 +282,7 @@ def find_outages(
 
 
 def idle_figures(events: Events, start: float, end: float, down: Intervals, *, completed: bool) -> dict[str, Any]:
-    """Return idle time of both sides; shares are of the time for which a side is known and the run was up.
+    """Return the idle time of both sides. Shares refer to the time in which the run was up and the side is known.
 
     Args:
         completed: the run has ended in good order, so nothing was running at its last event.
@@ -321,7 +320,7 @@ def _generation(
         return busy, end, 0
     validating_at = _open_validation(events)
     if validating_at is not None:
-        # Nothing is known of it before its first answer; it may have begun when generation last ended.
+        # The validation may have begun before its first answer: at the earliest, when generation last ended.
         before = busy[busy[:, 1] <= validating_at, 1]
         begin = float(before.max()) if len(before) else min(start, validating_at)
         busy = union(np.append(busy[:, 0], begin), np.append(busy[:, 1], end))
@@ -359,7 +358,7 @@ def _rollouter_replacements(events: Events) -> NDArray[np.float64]:
 
 
 def _open_validation(events: Events) -> float | None:
-    """Return the time by which the validation set that is being answered had begun; None if none is."""
+    """Return the first known time of a validation that has not ended; None if there is none."""
     last = events["validation"]["end"].max()
     frames = [events[name] for name in ("trajectory", "request")]
     later = pd.concat(

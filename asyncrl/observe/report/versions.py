@@ -15,14 +15,14 @@ from asyncrl.observe.report.statistics import histogram, spans, summarize, total
 
 SYNC_PHASES = {
     "sync.gather": "gather on rank 0",
-    "sync.put": "hand over to the weight store",
-    "trainer.publish": "publish, with both of these",
+    "sync.put": "transfer to the weight store",
+    "trainer.publish": "publish, including gather and transfer",
     "sync.fetch": "fetch, while generation continues",
     "sync.drain": "drain before the pause",
-    "sync.pause": "pause, with the load",
+    "sync.pause": "pause, including the load",
     "sync.load": "load",
     "sync.verify": "verify, while generation continues",
-    "sync.apply": "until every replica serves it",
+    "sync.apply": "apply, until every replica serves it",
 }
 _REPLICA_EVENTS = ("request", "sync.fetch", "sync.drain", "sync.pause", "sync.load", "sync.verify")
 FRACTIONS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
@@ -66,10 +66,10 @@ def _paused_share(events: Events) -> float | None:
 
 
 def waste_figures(events: Events, histories: TracedSamples) -> dict[str, Any]:
-    """Return the tokens that engines sampled in this run and that are in no sample which was or may still be trained.
+    """Return the wasted tokens: engines sampled them, but no sample that was or may still be trained contains them.
 
-    They are those of dropped samples, of over-sampled generation that was cut, of surplus trajectories, and, of the
-    trajectories that count, what was sampled again. Engines sampled nothing for samples replayed from a record.
+    They belong to dropped samples, to over-sampled generation that was cut, or to surplus trajectories, or they were
+    sampled again for a trajectory that counts. Engines sample no tokens for samples that are replayed from a record.
     """
     requests, resumes = attempts(events)
     requests["response_tokens"] = requests["response_tokens"].fillna(0.0)
@@ -123,9 +123,10 @@ def waste_by_reason(waste: Mapping[str, Any]) -> list[tuple[str, float]]:
 def _surplus_and_repeated(
     events: Events, histories: TracedSamples, requests: pd.DataFrame
 ) -> tuple[pd.Series, pd.Series]:
-    """Return tokens by trajectory: of surplus ones, and of the others what was sampled beyond their final tokens.
+    """Return two series of tokens by trajectory: those of surplus trajectories, and those that the other trajectories
+    sampled beyond their final tokens.
 
-    A trajectory still in generation is in neither. `requests`: attempts for samples that are not lost.
+    A trajectory that is still in generation is in neither. `requests`: attempts for samples that are not lost.
     """
     sampled = requests.groupby(TRAJECTORY_KEYS)["response_tokens"].sum()
     ended = pd.MultiIndex.from_frame(events["trajectory"][TRAJECTORY_KEYS])
@@ -146,7 +147,7 @@ def limit_figures(
     A limit saves the decoding of what it cuts, but no waits, prefill or tools. Lengths count as rollout.response_length
     does: tokens of a whole trajectory, with the tools' answers. The reward of a trajectory is that of its own
     `reward.score`, or else the mean of its sample; its worth is the part above 0, or above the least reward if that is
-    negative. Where no reward is known, or all are worth the same, `reward_lost_share` is None.
+    negative. If no reward is known, or all are worth 0, `reward_lost_share` is None.
     """
     rows = completed_trajectories(events)
     rows = rows[rows["tokens"] > 0].set_index(TRAJECTORY_KEYS)

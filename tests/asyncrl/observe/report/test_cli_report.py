@@ -262,7 +262,7 @@ def test_bad_arguments_are_refused(
     write_run(run_dir, replace(SMALL, steps=1))
     for arguments, message in (
         (["nobody"], "there is no run 'nobody'"),
-        ([str(run_dir), "--json", "--out", "out"], "leave --out out"),
+        ([str(run_dir), "--json", "--out", "out"], "cannot be combined with --out"),
         ([str(run_dir), "--out", "/dev/null/x"], "--out=/dev/null/x cannot be written: Not a directory"),
     ):
         assert main(["report", *arguments]) == BAD_CONFIG

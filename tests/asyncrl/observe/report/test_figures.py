@@ -135,7 +135,7 @@ def test_trained_samples_without_events_of_their_generation_are_noted(tmp_path: 
     """Their Rollouter was killed right after it had delivered them."""
     report = completed(tmp_path, *(line for line in TINY if line[0] not in missing))
     assert (report["run"]["samples_trained"], report["run"]["samples_unrecorded"]) == (1, 1 if missing else 0)
-    notes = [note for note in report["notes"] if "is not among the events" in note]
+    notes = [note for note in report["notes"] if "No event shows how" in note]
     assert len(notes) == (1 if missing else 0)
 
 
