@@ -33,11 +33,11 @@ class Conversation(NamedTuple):
 
     lines: Sequence[Text] = ()
     notes: Sequence[str] = ()
-    """Remarks about it or, without lines, why there is none."""
+    """Remarks about the conversation, or the reason why there is none."""
 
 
 Conversations = Callable[[str, int | None], Conversation]
-"""Returns the conversation of a sample's trajectory (None: its first one). Blocking; never raises."""
+"""Returns the conversation of a sample's trajectory (None for the first one). Blocking; never raises."""
 
 
 def sample_of(fields: Mapping[str, Any]) -> str | None:
@@ -52,12 +52,12 @@ def trajectory_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def details(number: int, events: Mapping[int, Mapping[str, Any]], conversation: Conversation, origin: int) -> str:
-    """Return HTML.
+    """Return the details of an event as HTML.
 
     Args:
-        number: of the event.
-        events: the fields of this event and of the others of its sample, by number; empty fields: cannot be read any
-            more.
+        number: the number of the event.
+        events: the fields of this event and of the others of its sample, by number; empty fields if an event can no
+            longer be read.
         origin: when the run began, in Unix microseconds.
     """
     fields = events[number]
@@ -103,7 +103,7 @@ def _at(fields: Mapping[str, Any], origin: int) -> str:
 
 
 def _took(fields: Mapping[str, Any]) -> str:
-    """Format the duration; empty for a moment."""
+    """Format the duration; empty for an event without duration."""
     took = round(fields["duration_s"] * 1_000_000)
     return duration(took) if took else ""
 

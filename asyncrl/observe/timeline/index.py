@@ -1,4 +1,4 @@
-"""The bars of a run in numpy columns of about 50 bytes an event; the events' fields stay in their files."""
+"""The bars of a run in numpy columns of about 50 bytes per event; the events' fields stay in their files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Index:
         self.last: int | None = None
         """Start of the first event and end of the last one; None without events."""
         self.admitted: int | None = None
-        """The admission of the first sample; before it, parts start."""
+        """When the first sample was admitted; the parts start before that."""
         self._applied: list[VersionMark] = []
         self._published: list[VersionMark] = []
 
@@ -73,7 +73,7 @@ class Index:
 
     @property
     def versions(self) -> list[VersionMark]:
-        """Marks of when every replica served each version or, where that is unknown, when it was published."""
+        """Return when every replica served each version or, if no such event is known, when each was published."""
         return sorted(self._applied or self._published)
 
     def groups(self) -> list[TrackGroup]:
@@ -92,7 +92,7 @@ class Index:
         return Bars(track, begin, until, state, event, np.ones(len(bars), np.int64))
 
     def positions(self, events: Ints) -> dict[int, LinePosition]:
-        """Return where the lines of events are. Raises `IndexError`: an event does not exist."""
+        """Return the positions of the lines of events. Raises `IndexError`: an event does not exist."""
         if len(events) and not 0 <= events.min() <= events.max() < self.num_events:
             raise IndexError(f"there is no event {events.max()}: there are {self.num_events}")
         columns = (self._events[events][name].tolist() for name in ("file", "offset", "length"))

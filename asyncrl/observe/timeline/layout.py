@@ -19,11 +19,11 @@ import numpy.typing as npt
 from asyncrl.observe.timeline.reader import Event, EventChunk
 
 _MAX_PAUSES = 256
-"""Newest pauses of a replica that are remembered; its requests are shorter than these."""
+"""Number of a replica's newest pauses that are remembered; no request spans more pauses than these."""
 _LONGEST_S = 1e10
 """More than three centuries: a longer duration is damage."""
 
-# ---------------------------------------------------------------------------------------------- what is where
+# ---------------------------------------------------------------------------------------------- places of events
 
 
 class State(NamedTuple):
@@ -58,7 +58,7 @@ PHASES = ("gate", "queued", "prefill", "decode", "paused")
 
 REQUEST = "request"
 SAMPLES, TRAJECTORIES = "samples", "trajectories"
-"""Blocks of their own, since hundreds may be in flight."""
+"""Samples and trajectories have blocks of their own, because hundreds may be in flight."""
 
 _PART_GROUPS: dict[str, tuple[str, str]] = {
     "step": ("steps", "other"),
@@ -146,8 +146,8 @@ def group_order(group: str) -> tuple[int, str]:
 class Tracks:
     """The tracks of one group: no two spans of a track overlap.
 
-    Spans come in batches, and a later batch may have earlier spans: processes send what they recorded when they can,
-    and a run that goes back to a checkpoint writes into the files of earlier steps again.
+    Spans come in batches, and a later batch may have earlier spans: processes send their events with a delay, and a run
+    that goes back to a checkpoint writes into the files of earlier steps again.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class _Track(NamedTuple):
     ends: array[int]
 
     def insert(self, start: int, end: int) -> bool:
-        """Add a span; returns False without room for it."""
+        """Add a span, and return whether there was room for it."""
         starts, ends = self
         place = bisect_right(starts, start)
         if (place and ends[place - 1] > start) or (place < len(starts) and starts[place] < end):
@@ -211,11 +211,11 @@ def request_phases(
 ) -> list[Bar]:
     """Return the phases of a request, which touch and fill it.
 
-    A request knows how long it was paused, and its replica knows when. A phase that is interrupted continues
-    afterwards; the last phase takes the remaining time.
+    The event of a request contains how long it was paused, and the events of its replica contain when. A phase that is
+    interrupted continues afterwards; the last phase takes the remaining time.
 
     Args:
-        fields: of its event: `gate_s`, `queued_s`, `prefill_s`, `decode_s`, `paused_s`.
+        fields: the fields of its event: `gate_s`, `queued_s`, `prefill_s`, `decode_s`, `paused_s`.
         pauses: when its replica was paused; if none overlaps the request, its pause comes last.
     """
     us = {name: max(0, microseconds(fields.get(f"{name}_s")) or 0) for name in PHASES}
@@ -267,7 +267,7 @@ class TrackAssigner:
         self._pauses: dict[str, deque[tuple[int, int]]] = {}
 
     def place(self, chunk: EventChunk) -> Iterator[PlacedEvent]:
-        """Place the events of a chunk; they come by group and then start."""
+        """Yield the events of a chunk with their places, sorted by group and start."""
         groups: dict[tuple[str, str], list[tuple[Event, Place]]] = {}
         for event in chunk.events:
             place = place_of(chunk.part, event.name)
@@ -290,12 +290,12 @@ class TrackAssigner:
 
 Ints = npt.NDArray[np.int64]
 MERGED = -1
-"""The event of a bar that stands for several events."""
+"""The event number of a bar that merges several events."""
 _GAP = 0.6
-"""Between blocks."""
+"""The space between two blocks."""
 _MAX_FULL_TRACKS, _SMALL_TRACK, _MAX_GROUP = 2, 0.55, 8.0
 _BAR_HEIGHT = 0.86
-"""The part of a track's height that its bars have."""
+"""The height of a bar, as a share of the height of its track."""
 _STATE_BITS = 8
 
 
@@ -361,9 +361,9 @@ class Bars(NamedTuple):
     end: Ints
     state: Ints
     event: Ints
-    """`MERGED` for several; the phases of a request have the same event and are neighbours."""
+    """`MERGED` for several events; the phases of a request have the same event and are neighbours."""
     num_bars: Ints
-    """Bars that this one stands for."""
+    """Number of bars that were merged into this one."""
 
     def __len__(self) -> int:
         return len(self.track)
@@ -383,7 +383,7 @@ def merge(bars: Bars, resolution: int) -> Bars:
     length = bars.end - bars.start
     cell = bars.start // resolution
     is_long = length >= resolution
-    # A long bar reaches at least the end of its cell, so no two short ones of one cell have it between them.
+    # A long bar reaches at least the end of its cell, so it never lies between two short bars of one cell.
     begins = np.ones(len(bars), bool)
     begins[1:] = is_long[1:] | is_long[:-1] | (cell[1:] != cell[:-1]) | (bars.track[1:] != bars.track[:-1])
     first = np.flatnonzero(begins)
@@ -400,7 +400,11 @@ def merge(bars: Bars, resolution: int) -> Bars:
 
 
 def merge_to_limit(bars: Bars, resolution: int, limit: int) -> tuple[Bars, int]:
-    """Merge with this resolution, its double, … until `limit` bars remain, or one for each track; return it too."""
+    """Merge, and double the resolution until at most `limit` bars remain, or one for each track.
+
+    Returns:
+        The bars and the final resolution.
+    """
     merged = merge(bars, resolution)
     while len(merged) > max(limit, len(np.unique(merged.track))):
         resolution *= 2
@@ -421,7 +425,7 @@ class Occupancy(NamedTuple):
 def occupancy(bars: Bars, start: int, end: int, resolution: int) -> Occupancy:
     """Return the occupancy from `start` to `end`, in cells that begin at multiples of `resolution`, without empty
     cells."""
-    # Bars may reach far beyond a narrow window, where they have as many cells as the window is narrow.
+    # Clip the bars first: if they reach far beyond a narrow window, they would have very many of its narrow cells.
     start, end = start // resolution * resolution, -(-end // resolution) * resolution
     bars = bars.take((bars.end > start) & (bars.start < end))
     begins, ends = np.maximum(bars.start, start), np.minimum(bars.end, end)

@@ -1,4 +1,4 @@
-"""Read the event files of a run from where they were last read to. Blocking; one thread at a time.
+"""Read the new events in the event files of a run. Blocking; one thread at a time.
 
 An incomplete last line is read once it is complete. A line that was cut off for good, or is no event, is counted and
 left out.
@@ -20,7 +20,8 @@ from asyncrl.profiling.files import EVENTS_DIRECTORY, parse_event, step_dir
 
 _CHUNK_BYTES = 4 << 20
 FULL_SCAN_S = 60.0
-"""Old steps may still get events: from a part that sends its events late, or after training went back to them."""
+"""Interval between scans of all files. Old steps may still get events: from a part that sends its events late, or after
+training went back to them."""
 _NUM_NEWEST = 4
 _WATCH_S = 1.5 * FULL_SCAN_S
 
@@ -63,7 +64,7 @@ class _File:
 
 
 class EventReader:
-    """Reads what is new at each call; of thousands of steps, it looks only into directories that may have changed."""
+    """Reads the new events at each call. Of thousands of directories, it scans only those that may have changed."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = run_dir / EVENTS_DIRECTORY

@@ -3,8 +3,8 @@
     /               the page               /api/view     what a window of time shows
     /api/status     the status of the run  /details/N    one event, the others of its sample, the conversation
 
-Requests for other host names than this machine's own are refused: otherwise a page elsewhere whose name points here
-could read the run through its visitor's browser.
+Requests for host names other than this machine's own are refused. Otherwise, a web page whose host name resolves to
+this machine could read the run through the browser of its visitor.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Timeline:
         return has_new
 
     def keep_up(self) -> None:
-        """`read`, unless nothing can be new. `status` reports a failure, and the next call tries again."""
+        """Read new events, unless there can be none. `status` reports a failure, and the next call tries again."""
         try:
             live = self._liveness().how == "live"
             if self._is_final and not live:
@@ -158,7 +158,7 @@ class Timeline:
 
 
 def create_app(run: str, timeline: Timeline, conversations: Conversations) -> Starlette:
-    """Create the ASGI app of a run with this name, which reads new events as long as it runs."""
+    """Create the ASGI app for the run with this name. The app reads new events as long as it runs."""
     content = page(run)
 
     async def get_page(_: Request) -> Response:

@@ -34,7 +34,7 @@ class ExportResult(NamedTuple):
 def export_trace(run_dir: Path, target: Path) -> ExportResult:
     """Write the trace of a run, compressed if the name of `target` ends in `.gz`.
 
-    Of the events that were written, only their times stay in memory. Raises `OSError`.
+    Only the times of events stay in memory once they are written. Raises `OSError`.
     """
     reader, count = EventReader(run_dir), 0
     assigner, pids, tids = TrackAssigner(), dict[str, int](), dict[tuple[str, str, int], int]()

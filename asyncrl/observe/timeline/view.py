@@ -28,7 +28,7 @@ from asyncrl.observe.timeline.layout import (
 
 MAX_BARS = 5000
 MAX_CELLS = 2400
-"""Cells of crowded groups; each has up to one bar for each state."""
+"""Largest number of cells of all crowded groups; each cell has up to one bar for each state."""
 COLUMNS = ("left", "right", "top", "bottom", "state", "colour", "edge", "event", "title", "description", "at")
 """Columns of the bars."""
 _MIN_TRACK_PIXELS = 2.0
@@ -39,7 +39,7 @@ _LINE_PIXELS = 12
 _LABEL_PIXELS = 34
 """Width of a version's label."""
 _EDGE_PIXELS = 4
-"""Shorter bars have no edge of their own: they would be nothing else."""
+"""Shorter bars have no edge in another colour, which would cover them completely."""
 _EDGE = "#ffffff"
 _MAX_VALUE = 80
 _SHOWN_OTHERWISE = ("timestamp", "event", "duration_s")
@@ -56,7 +56,7 @@ class Window(NamedTuple):
     top: float = float("-inf")
     bottom: float = float("inf")
     hidden: Collection[str] = ()
-    """Blocks."""
+    """Names of blocks that are not shown."""
 
 
 class Selection(NamedTuple):
@@ -201,8 +201,8 @@ def _format(key: str, value: Any) -> str:
 def _version_lines(
     versions: Sequence[VersionMark], origin: int, start: int, end: int, pixels: int
 ) -> dict[str, list[Any]]:
-    """Return lines and labels of versions: labels only where there is room, lines without a label only while they are
-    sparse; the newest version always has a label."""
+    """Return lines and labels of versions. A version has a label where there is room, and a line without a label only
+    while lines are sparse. The newest version always has a label."""
     inside = [mark for mark in versions if start <= mark.at <= end]
     inside = inside[:: len(inside) // _MAX_VERSION_LINES + 1]
     label_width = (end - start) * _LABEL_PIXELS / max(1, pixels)

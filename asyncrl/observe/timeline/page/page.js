@@ -1,6 +1,6 @@
 "use strict";
-// Fills the figure of page.py: fetches the bars of the window in view, again when it moves and when there are new
-// events.
+// Fills the figure of page.py: fetches the bars of the window in view, and fetches them again when the window moves and
+// when there are new events.
 (() => {
   const POLL_MS = 1000, SETTLE_MS = 90, MARGIN = 0.02, LABEL_PX = 12, NUMBERS_PX = 18;
   const $ = (id) => document.getElementById(id);
@@ -197,8 +197,8 @@
     $("summary").textContent = `${view.events.toLocaleString("en")} events` +
       (view.damaged ? ` (${view.damaged} damaged lines left out)` : "") +
       ` · ${shown.toLocaleString("en")} bars in view` +
-      (merged ? `, ${merged.toLocaleString("en")} of them several in one` : "") +
-      (view.crowded ? " · of many tracks: how many at a time (click: one by one)" : "") +
+      (merged ? `, ${merged.toLocaleString("en")} of them merged from several` : "") +
+      (view.crowded ? " · crowded groups show how many bars they have at a time (click: one by one)" : "") +
       (shown ? "" : " · nothing here: press “whole run”");
     document.body.dataset.bars = String(shown);
     document.body.dataset.drawn = String(Number(document.body.dataset.drawn || 0) + 1);

@@ -72,7 +72,7 @@ def test_events_of_a_removed_file_are_shown_without_their_fields(run: FakeRun) -
     (run.path / "events/step_000001/trainer.jsonl").unlink()
     bars = shown(timeline)["bars"]
     number = next(event for event, title in zip(bars["event"], bars["title"], strict=True) if title.startswith("?"))
-    assert "changed or is gone" in timeline.details(number, no_conversation)
+    assert "changed or no longer exists" in timeline.details(number, no_conversation)
 
 
 def test_the_status_has_the_admission_of_the_first_sample(run: FakeRun) -> None:
@@ -300,8 +300,8 @@ def test_bad_arguments_are_refused(
         port = other.getsockname()[1]
         for arguments, message in (
             (["nothing"], "there is no run 'nothing'"),
-            ([str(run.path), "--trace", "t.json", "--port", "99"], "--port=99 would be of no effect"),
-            ([str(run.path), "--trace", "t.json", "--open"], "no page that --open could open"),
+            ([str(run.path), "--trace", "t.json", "--port", "99"], "--port=99 would have no effect"),
+            ([str(run.path), "--trace", "t.json", "--open"], "no page that could be opened"),
             ([str(run.path), "--trace", "nowhere/t.json"], "nowhere/t.json cannot be written"),
             ([str(run.path), "--port", str(port), "--no-open"], f"--port={port} is in use"),
         ):
