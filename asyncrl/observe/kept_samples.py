@@ -1,4 +1,7 @@
-"""The samples that a run directory or its dump still has, for `asyncrl show` and the timeline. Blocking; read-only."""
+"""Find the samples that a run still has in its dump or its run directory, for `asyncrl show` and the timeline.
+
+Blocking; read-only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENS_SHOWN = 64
-"""Number of ids shown of a text that cannot be decoded."""
+"""Largest number of ids shown for a text that cannot be decoded."""
 
 
 class KeptSample(NamedTuple):
@@ -42,12 +45,12 @@ def find_sample(run: ConfiguredRun, index: int, name: str) -> KeptSample:
     """Return a sample from the dump, or else from its payload.
 
     Args:
-        run: to search.
+        run: the run to search.
         index: the sample's feed index.
-        name: the sample, in messages.
+        name: the name of the sample in messages.
 
     Raises:
-        ConfigError: there is neither; the message explains the state of the sample, and how to keep samples.
+        ConfigError: the run has neither; the message explains the state of the sample, and how to keep samples.
     """
     notes: list[str] = []
     for directory in run.dump_dirs:
@@ -57,8 +60,8 @@ def find_sample(run: ConfiguredRun, index: int, name: str) -> KeptSample:
             continue
         except OSError as error:
             raise ConfigError(
-                f"{error.filename or directory} cannot be read: {error.strerror}. What rollout.dump_dir holds of "
-                f"{name} is in there"
+                f"{error.filename or directory} cannot be read: {error.strerror}. The trajectories of {name} may be "
+                "in it"
             ) from None
         notes += found.notes
         if found.trajectories:
@@ -66,7 +69,7 @@ def find_sample(run: ConfiguredRun, index: int, name: str) -> KeptSample:
     payload = read_payload(run.path, index)
     if payload.sample is not None:
         decode, problems = run.decode()
-        notes.append("it is not in a dump; this is its payload, so turns and messages are derived from its tokens")
+        notes.append("the sample is not in a dump; its turns and messages are derived from the tokens of its payload")
         return KeptSample(to_dumped(payload.sample, run.path, decode), [*notes, *problems])
     raise ConfigError(_not_kept(run, index, name, [*notes, *([payload.problem] if payload.problem else [])]))
 
@@ -77,11 +80,11 @@ def _not_kept(run: ConfiguredRun, index: int, name: str, notes: Sequence[str]) -
     record = run.skip_record(index)
     if fate.scored:
         dump = f"It is not in rollout.dump_dir={run.dump_dir}" if run.dump_dir else "The run dumps no trajectories"
-        parts.append(f"{dump}, and its payload is not there (any more)")
+        parts.append(f"{dump}, and its payload is not (or no longer) in the run directory")
     elif fate.record is not None:
         parts.append("None of its trajectories was scored, so none was kept")
     if record is not None:
-        parts.append(f"What was generated is recorded: asyncrl skip show {record}")
+        parts.append(f"A record has its generation: asyncrl skip show {record}")
     elif fate.scored and not run.dump_dir:
         parts.append(
             "Launch with rollout.dump_dir=DIR to keep every trajectory, or with skip.async_rollout.enable=true to "
@@ -102,7 +105,7 @@ class ConfiguredRun:
         self._config: Mapping[str, Any] = read if isinstance(read, dict) else {}
 
     def value(self, *keys: str) -> Any:
-        """Return a value of the configuration; None: there is no such key."""
+        """Return a value of the configuration, or None if there is no such key."""
         found: Any = self._config
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
@@ -115,7 +118,7 @@ class ConfiguredRun:
 
     @property
     def dump_dirs(self) -> list[Path]:
-        """Return where the dump may be."""
+        """Return the directories in which the dump may be."""
         return list(self._places(self.dump_dir)) if self.dump_dir else []
 
     def skip_record(self, index: int) -> Path | None:
@@ -134,7 +137,7 @@ class ConfiguredRun:
         return lambda token: str(tokenizer.decode([token]))
 
     def decode(self) -> tuple[Callable[[TokenIds], str], Sequence[str]]:
-        """Return a function that decodes tokens, and problems: without a tokenizer it returns their ids."""
+        """Return a function that decodes tokens, and problems. Without a tokenizer, the function returns ids."""
         try:
             tokenizer = self._tokenizer
         except ConfigError as error:
@@ -146,7 +149,7 @@ class ConfiguredRun:
         key = "model.tokenizer_path" if self.value("model", "tokenizer_path") else "model.path"
         name = self.value(*key.split("."))
         if not isinstance(name, str):
-            raise ConfigError(f"{RunDir(self.path).config} names no model.path, so there is no tokenizer for texts")
+            raise ConfigError(f"{RunDir(self.path).config} names no model.path, so tokens cannot be decoded")
         from transformers import AutoTokenizer
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -157,14 +160,14 @@ class ConfiguredRun:
             )
         except (OSError, ValueError) as error:
             raise ConfigError.wrap(
-                f"{key}: no tokenizer can be loaded from {name!r} on this machine, so there are no texts of tokens",
+                f"{key}: no tokenizer can be loaded from {name!r} on this machine, so tokens cannot be decoded",
                 error,
             ) from error
         return loaded
 
     def _places(self, name: str) -> Iterator[Path]:
-        """Yield the places that a path may mean: a relative one is relative to where the run was started, which may be
-        here or above the run directory."""
+        """Yield the places to which a path of the configuration may refer. A relative path starts from the directory in
+        which the run was launched: perhaps the working directory, perhaps a parent of the run directory."""
         path = Path(name).expanduser()
         if path.is_absolute():
             yield path
@@ -182,16 +185,16 @@ def format_ids(ids: TokenIds) -> str:
     return shown + (f" … ({len(ids)} in all)" if len(ids) > _TOKENS_SHOWN else "")
 
 
-# ------------------------------------------------------------------------------------------------ its fate
+# ------------------------------------------------------------------------------------------------ state of a sample
 
 
 class SampleFate(NamedTuple):
     """The state of a sample according to the journal."""
 
     record: SampleRecord | None
-    """None: the sample was never generated, or the journal cannot be read."""
+    """None if the sample was never generated, or if the journal cannot be read."""
     text: str
-    """For people."""
+    """The state in words."""
     scored: bool = True
 
 
@@ -207,16 +210,16 @@ def read_fate(run_dir: Path, index: int) -> SampleFate:
                 return SampleFate(record, _describe_state(record), scored=record.ready_at > 0)
     except AsyncRLError as error:
         return SampleFate(None, f"the state of the sample is not known: {error.message}")
-    last = f"the last one is sample {newest}" if newest else "no sample was"
+    last = f"the newest sample is {newest}" if newest else "the run has no samples"
     return SampleFate(None, f"its generation never began; {last}", scored=False)
 
 
 def _describe_state(record: SampleRecord) -> str:
     at = f"at {_clock(record.ended_at or record.leased_at or record.ready_at or record.fed_at)}"
     return {
-        "running": f"its generation began {at} and is under way, or was when the run ended",
+        "running": f"its generation began {at} and is not finished",
         "ready": f"it became READY {at} and waits to be trained on",
-        "leased": f"the Trainer has it since {_clock(record.leased_at)}",
+        "leased": f"the Trainer has leased it since {_clock(record.leased_at)}",
         "trained": f"it was trained on {at}",
         "dropped": f"it was dropped ({record.reason}) {at}",
     }.get(record.state, "it waits to be generated again")
@@ -226,7 +229,7 @@ def _clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-# ------------------------------------------------------------------------------------------------ its payload
+# ------------------------------------------------------------------------------------------------ payload of a sample
 
 
 class KeptPayload(NamedTuple):
@@ -250,7 +253,7 @@ def read_payload(run_dir: Path, index: int) -> KeptPayload:
     file = run_dir / SAMPLES / entry.payload.file
     try:
         if segment_incarnation(file.name) is None:
-            raise DamageError("its name is not that of a payload")
+            raise DamageError("its name is not a valid name of a payload")
         return KeptPayload(PackedBlob(decode(read_segment(file))).unpack(entry.payload.position), "")
     except OSError as error:
         return KeptPayload(None, f"its payload {file} cannot be read: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""Decide when a problem and its end are reported: once each, and only if a condition holds for some time. Pure.
+"""Decide when to report a problem and its end: once each, after the condition has held for some time. Pure.
 
              bad for `hold_s`                    good for `calm_s`
     quiet ────────────────────▶ open (warning) ────────────────────▶ quiet (recovery)
@@ -37,7 +37,7 @@ class RuleResult(NamedTuple):
 
 class HealthNotice(NamedTuple):
     level: AlarmLevel | Literal[""]
-    """As `View.message` takes it; empty: a recovery."""
+    """The level for `View.message`; empty for a recovery."""
     key: str
     text: str
 
@@ -59,7 +59,7 @@ class Alarms:
 
     @property
     def open(self) -> tuple[Problem, ...]:
-        """Return the reported problems that are not over, oldest first."""
+        """Return the reported problems that are still open, oldest first."""
         problems = [alarm.problem for alarm in self._alarms.values() if alarm.problem is not None]
         return tuple(sorted(problems, key=lambda problem: (problem.since, problem.key)))
 
@@ -69,7 +69,7 @@ class Alarms:
         Args:
             now_s: monotonic.
             now: wall clock.
-            results: at most one for a key. The condition of a key without one is unknown.
+            results: at most one for each key. The condition of a key without a result is unknown.
         """
         notices: list[HealthNotice] = []
         for result in results:

@@ -18,7 +18,7 @@ from asyncrl.observe.health.alarms import GONE_S, AlarmLevel, Alarms, Condition,
 
 GIB = 1 << 30
 LONG_LAG_S = 2.0
-"""A lag of this length is reported at once, because a process remembers it for 10 s only and it may be rare."""
+"""A longer lag is reported at once: it may be rare, and a process remembers it for 10 s only."""
 GROWTH_OVER_S = 600.0
 """Window for memory growth: allocators need time to settle."""
 GROWTH_PARTS = 4
@@ -26,8 +26,8 @@ KV_OVER_S = 60.0
 KV_PREEMPTIONS = 3
 """More preemptions than this within `KV_OVER_S` are a problem."""
 DISK_PART_S = (60.0, 450.0)
-"""The disk's window consists of parts as long as the time between two checkpoints, within these limits: a checkpoint is
-written in less than the longer."""
+"""Limits of the length of the parts into which the disk's window is divided. A part is as long as the time between two
+checkpoints, clipped to these limits; writing a checkpoint takes less than the upper one."""
 MAX_DISK_PARTS = 8
 BUSY_CPU = 0.8
 """A process counts as computing if it keeps at least this many CPUs busy."""
@@ -56,12 +56,12 @@ RULES: Mapping[str, HealthRule] = {
     "lag": HealthRule(
         0.5,
         0.25,
-        "the event loop of {name} is blocked for up to {lag_s:.1f} s, and everything that waits in it: {remedy}",
+        "the event loop of {name} is blocked for up to {lag_s:.1f} s, which delays all of its work: {remedy}",
         "the event loop of {name} is no longer blocked",
         hold_s=20.0,
         calm_s=300.0,
     ),
-    # A part answers within milliseconds and is asked every second. Two measurements: a clock may have been set.
+    # A part is asked every second and answers within milliseconds. A clock change can falsify one measurement, not two.
     "silence": HealthRule(
         10.0,
         5.0,
@@ -92,8 +92,8 @@ RULES: Mapping[str, HealthRule] = {
     "object_store": HealthRule(
         0.85,
         0.7,
-        "Ray's object store is {share:.0%} full with objects in use; beyond that it spills to disk, and weight syncs "
-        "become slow: {remedy}",
+        "Ray's object store is {share:.0%} full with objects in use; when it is full, it spills to disk, and weight "
+        "syncs become slow: {remedy}",
         "Ray's object store has space again: {share:.0%} are in use",
         calm_s=30.0,
     ),
@@ -161,17 +161,17 @@ class HealthSnapshot:
     """Wall clock."""
     health: RunHealth
     idle_trainer: float | None = None
-    """Share of the last seconds in which the Trainer waited for samples; None: unknown, or not relevant yet."""
+    """Share of the last seconds in which the Trainer waited for samples; None if it is unknown or not relevant yet."""
     idle_rollouter: float | None = None
-    """Share in which no sample was in generation."""
+    """Share of the last seconds in which no sample was in generation."""
     elsewhere: frozenset[str] = frozenset()
-    """Processes on other machines than the driver's."""
+    """Processes that do not run on the driver's machine."""
     settling: frozenset[str] = frozenset()
     """Processes that have just started: they import and load, which may block their event loops."""
     silent_s: Mapping[str, float] = field(default_factory=dict)
     """Processes that do not answer, and for how long; their last reports are outdated."""
     save_s: float = 0.0
-    """Time between two checkpoints; 0: there are none, infinite: not known yet."""
+    """Time between two checkpoints; 0 if the run saves none, infinite while it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ class HealthSettings:
     """The configuration that remedies depend on."""
 
     private_cluster: bool = True
-    """This run started Ray."""
+    """Whether this run started Ray itself."""
     on_policy: bool = False
     """`async_training.staleness_threshold` is 0: both sides wait for each other by design."""
     kept_checkpoints: int = 2
-    """`trainer.max_checkpoints_to_keep`: the first so many checkpoints take space for good."""
+    """`trainer.max_checkpoints_to_keep`: beyond this number, a new checkpoint replaces an older one."""
 
 
 def _result(
@@ -290,8 +290,9 @@ def _disk(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
     if machine is None or machine.disk_free_bytes is None:
         return
     free = machine.disk_free_bytes
-    # A checkpoint takes much space at once, and an older one is removed for it; only the first ones take space
-    # for good. There are more parts than those can be in (one of them in two), so in one part only steady growth shows.
+    # A checkpoint takes much space at once. The first `kept_checkpoints` of them keep it; each later one replaces an
+    # older one. The window has more parts than those first ones can fall into, so at least one part shows only steady
+    # growth.
     parts = min(settings.kept_checkpoints + 3, MAX_DISK_PARTS)
     over_s = parts * min(max(snapshot.save_s, DISK_PART_S[0]), DISK_PART_S[1])
     trend = trends.add("disk", -free, over_s, parts)
@@ -315,7 +316,7 @@ def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
     trainer, rollouter = snapshot.idle_trainer, snapshot.idle_rollouter
     if settings.on_policy or trainer is None or rollouter is None:
         return
-    if rollouter > RULES["idle_rollouter"].good:  # it has enough engines: the gate stops it meanwhile
+    if rollouter > RULES["idle_rollouter"].good:  # there are enough engines, but the staleness gate holds them back
         remedy = "let generation run further ahead (async_training.staleness_threshold)"
     else:
         remedy = (
@@ -358,19 +359,20 @@ _COMPUTING: dict[_ProcessKind, str] = {
     "loss: make that cheaper, or lower trainer.ppo_mini_batch_size",
     "rank": "training takes the CPU that the event loop needs. Steps do not suffer, but a rank that does not answer "
     "within timeouts.probe_s is ended: lower trainer.cpu_threads to leave a CPU for it, or raise timeouts.probe_s",
-    "replica": "it has more requests and tokens to pass on than one CPU can: lower rollout.max_concurrent_samples, or "
-    "raise rollout.num_replicas",
-    "queue": "it has more samples to track than one CPU can: lower rollout.max_concurrent_samples",
-    "store": "it has more replicas to answer than one CPU can: lower rollout.num_replicas",
-    "driver": "it has more to record than one CPU can: use fewer logging.sinks, or set profiler.level=summary or off",
+    "replica": "it has more requests and tokens to forward than one CPU can handle: lower "
+    "rollout.max_concurrent_samples, or raise rollout.num_replicas",
+    "queue": "it has more samples to track than one CPU can handle: lower rollout.max_concurrent_samples",
+    "store": "it has more replicas to answer than one CPU can handle: lower rollout.num_replicas",
+    "driver": "it has more to record than one CPU can handle: use fewer logging.sinks, or set "
+    "profiler.level=summary or off",
 }
 _BLOCKED: dict[_ProcessKind, str] = {
     "rollouter": "a file, a network call or a lock blocks it; in your rewards, tools and interactions use "
     "asyncio.to_thread for blocking calls",
     "trainer": "most likely the disk of the run directory blocks it: use a faster one, or fewer checkpoints "
     "(trainer.save_freq)",
-    "rank": "a collective that other ranks are late for or a file blocks it. A rank that does not answer within "
-    "timeouts.probe_s is ended: find the late rank, or raise timeouts.probe_s",
+    "rank": "a file blocks it, or a collective operation that waits for other ranks. A rank that does not answer "
+    "within timeouts.probe_s is ended: find the late rank, or raise timeouts.probe_s",
     "replica": "most likely vLLM blocks it while it loads weights or reads large media: raise rollout.num_replicas, so "
     "that other replicas answer meanwhile",
     "queue": "most likely the disk of the run directory, which has its journal, blocks it: use a faster one",
@@ -380,19 +382,19 @@ _BLOCKED: dict[_ProcessKind, str] = {
 }
 _GROWTH_REMEDIES: dict[_ProcessKind, str] = {
     "rollouter": "Most likely your own code (rewards, tools, interactions) keeps objects that it no longer needs. "
-    "Fewer concurrent samples (rollout.max_concurrent_samples) need less",
+    "Fewer concurrent samples (rollout.max_concurrent_samples) need less memory",
     "trainer": "Most likely your own code (rewards, advantages) keeps batches that it no longer needs. Smaller batches "
-    "(trainer.ppo_mini_batch_size) need less",
+    "(trainer.ppo_mini_batch_size) need less memory",
     "rank": "Most likely your own loss or model keeps tensors from step to step, or sequences become longer: fewer "
-    "tokens at once (trainer.ppo_max_token_len) need less",
+    "tokens at once (trainer.ppo_max_token_len) need less memory",
     "replica": "Requests or cached media accumulate in it: fewer concurrent samples (rollout.max_concurrent_samples) "
-    "need less",
-    "engine": "vLLM keeps memory that it no longer needs, or its cache is not fully used yet: a smaller one (on CPU "
-    "rollout.cpu_kv_cache_gib) and fewer concurrent requests (rollout.max_num_seqs) need less",
-    "queue": "Samples accumulate in it: less generation ahead (async_training.staleness_threshold) and fewer "
-    "concurrent samples (rollout.max_concurrent_samples) need less",
+    "need less memory",
+    "engine": "vLLM keeps memory that it no longer needs, or its cache is not fully used yet: a smaller cache (on CPU "
+    "rollout.cpu_kv_cache_gib) and fewer concurrent requests (rollout.max_num_seqs) need less memory",
+    "queue": "Samples accumulate in it: a lower async_training.staleness_threshold and fewer concurrent samples "
+    "(rollout.max_concurrent_samples) need less memory",
     "store": "Weights versions accumulate in it: find the replica that does not apply them (asyncrl status)",
-    "driver": "Records accumulate in it, most likely because one of logging.sinks is too slow: use fewer",
+    "driver": "Records accumulate in it, most likely because one of logging.sinks is too slow: use fewer sinks",
 }
 
 
@@ -406,8 +408,8 @@ def _lag_remedy(name: str, process: ProcessHealth | None, machine_cpu: float | N
     """Return why an event loop is blocked, and the remedy.
 
     Args:
-        process: None: it does not answer.
-        machine_cpu: busy share of the machine's CPUs; None: unknown.
+        process: the latest measurements; None if the process does not answer.
+        machine_cpu: busy share of the machine's CPUs; None if it is unknown.
     """
     kind = _kind_of(name)
     computes = process is not None and process.cpu >= BUSY_CPU
@@ -432,10 +434,10 @@ class Trend(NamedTuple):
     span_s: float
     """The observed part of the window."""
     rise: float
-    """Sum of all increases; a counter that restarted has risen by its new value."""
+    """Sum of all increases; a counter that restarts at 0 rises by its new value."""
     per_s: float
-    """The smallest rise of the low-water mark from one part of the window to the next, by time; 0 if it did not rise
-    everywhere. Bursts and swings do not count."""
+    """The smallest rate at which the low-water mark rises from one part of the window to the next; 0 unless it rises
+    between all parts. Bursts and swings therefore do not count."""
 
 
 class TrendTracker:
@@ -443,7 +445,7 @@ class TrendTracker:
 
     def __init__(self) -> None:
         self._points: dict[str, deque[tuple[float, float]]] = {}
-        """Times and values, thinned to some two hundred at most."""
+        """Times and values by name, thinned to about two hundred points at most."""
         self._now_s = 0.0
 
     def begin(self, now_s: float) -> None:
@@ -453,7 +455,7 @@ class TrendTracker:
     def add(self, name: str, value: float, window_s: float, parts: int = 0) -> Trend:
         """Return the trend with this value.
 
-        `parts`: number of parts of the window for `Trend.per_s`; 0: it is not computed.
+        `parts`: number of parts of the window for `Trend.per_s`; 0 if that is not needed.
         """
         now_s, points = self._now_s, self._points.setdefault(name, deque())
         if len(points) >= 2 and now_s - points[-2][0] < window_s / 100:

@@ -22,7 +22,7 @@ NUM_BUCKETS = 30
 
 
 class AppendFile:
-    """An unbuffered append-only file: the rest of a failed write is not retried at close."""
+    """An append-only file without a buffer, so that closing it does not retry a failed write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,8 +71,10 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes scalars and histograms of each step's rewards and staleness as TensorBoard event files, with tensorboard's
-    record writer, as torch's would load torch."""
+    """Writes TensorBoard event files: scalars, and histograms of each step's rewards and staleness.
+
+    It uses the record writer of tensorboard, because the writer of torch would import torch.
+    """
 
     reads_back = False
 
@@ -129,14 +131,14 @@ class TensorBoardSink:
 
 
 def _reward_edges(values: Sequence[float]) -> list[float]:
-    """Upper ends of buckets of equal width."""
+    """Return the upper ends of buckets of equal width."""
     low, high = min(values), max(values)
     width = (high - low) / NUM_BUCKETS
     return [low + width * number for number in range(1, NUM_BUCKETS)] + [high] if width > 0 else [high]
 
 
 def _staleness_edges(values: Sequence[float]) -> list[float]:
-    """Upper ends of buckets, one for each version."""
+    """Return the upper ends of buckets, one for each version."""
     return [float(number) for number in range(int(max(values)) + 1)]
 
 

@@ -17,7 +17,7 @@ from asyncrl.observe.metrics.registry import PLACEHOLDER, SECTIONS, Metric, desc
 
 TITLE = "asyncrl"
 _PREFIX = "ray_"
-"""Ray adds it to every name."""
+"""The prefix that Ray adds to the name of every metric."""
 _WIDTH, _HEIGHT, _ACROSS = 8, 7, 3
 _STATISTICS = ("mean", "min", "max", "std", "p50", "p95", "p99")
 _TOGETHER = ("timing/", "queue/dropped/", "skip/<role>/", "throughput/", "idle/", "active/", "weight_sync/")

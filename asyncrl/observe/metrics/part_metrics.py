@@ -13,7 +13,7 @@ from asyncrl.observe.metrics.rows import MetricsRow, queue_metrics
 
 
 class RestartableCounter:
-    """Continues a counter when its part is restarted and counts from 0 again."""
+    """A counter that continues when its part is restarted and counts from 0 again."""
 
     def __init__(self) -> None:
         self._earlier = 0.0
@@ -23,7 +23,7 @@ class RestartableCounter:
     def update(self, value: float, incarnation: int) -> float:
         """Set the value of this incarnation of the part, and return the total of all incarnations.
 
-        A falling value alone does not show a restart: a new process may have counted further than the previous one.
+        The value alone does not reveal a restart: the new process may have counted further than the previous one.
         """
         if incarnation != self._incarnation:
             self._earlier += self._current
@@ -44,7 +44,7 @@ class WindowRate:
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, now_s: float, total: float) -> None:
-        """Add a value of the counter. A lower value than before means a restart, and the window begins anew."""
+        """Add a value of the counter. A lower value than before means a restart, which clears the window."""
         if self._points and total < self._points[-1][1]:
             self._points.clear()
         self._points.append((now_s, total))
@@ -53,7 +53,7 @@ class WindowRate:
 
     @property
     def per_s(self) -> float | None:
-        """None before two values at different times."""
+        """Return the rate; None until there are values at two different times."""
         if len(self._points) < 2:
             return None
         (start_s, start), (end_s, end) = self._points[0], self._points[-1]
@@ -61,7 +61,7 @@ class WindowRate:
 
 
 class DownsampledSeries:
-    """A series of any length as at most `max_points` means of equally many values."""
+    """Reduces a series of any length to at most `max_points` means of equally many values."""
 
     def __init__(self, max_points: int = 512) -> None:
         self._max_points = max_points
@@ -90,7 +90,7 @@ class DownsampledSeries:
 
 
 class RollouterIdle:
-    """Share of the time between the first and the last step in which no sample was in generation.
+    """Measures the share of the time between the first and the last step in which no sample was in generation.
 
     The counter is observed about once a second; its values at the steps are interpolated.
     """
@@ -125,7 +125,7 @@ class RollouterIdle:
 
     @property
     def share(self) -> float | None:
-        """None before a second step. Steps after the last observation are not covered."""
+        """Return the share; None before a second step. Steps after the last observation are not covered."""
         if self._start is None or self._end is None or self._end[0] <= self._start[0]:
             return None
         share = (self._end[1] - self._start[1]) / (self._end[0] - self._start[0])
@@ -133,7 +133,7 @@ class RollouterIdle:
 
 
 class TrainerIdle:
-    """Share of the time between the ends of the first and the last step that the Trainer waited for samples."""
+    """Measures the share of the time from the first to the last step in which the Trainer waited for samples."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
@@ -151,7 +151,7 @@ class TrainerIdle:
 
     @property
     def share(self) -> float | None:
-        """None before a second step."""
+        """Return the share; None before a second step."""
         if self._first_s is None or self._last_s <= self._first_s:
             return None
         return min(self._waited_s / (self._last_s - self._first_s), 1.0)
@@ -170,7 +170,7 @@ class PartMetrics:
         self.num_dropped: dict[str, int] = {}
         """Dropped samples by reason, of all incarnations of the Rollouter."""
         self.skips: dict[str, dict[str, int]] = {}
-        """Counts of the newest process by role."""
+        """Counts by role, each from the newest process of the role."""
         self.waits: dict[str, tuple[Wait, ...]] = {}
         """Open waits by part."""
         self._earlier_tokens = earlier_tokens
@@ -194,7 +194,7 @@ class PartMetrics:
         self._update_events("driver", "dropped", dropped, 0)
 
     def update_rollouter(self, now_s: float, status: Mapping[str, Any]) -> None:
-        """Update from a status; see `Recorder.update_parts`.
+        """Update from a status of the Rollouter; see `Recorder.update_parts`.
 
         Raises:
             KeyError: a key is missing.
@@ -227,13 +227,15 @@ class PartMetrics:
         self._update_profiler("rollouter", status)
 
     def update_trainer(self, now_s: float, status: Mapping[str, Any], waited_s: float) -> None:
-        """Update from a status (see `Recorder.update_parts`) and the wait for samples in the recorded steps.
+        """Update from a status of the Trainer (see `Recorder.update_parts`).
+
+        `waited_s`: how long the recorded steps waited for samples.
 
         Raises:
             KeyError: a key is missing.
         """
         open_s = self._update_waits("trainer", "samples", status)
-        # A wait that has just ended is in no recorded step yet: the counter stands still until then and never falls.
+        # A wait that has just ended belongs to a step that is not recorded yet; until then, the counter must not fall.
         self._waited_s = max(self._waited_s, waited_s + open_s)
         self._idle_trainer.add(now_s, self._waited_s)
         self.known["queue/wait_samples_s"] = self._waited_s
@@ -252,7 +254,7 @@ class PartMetrics:
             self.known |= {f"idle/{part}": idle, f"active/{part}": 1.0 - idle}
 
     def _update_waits(self, part: str, edge: str, status: Mapping[str, Any]) -> float:
-        """Returns the duration of the longest open wait on `edge`."""
+        """Update the open waits of a part, and return the duration of the longest one on `edge`."""
         self.waits[part] = tuple(status["waits"])
         return max((wait.since_s for wait in self.waits[part] if wait.edge == edge), default=0.0)
 
@@ -263,7 +265,7 @@ class PartMetrics:
                 self.known[f"skip/{role}/{what}"] = float(count)
 
     def _update_profiler(self, part: str, status: Mapping[str, Any]) -> None:
-        """Events of the part and of those that forward to it."""
+        """Update the counts of events of the part and of the processes that forward events to it."""
         for what in ("events", "dropped"):
             self._update_events(part, what, status["profiler"][what], status["pid"])
 

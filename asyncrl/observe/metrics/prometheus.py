@@ -26,9 +26,9 @@ REFRESH_S = 5.0
 
 class Series(NamedTuple):
     name: str
-    """In Ray's metrics; the endpoint adds the prefix `ray_`."""
+    """The name in Ray's metrics; the endpoint adds the prefix `ray_`."""
     labels: tuple[str, ...]
-    """Besides `TAGS`."""
+    """Labels besides `TAGS`."""
 
 
 def exported(metric: str) -> Series:
@@ -40,12 +40,12 @@ def exported(metric: str) -> Series:
 
 
 def _find(name: str) -> tuple[Metric, Mapping[str, str]]:
-    """Return the registered metric of `name`. A row's step and version are not in the registry."""
+    """Return the registered metric of `name`, or a new one for names without `/`, such as `step` and `version`."""
     return registry.find(name) if "/" in name else (Metric(name, "1", name), {})
 
 
 class PrometheusTracker(Tracker):
-    """A gauge for each registered metric. The first row comes when Ray is up."""
+    """Exports a gauge for each registered metric. Ray has started before the first row is written."""
 
     refresh_s = REFRESH_S
 
@@ -76,7 +76,7 @@ class PrometheusTracker(Tracker):
         self.refresh()
 
     def rewind(self) -> None:
-        """End the series of the lineage that training leaves."""
+        """Stop exporting the values of the lineage that training abandons."""
         self._values.clear()
 
     def refresh(self) -> None:

@@ -36,7 +36,7 @@ MAX_RESTARTS = 200
 
 
 class Recorder:
-    """Runs in the driver's event loop and writes files off it. Several tasks may call `put`."""
+    """Records the metrics of a run in the driver's event loop, and writes files in threads. Any task may call `put`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Recorder:
         self._resumed = resumed
         self._builder = SummaryBuilder(resumed)
         self._rewound_to: ResumePoint | None = None
-        """The checkpoint that training went back to last, within this process."""
+        """The checkpoint to which training last went back within this process."""
         self._reads_back = any(sink.reads_back for sink in sinks)
         self._rows: list[MetricsRow] = []
         """All rows, reduced to what the summary and the view need, if no file has them."""
@@ -105,17 +105,17 @@ class Recorder:
         self._view.update(self._dashboard())
 
     def add_earlier_tokens(self, tokens: int) -> None:
-        """Set the tokens that earlier processes generated, as their driver counted them: at least those in the rows."""
+        """Set how many tokens earlier processes generated, as their driver counted them; the rows may have fewer."""
         self._parts.add_earlier_tokens(tokens)
 
     async def put(self, record: RunRecord) -> None:
-        """Write a record to all sinks. On return it is written.
+        """Write a record to all sinks, and return when it is written.
 
         Raises:
             BugError: a metric is not registered.
             InfraError, ConfigError: a file cannot be written.
         """
-        async with self._writing:  # a row is not counted before a rewind and written after it
+        async with self._writing:  # no rewind may come between counting and writing the row
             row = self._row(record)
             if self._is_outdated(row):
                 return
@@ -126,15 +126,16 @@ class Recorder:
             await to_thread.run_sync(self._write, row)
 
     async def rewind(self, resumed: ResumePoint) -> None:
-        """Remove everything beyond a checkpoint, which training goes back to, from files, summary and view.
+        """Remove everything beyond the checkpoint to which training goes back from the files, the summary and the view.
 
-        Counters of the running parts continue. Later records of an earlier lineage beyond the checkpoint are left out.
+        Counters of the running parts continue. Records of an earlier lineage that arrive later are ignored if they are
+        beyond the checkpoint.
 
         Raises:
             InfraError, ConfigError: a file cannot be written.
         """
         async with self._writing:
-            with anyio.CancelScope(shield=True):  # files and values agree, or the run ends
+            with anyio.CancelScope(shield=True):  # a cancellation must not leave files and values inconsistent
                 read = await to_thread.run_sync(self._rewind_files, resumed)
             remaining = read or [row for row in self._rows if row.is_within(resumed.step, resumed.version)]
             self._rewound_to = resumed
@@ -149,7 +150,7 @@ class Recorder:
 
     @property
     def validated_step(self) -> int | None:
-        """Return the newest step with a recorded validation, rewinds considered; None: there is none."""
+        """Return the newest step with a validation that no rewind has removed; None if there is none."""
         return self._builder.validated_step
 
     def record_restart(self, restart: Restart) -> None:
@@ -183,12 +184,17 @@ class Recorder:
         )
 
     def update_parts(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
-        """Update the statuses of the parts, about once a second and a last time at the end. Empty: no answer yet.
+        """Update the metrics from the statuses of the parts. Call it about once a second, and once more at the end.
 
-        Of the Rollouter: `incarnation`, by that process `generated_tokens`, `samples_done`, `idle_s`, `waited_s` by
-        edge and `drops` by kind, from 0 on, `in_flight`, `version`, `waits`, `agent` and `skip` (`SkipManager.status`).
-        Of the Trainer: `version`, `waits` and `skip`. Of both `pid` and `profiler` (`Profiler.status`). Waits are
-        `WaitBoard.snapshot()`; the Trainer's wait for a lease is `samples`.
+        The statuses of Rollouter and Trainer are empty until they first answer. Both have `version`, `pid`, `waits`
+        (`WaitBoard.snapshot()`), `skip` (`SkipManager.status`) and `profiler` (`Profiler.status`). The edge of the
+        Trainer's wait for a lease is `samples`.
+
+        Args:
+            queue: the status of the queue.
+            rollouter: also has `incarnation`, `in_flight`, and the counters of this incarnation: `generated_tokens`,
+                `samples_done`, `idle_s`, `waited_s` by edge, `drops` by kind, and `agent`.
+            trainer: the status of the Trainer.
 
         Raises:
             BugError: a key is missing.
@@ -210,12 +216,12 @@ class Recorder:
 
     @property
     def idle(self) -> tuple[float | None, float | None]:
-        """Return the idle shares of Trainer and Rollouter over the last seconds; None: not known yet."""
+        """Return the idle shares of Trainer and Rollouter over the last seconds; None if they are not known yet."""
         return self._known.get("idle/trainer"), self._known.get("idle/rollouter")
 
     @property
     def step_s(self) -> float | None:
-        """Return the mean time between the last steps; None: not known yet."""
+        """Return the mean time between the last steps; None if it is not known yet."""
         times = self._step_times
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
@@ -228,8 +234,10 @@ class Recorder:
         self._view.update(self._dashboard())
 
     def summary(self, status: RunOutcome, error: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the content of summary.json; `error`: the result of `describe_error`. After a last `update_parts`, its
-        sample counts are final."""
+        """Return the content of summary.json, with the sample counts of the last `update_parts`.
+
+        `error`: the result of `describe_error`; None without an error.
+        """
         totals = RunTotals(
             wall_s=self._clock() - self._started_s,
             counts=self._counts,
@@ -242,13 +250,13 @@ class Recorder:
         return {**self._builder.build(status, error, totals), "skip": dict(self._parts.skips)}
 
     def examples(self) -> tuple[Example, Example] | tuple[None, None]:
-        """Return the answers to the validation prompt that gained most, before and after; None: fewer than two."""
+        """Return the first and last answers to the validation prompt whose reward rose the most; None without two."""
         return self._builder.example() or (None, None)
 
     @asynccontextmanager
     async def trackers(self) -> AsyncIterator[None]:
-        """Send all rows and the outcome of the run to wandb, Prometheus and the like at the end of the block, while the
-        processes that serve them still run. They accept no later rows."""
+        """At the end of the block, send all rows and the outcome of the run to wandb, Prometheus and other trackers,
+        while the processes that serve them still run. Trackers accept no later rows."""
         ok = False
         try:
             yield
@@ -276,7 +284,7 @@ class Recorder:
         return validation_row(record, time_s=time_s, unix_s=unix_s)
 
     def _is_outdated(self, row: MetricsRow) -> bool:
-        """Return whether the row is beyond the checkpoint that training went back to."""
+        """Return whether the row is of an earlier lineage and beyond the checkpoint to which training went back."""
         rewound_to = self._rewound_to
         if rewound_to is None or row.lineage >= rewound_to.lineage:
             return False
@@ -328,7 +336,7 @@ class Recorder:
         )
 
     def _time_step(self, row: MetricsRow) -> None:
-        """Measure a step of this process by its clocks."""
+        """Update the step times and idle shares, which use the clocks of this process."""
         now_s = self._clock()
         self._step_times.append(now_s)
         self._parts.rollouter_idle.step(now_s)
@@ -340,7 +348,7 @@ class Recorder:
             sink.write(row)
 
     def _rewind_files(self, resumed: ResumePoint) -> Sequence[MetricsRow]:
-        """Return the remaining rows, if a file has them."""
+        """Rewind all sinks, and return the remaining rows, if a file has them."""
         return [row for sink in self._sinks for row in sink.rewind(resumed.step, resumed.version)]
 
     def _close(self) -> None:

@@ -19,7 +19,7 @@ from asyncrl.core.failures import BugError
 
 class Metric(NamedTuple):
     name: str
-    """May contain placeholders such as `<data_source>`, which stand for any non-empty text."""
+    """May contain placeholders such as `<data_source>`, which match any non-empty text."""
     unit: str
     """`1` for a plain number or a share; otherwise `s`, `tokens`, `samples`, `versions`, `nats`, …"""
     meaning: str
@@ -78,7 +78,7 @@ _HEAD = """\
 Generated from `asyncrl/observe/metrics/metrics.toml` by `make docs`.
 
 A run directory contains `metrics.jsonl`, with one JSON object per line, and the same numbers as TensorBoard files;
-`logging.sinks` chooses these and other places ([profiling.md](profiling.md)). Every line has
+`logging.sinks` selects these and other destinations ([profiling.md](profiling.md)). Every line has
 
 | key | meaning |
 |---|---|

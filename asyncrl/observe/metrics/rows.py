@@ -1,4 +1,4 @@
-"""Flat rows of metrics, the form that all sinks take, from the records of a run. Pure."""
+"""Convert the records of a run to flat rows of metrics, which all sinks accept. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MetricsRow:
     time_s: float
     """Seconds since the run started."""
     unix_s: float
-    """Wall clock; 0 for a row read from a file, which has none."""
+    """Wall clock; 0 for a row read from metrics.jsonl, which does not contain it."""
     metrics: Metrics
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other values of a line: `rewards`, `staleness`, `examples`."""
@@ -100,9 +100,9 @@ def step_row(record: StepRecord, driver: Metrics, *, time_s: float, unix_s: floa
 
 
 def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -> MetricsRow:
-    """Return the row of a version. `step`: the newest one.
+    """Return the row of an applied version. `step`: the newest step.
 
-    If every replica had the version already there are no reports, and the row has only the delay.
+    If every replica had the version already, there are no reports, and the row has only the delay.
     """
     reports = record.reports
     metrics = {"weight_sync/publish_to_applied_s": record.publish_to_applied_s}

@@ -1,8 +1,9 @@
-"""Sinks of a run's rows, as `logging.sinks` names them. They block; the recorder calls them off the event loop.
+"""The sinks that receive the rows of a run, as selected by `logging.sinks`.
 
-Files of the run directory (`file_sinks`) are written as the rows come, and a full disk ends the run. Libraries that may
-block on a network (`trackers`) run on a thread of their own each: one that blocks, fails or falls behind loses only
-its own rows, which are counted, and one warning. At the end the run waits `CLOSE_S` at most for all of them together.
+Sinks block, so the recorder calls them in threads. Each row is written at once to the files of the run directory
+(`file_sinks`), and a full disk ends the run. A library that may block on a network (`trackers`) runs on a thread of its
+own. If it blocks, fails or falls behind, only its rows are lost: they are counted, and the first loss is logged as a
+warning. At the end, the run waits at most `CLOSE_S` for all these libraries together.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ CLOSE_S = 10.0
 
 class Sink(Protocol):
     reads_back: bool
-    """`rewind` returns the rows that remain."""
+    """Whether `rewind` returns the rows that remain."""
 
     def write(self, row: MetricsRow) -> None:
-        """Write a row. On return the operating system has it, so that it is not lost if the process is killed.
+        """Write a row. On return, the operating system has it, so that it is not lost if the process is killed.
 
         Raises:
             InfraError, ConfigError: the file cannot be written.
@@ -83,10 +84,11 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker(Receiver[MetricsRow | None]):
-    """A library that keeps metrics. One thread calls it; it may raise any exception and take its time.
+    """The base class of adapters to libraries that record metrics. One thread calls the methods, which may block and
+    raise any exception.
 
-    No library can remove rows that it has, so a step that is trained again after a rewind is there twice; `lineage`,
-    which is part of every row, distinguishes them.
+    These libraries cannot remove rows, so a step that is trained again after a rewind appears twice. Every row has
+    `lineage`, which distinguishes the two.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -96,7 +98,7 @@ class Tracker(Receiver[MetricsRow | None]):
         raise NotImplementedError
 
     def rewind(self) -> None:
-        """Training went back to a checkpoint; rows of the next lineage follow."""
+        """Called when training has gone back to a checkpoint; rows of the next lineage follow."""
 
     def send(self, items: Sequence[MetricsRow | None]) -> None:
         for row in items:
@@ -143,17 +145,19 @@ def open_tracker(name: str, run: TrackedRun) -> Tracker:
     """Return the tracker that is registered as `name`, or that the import path `name` refers to.
 
     Raises:
-        ConfigError: there is no such class, or it is no `Tracker`.
+        ConfigError: there is no such class, or it is not a subclass of `Tracker`.
         UserCodeError: its module raised when it was imported.
     """
     kind = load_object(TRACKERS.get(name, name), "logging.sinks")
     if not (isinstance(kind, type) and issubclass(kind, Tracker)):
-        raise ConfigError(f"logging.sinks: {name} is no subclass of asyncrl.observe.metrics.sinks.Tracker; make it one")
+        raise ConfigError(
+            f"logging.sinks: {name} is not a subclass of asyncrl.observe.metrics.sinks.Tracker; make it one"
+        )
     return kind(run)
 
 
 class RemoteSink(BackgroundSender[MetricsRow | None]):
-    """Passes rows to a tracker in a thread of its own. None in the queue: training went back to a checkpoint."""
+    """Passes rows to a tracker on a separate thread. None in the queue means that training went back."""
 
     reads_back = False
 

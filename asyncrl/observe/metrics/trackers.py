@@ -19,11 +19,11 @@ from asyncrl.observe.metrics.sinks import TrackedRun, Tracker, tracked_values
 logger = logging.getLogger(__name__)
 
 WANDB_INIT_S = 30
-"""Wait for the server of wandb; after that the run stays offline."""
+"""Time limit for an answer of the wandb server; after that, the run stays offline."""
 WANDB_HOST = "api.wandb.ai"
 MLFLOW_MAX_PARAMS = 100
 MLFLOW_MAX_METRICS = 1_000
-"""In one call."""
+"""Metrics in one call."""
 MLFLOW_MAX_VALUE = 500
 """Characters of a parameter that every store accepts."""
 _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w.\- :/]")
@@ -54,7 +54,7 @@ class WandbTracker(Tracker):
             logger.warning("wandb does not answer (%s): its run stays offline; upload it with `wandb sync`", error)
             self._run = self._init("offline")
         self._tracked.save_id("wandb", self._run.id)
-        # The library's own step only grows; steps are trained again after a rewind.
+        # wandb's built-in step can only grow, but steps are trained again after a rewind.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -143,7 +143,7 @@ class MlflowTracker(Tracker):
     def _resume(self) -> str | None:
         run_id = self._tracked.saved_id("mlflow")
         if run_id is not None:
-            with suppress(Exception):  # the run is not in this store: it is created anew here
+            with suppress(Exception):  # the run is not in this store, so a new one is created
                 self._client.update_run(run_id, "RUNNING")
                 return run_id
         return None

@@ -1,7 +1,7 @@
 """Read the state of a live or ended run from the files of its directory, without Ray.
 
-state.json     what the driver knew a second ago, or last    journal.db     the sample counts, to the last transition
-summary.json   how it ended                                  checkpoints/   what it can continue from
+state.json     what the driver last knew about the run       journal.db     the sample counts, to the last transition
+summary.json   how the run ended                             checkpoints/   the steps from which it can continue
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RunFiles:
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read everything. Damaged and missing files become notes, unless nothing can be read. Blocking.
+    """Read all files of a run. Unreadable files become notes, unless nothing can be read. Blocking.
 
     Raises:
         ConfigError: nothing can be read.
@@ -106,7 +106,7 @@ def driver_state(state: RunState) -> DriverState:
     try:
         process = psutil.Process(state.pid)
         if process.create_time() > state.written_at + 1:
-            return "gone"  # another process has reused the number
+            return "gone"  # another process has reused the process id
         found = process.status()
     except psutil.NoSuchProcess:
         return "gone"
@@ -123,7 +123,7 @@ class RunLiveness(NamedTuple):
     how: Literal["live", "ended", "died", "unknown"]
     """`died`: its driver is gone and left no summary. `unknown`: there is no state."""
     phase: str
-    """`running` and the like, while it is live; `completed` and the like, once it has ended; else `how`."""
+    """The phase of a live run, such as `running`; the outcome of an ended one, such as `completed`; otherwise `how`."""
     state: RunState | None
 
 
@@ -147,7 +147,7 @@ def read_liveness(run_dir: Path) -> RunLiveness:
 
 
 def events_level(run_dir: Path) -> str | None:
-    """Return `profiler.level` of the run; None: its config.yaml does not say. Blocking."""
+    """Return `profiler.level` of the run; None if its config.yaml does not contain it. Blocking."""
     try:
         level = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["profiler"]["level"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
@@ -177,9 +177,10 @@ def _error(summary: Mapping[str, Any]) -> str:
 def _counts(
     run_dir: Path, state: RunState | None, summary: Mapping[str, Any] | None, now: float, notes: list[str]
 ) -> tuple[SampleCounts, str]:
-    """Return the newest sample counts, and the file they are from; empty: there are none.
+    """Return the newest sample counts and the name of their file, which is empty if there are none.
 
-    The journal grows while the driver is stopped or dead. Of a healthy driver, the state is as good, and cheaper.
+    The journal may be newer than the state while the driver is stopped or dead. While the driver is healthy, its state
+    is as good, and cheaper to read.
     """
     files = _journal_files(run_dir)
     written_at = state.written_at if state is not None else 0.0

@@ -44,12 +44,12 @@ class Restart:
     """Number of the new process; the first of the run is 1."""
     failed_at: float
     cause: str
-    """In one line."""
+    """The cause in one line."""
     recovered_at: float | None = None
-    """When the new process worked: the Rollouter generates, the Trainer leases, queue or store answers, the replica
-    serves. None: not yet."""
+    """When the new process first did its work: the Rollouter generated, the Trainer leased, queue or store answered, or
+    the replica served. None until then."""
     detail: str = ""
-    """The effect, for people: `back to step 40 (version 5)`, `12 samples fed again`."""
+    """The effect in words: `back to step 40 (version 5)`, `12 samples fed again`."""
 
 
 class ProcessInfo(NamedTuple):
@@ -79,11 +79,11 @@ class RunState:
     host: str = ""
     """Host name of the driver's machine."""
     ray_address: str | None = None
-    """None: a private cluster, which ends with the driver."""
+    """None for a private cluster, which ends with the driver."""
     error: str = ""
     total_steps: int | None = None
     samples_per_lease: int = 0
-    """The most samples that a lease of the Trainer has; 0: not known."""
+    """The most samples that a lease of the Trainer has; 0 if it is unknown."""
     step: int = 0
     version: int = 0
     """The Trainer's newest version."""
@@ -114,7 +114,7 @@ class RunState:
     restarts: tuple[Restart, ...] = ()
     """The newest restarts."""
     earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
-    """Number of restarts before those, by part."""
+    """Number of restarts before the newest ones, by part."""
     processes: tuple[ProcessInfo, ...] = ()
     last_progress_at: float = 0.0
     health: RunHealth = field(default_factory=RunHealth)
@@ -123,7 +123,7 @@ class RunState:
 class StateFile:
     """Replaces the file atomically at every write, so that a reader sees the old state or the new one.
 
-    A failed write is logged once and never ends a run: the records that have to be complete are other files.
+    A failed write is logged once and never ends a run: the records that must be complete are in other files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +133,7 @@ class StateFile:
         self._warned = False
 
     async def write(self, state: RunState) -> None:
-        """Write off the event loop."""
+        """Write in a thread."""
         await to_thread.run_sync(self.write_now, state)
 
     def write_now(self, state: RunState) -> None:
@@ -150,7 +150,7 @@ class StateFile:
 
 
 def read_state(run_dir: Path) -> RunState | None:
-    """Return the newest state of the run; None: there is none. Blocking.
+    """Return the newest state of the run, or None if there is none. Blocking.
 
     Raises:
         ConfigError: the file is torn, damaged or of another schema; the message names it.
@@ -175,10 +175,10 @@ def dump(state: RunState) -> dict[str, Any]:
 
 
 def load(raw: Any, where: str = STATE_FILE) -> RunState:
-    """Return the state of which `raw` is the dump. `where`: the file, for error messages.
+    """Return the state that `dump` converted to `raw`. `where`: the file, for error messages.
 
     Raises:
-        ConfigError: it is of another schema, or not a state.
+        ConfigError: `raw` has another schema version, or is not the dump of a state.
     """
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version is None:

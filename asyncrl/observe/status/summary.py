@@ -37,19 +37,22 @@ RunOutcome = Literal["completed", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint from which a resumed run, or a restarted Trainer, continues. Step 0: from the start."""
+    """The checkpoint from which a resumed run, or a restarted Trainer, continues. Step 0 is the start of the run."""
 
     step: int
     version: int
     checkpoint: str
-    """Its path; empty: none."""
+    """The path of the checkpoint; empty if there is none."""
     lineage: int = 0
-    """The lineage that begins there."""
+    """The lineage that begins at the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTotals:
-    """Facts for the summary that are not in the rows; all are of this process, not of earlier ones of a resumed run."""
+    """Facts for the summary that are not in the rows.
+
+    Of a resumed run, `counts` and `generated_tokens` cover all processes, the other facts only this one.
+    """
 
     wall_s: float = 0.0
     counts: SampleCounts = field(default_factory=SampleCounts)
@@ -60,11 +63,11 @@ class RunTotals:
     restarts: tuple[Restart, ...] = ()
     """The newest restarts."""
     earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
-    """Number of restarts before those, by part."""
+    """Number of restarts before the newest ones, by part."""
 
 
 class SummaryBuilder:
-    """Collects rows; `build` may be called at any time and repeatedly."""
+    """Builds summary.json from rows. `build` may be called at any time and repeatedly."""
 
     def __init__(self, resumed: ResumePoint | None = None, *, lineage: int | None = None) -> None:
         """`lineage`: the current one, if it is not that of `resumed`."""
@@ -120,8 +123,8 @@ class SummaryBuilder:
         return tuple((row.version, row.metrics[name]) for row in self._validations if name in row.metrics)
 
     def reward(self) -> dict[str, float | None]:
-        """Return `first` and `last`, the means over the first and the last tenth (at least one) of the trained samples,
-        and `best`, the highest mean of as many consecutive ones, which is at least as high as those."""
+        """Return `first` and `last`, the mean rewards of the first and the last tenth of the trained samples (at least
+        one), and `best`, the highest mean reward of any tenth of consecutive samples."""
         totals, count = self._reward_totals, len(self._reward_totals) - 1
         tenth = max(1, count // 10)
         means = ((totals[end] - totals[end - tenth]) / tenth for end in range(tenth, count + 1))
@@ -136,7 +139,7 @@ class SummaryBuilder:
         return {"first": totals[tenth] / tenth, "last": (totals[count] - totals[count - tenth]) / tenth}
 
     def validation(self) -> dict[str, Any]:
-        """Return `before`, of the initial model; `after`, the newest later one; and `points`, all in order."""
+        """Return the validations `before` (the initial model), `after` (the newest later one) and `points` (all)."""
         before, after = self._before_and_after()
         return {
             "before": before and _point(before, with_metrics=True),
@@ -193,7 +196,7 @@ class SummaryBuilder:
 
 
 def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:
-    """Return `mean` and `max` in versions (None: no sample was trained) and the histogram of trained samples."""
+    """Return `mean` and `max` in versions (None if no sample was trained) and the histogram of trained samples."""
     count = sum(histogram.values())
     return {
         "mean": sum(versions * samples for versions, samples in histogram.items()) / count if count else None,
@@ -203,7 +206,7 @@ def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:
 
 
 def recovery_summary(restarts: Sequence[Restart], earlier: Mapping[PartName, int]) -> dict[str, Any]:
-    """Return `restarts`, their number by part, and `recovery`, each of `restarts`, oldest first."""
+    """Return `restarts`, their number by part, and `recovery`, a list of the newest ones, oldest first."""
     counts = count_restarts(restarts, earlier)
     return {
         "restarts": {part: counts[part] for part in get_args(PartName)},
@@ -235,7 +238,7 @@ def _point(row: MetricsRow, *, with_metrics: bool = False) -> dict[str, Any]:
 def choose_example(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the answers whose reward rose the most, before and after; among equals, the shortest."""
+    """Return the answers to the prompt whose reward rose the most, before and after; among equals, the shortest."""
 
     def key(example: Mapping[str, Any]) -> tuple[str, str]:
         return str(example["prompt"]), str(example["ground_truth"])
@@ -255,9 +258,9 @@ def choose_example(
 def describe_error(error: BaseException, part: str) -> dict[str, str]:
     """Describe `error` for summary.json: its type, message, part (`rollouter`, `trainer`, `driver`, …) and cause.
 
-    Of an exception group the first failure counts, with the part that `attribute_failure_to` gave it; a wrapper of
-    Ray's is replaced by its cause. A `ConfigError` has no traceback: it concerns the user's keys, and its cause is the
-    message of a library at most.
+    For an exception group, this describes the first failure, with the part that `attribute_failure_to` assigned to it.
+    An exception in which Ray wraps another is replaced by its cause. A `ConfigError` has no traceback, because it
+    concerns the user's configuration; its cause is at most the message of a library.
     """
     error = next(_leaves(error))
     part = getattr(error, _PART, part)

@@ -8,7 +8,7 @@
             ├─ served ─▶ Rollouter ─ apply, validation ─▶ replicas
             └─ model, experience, critic, train, publish, checkpoint ─▶ ranks, store
 
-Each explanation follows one path of this graph, so it ends. Unknown facts are left out; nothing here raises.
+Each explanation follows one path of this graph, so it ends. Unknown facts are left out, and no function raises.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ STALL_FILE = "stall.json"
 STALE_S = 10.0
 """A healthy driver writes its state every second or two, so an older state means that it is not healthy."""
 SILENT_S = 5.0
-"""A part that has not answered for so long is more than slow."""
+"""A part that has not answered for longer than this is not merely slow."""
 REPLICA_SILENT_S = 10.0
 """Replicas report once a second."""
 SLOW_PHASE_S = 5.0
-"""A replica that does not serve for so long delays the others too; a usual pause takes milliseconds."""
+"""A replica that does not serve for longer than this delays the others, too; a usual pause takes milliseconds."""
 IDLE_ENGINES_S = 10.0
-"""Working engines generate a token more often than that."""
+"""Engines that work generate tokens at shorter intervals than this."""
 MAX_ERROR_CHARS = 1500
 
 _TRAINER_WAITS: Mapping[str, tuple[str, WaitCause]] = {
@@ -96,7 +96,8 @@ class WaitLink(NamedTuple):
     """Duration so far."""
     detail: str = ""
     cause: WaitCause | Literal[""] = ""
-    """Set in the last link, and in a first link that says how the run or its driver ended before what follows."""
+    """Set in the last link. Also set in a first link that describes how the run or its driver ended; the links after it
+    then describe the state at that time."""
 
     @property
     def text(self) -> str:
@@ -149,7 +150,8 @@ def write_stall(run_dir: Path, state: RunState) -> Path | None:
 def explain(state: RunState, now: float, *, driver: DriverState = "unknown") -> tuple[WaitLink, ...]:
     """Return the chain of waits at `now` (wall clock), which has at least one link.
 
-    If the run has ended or its driver is gone, the first link says that, and the chain describes that moment.
+    If the run has ended or its driver is gone, the first link describes that, and the rest of the chain describes the
+    state at that time.
     """
     ending = _ending(state, now, driver)
     if ending is None:
@@ -161,7 +163,7 @@ def explain(state: RunState, now: float, *, driver: DriverState = "unknown") -> 
 
 
 def _ending(state: RunState, now: float, driver: DriverState) -> WaitLink | None:
-    """Return how the run or its driver ended; None: the driver works."""
+    """Return how the run or its driver ended, or None if the driver works."""
     if state.phase in ("completed", "failed", "interrupted"):
         lines = state.error.strip().splitlines()
         return WaitLink("run", state.phase, None, lines[0][:MAX_ERROR_CHARS] if lines else "", state.phase)
@@ -180,7 +182,7 @@ def _ending(state: RunState, now: float, driver: DriverState) -> WaitLink | None
 
 
 def _when_last_polled(state: RunState) -> RunState:
-    """Return the state when the driver last polled its parts, which it stops to do before its last write."""
+    """Return the state as of the driver's last poll of its parts, which is earlier than its last write."""
     if any(part not in state.silent_s for part in ("store", "rollouter", "trainer")):
         return state
     least_s = min(state.silent_s.values())
@@ -189,7 +191,7 @@ def _when_last_polled(state: RunState) -> RunState:
 
 
 class _Explanation:
-    """One state at one time. Every method returns the rest of the chain, or None if it does not apply."""
+    """Explains a state at one moment. Every method returns the rest of the chain, or None if it does not apply."""
 
     def __init__(self, state: RunState, at: float) -> None:
         self._state = state
@@ -203,7 +205,7 @@ class _Explanation:
         return (*stopping, *self._trainer())
 
     def _starting(self) -> tuple[WaitLink, ...]:
-        """Ranks and engines start concurrently; the chain names one that is not ready."""
+        """Explain the start, in which ranks and engines start concurrently, by one that is not ready."""
         if waits := self._waits("trainer"):
             return (self._blocked_trainer(waits[0]),)
         if self._state.replicas and (lagging := self._lagging_replica(self._state.replicas)):
@@ -237,7 +239,7 @@ class _Explanation:
         return (WaitLink("Trainer", "is blocked on samples", longest.since_s, detail), *self._samples())
 
     def _blocked_trainer(self, wait: Wait) -> WaitLink:
-        """The Trainer is blocked on a call to its ranks, whose work cannot be observed from outside."""
+        """Explain a Trainer that is blocked on a call to its ranks, whose work cannot be observed from outside."""
         text, cause = _TRAINER_WAITS.get(wait.edge, (f"is blocked on {wait.edge}", "unknown"))
         pids = ", ".join(str(process.pid) for process in self._state.processes if process.part == "rank")
         details = [f"ranks: pid {pids}"] if pids and cause in ("ranks", "checkpoint", "model") else []
@@ -389,7 +391,7 @@ class _Explanation:
         return (WaitLink("Rollouter", "has not reacted yet", None, detail, "busy"),)
 
     def _applying(self) -> tuple[WaitLink, ...]:
-        """While a version is applied: the replica that does not serve it yet."""
+        """Explain the application of a version by a replica that does not serve the version yet."""
         published = self._state.published
         current = self._current_replicas()
         behind = [report for report in current if published is not None and _version(report) < published]
@@ -415,13 +417,13 @@ class _Explanation:
         if lagging := self._lagging_replica(current):
             return lagging
         if silent := self._silent("store", "weight store"):
-            return silent  # it delivers the reports, so all that is known of the replicas is old
+            return silent  # the store delivers the reports, so everything known about the replicas is outdated
         serving = [report for report in current if report.phase in ("serving", "fetching")]
         requests = sum(report.in_flight for report in serving)
         missing = self._state.num_replicas - len(current)
         detail = f"{len(serving)} serving, {requests} requests in flight"
         if missing > 0:
-            detail += f"; no report of {missing}"
+            detail += f"; no report from {missing}"
         if not requests:
             return WaitLink("engines", "have no request in flight", None, detail, "engine")
         idle_s = self._since(self._state.last_progress_at) if self._state.last_progress_at else 0.0
@@ -430,7 +432,7 @@ class _Explanation:
         return WaitLink("engines", "are generating", None, detail, "engine")
 
     def _lagging_replica(self, reports: Sequence[ReplicaReport]) -> WaitLink | None:
-        """Return the replica that most likely delays the others; None: there is none."""
+        """Return the replica that most likely delays the others, or None if there is none."""
         if not self._state.num_replicas:
             return WaitLink("engines", "do not exist", None, "every sample of the run is recorded", "busy")
         if not self._state.replicas:
@@ -464,7 +466,7 @@ class _Explanation:
     # ------------------------------------------------------------------------------------------------ shared
 
     def _unavailable(self, part: str, name: str) -> WaitLink | None:
-        """Return the link of a part that is being replaced or does not answer; None: it works."""
+        """Return the link of a part that is being replaced or does not answer, or None if it works."""
         state = self._state
         if part in state.restarting:
             details = [restart.cause for restart in state.restarts if restart.part == part and not restart.recovered_at]
@@ -474,7 +476,7 @@ class _Explanation:
         return self._silent(part, name)
 
     def _silent(self, part: str, name: str) -> WaitLink | None:
-        """Return the link of a part that does not answer; None: it answers."""
+        """Return the link of a part that does not answer, or None if it answers."""
         state = self._state
         silent_s = state.silent_s.get(part, 0.0)
         if silent_s <= SILENT_S:

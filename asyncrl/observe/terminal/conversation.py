@@ -1,6 +1,6 @@
 """Render a trajectory with rich: its messages, the versions that sampled them, durations and rewards. Pure.
 
-Tokens of the policy are in colour, in a shade for every other version; all other text is dim. No text is wrapped or
+Tokens of the policy are coloured, with alternating shades for versions; all other text is dim. No text is wrapped or
 cut, so that a conversation can be copied; control characters in it are made visible.
 """
 
@@ -24,7 +24,7 @@ SHADES = ("green", "bright_green")
 _BAD = "red"
 _ROLES = {"assistant": "bold green", "system": "bold magenta", "user": "bold blue", "tool": "bold yellow"}
 _MAX_PART = 80
-"""Characters shown of a part of a message that is not text."""
+"""Largest number of characters shown for a part of a message that is not text."""
 _LABEL = 13
 _CONTROLS = {
     **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},
@@ -84,7 +84,7 @@ def conversation(one: DumpedTrajectory) -> Iterator[Text]:
 
 
 def closing(one: DumpedTrajectory, fate: str) -> Iterator[Text]:
-    """Yield reward, finish reason and origin of a trajectory. `fate`: the end of its sample; empty if unknown."""
+    """Yield reward, finish reason and origin of a trajectory. `fate`: the state of its sample; empty if unknown."""
     trajectory, score = one.trajectory, one.score
     reward = _labelled("reward").append(_amount(score.reward), style="bold")
     for name, value in score.extra.items():

@@ -38,7 +38,7 @@ from asyncrl.storage.run_dir import disk_error
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN_LOGGERS = ("asyncrl.", "rollouter.", "trainer.", "skip.")
 ALREADY_SHOWN = {"already_shown": True}
-"""`extra` of a log message that the view shows already: it goes to the file alone."""
+"""`extra` of a log message that the view already shows, so that it goes only to the file."""
 
 
 Example = Mapping[str, Any]
@@ -57,10 +57,10 @@ class View:
     """
 
     def phase(self, text: str) -> None:
-        """End the current phase and begin the phase `text`, unless it is empty."""
+        """End the current phase and, unless `text` is empty, begin the phase `text`."""
 
     def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
-        """Show a row that was recorded, and the dashboard that it has changed."""
+        """Show a recorded row and the dashboard, which has changed with it."""
         self.update(dashboard)
 
     def update(self, dashboard: Dashboard) -> None:
@@ -76,7 +76,7 @@ class View:
         """Print a warning, hint or error, or with an empty level a recovery. It stays on the terminal."""
 
     def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
-        """Show the closing summary. The last call."""
+        """Show the closing summary. No other method is called after this."""
 
     def __enter__(self) -> Self:
         return self
@@ -320,7 +320,7 @@ class ViewHandler(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """Stops with one message when its disk is full: a log never stops a run."""
+    """A log file that stops with one message when its disk is full, so that it never stops a run."""
 
     def __init__(self, path: Path, view: View) -> None:
         super().__init__(path, encoding="utf-8")
@@ -328,7 +328,9 @@ class LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         self.setLevel(logging.CRITICAL + 1)
-        self._view.message("warning", f"cannot write {self.baseFilename}: the log ends here, messages are only shown")
+        self._view.message(
+            "warning", f"cannot write {self.baseFilename}: the log ends here, later messages are only shown"
+        )
 
 
 @contextmanager

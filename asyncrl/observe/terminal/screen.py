@@ -44,7 +44,7 @@ class Dashboard:
     restarts: tuple[Restart, ...] = ()
     """The newest restarts."""
     earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
-    """Number of restarts before those, by part."""
+    """Number of restarts before the newest ones, by part."""
     reward_now: float | None = None
     """Mean reward of the last step."""
     rewards: tuple[float, ...] = ()
@@ -148,7 +148,7 @@ def draw(
 
     Args:
         dashboard: None until the run has results.
-        spinner: the same one in all calls, or it would never turn.
+        spinner: the same object in all calls, because a new one would never turn.
     """
     if dashboard is None:
         return _phases(phases, now_s, spinner)
@@ -232,7 +232,7 @@ def facts(*rows: tuple[str, RenderableType | None], width: int | None = 11) -> T
     """Return a table of named values. Rows without a value are left out, and a name that repeats is shown once.
 
     Args:
-        width: of the names; None: as wide as the longest.
+        width: the width of the names; None: as wide as the longest one.
     """
     table = Table.grid(padding=(0, 2), expand=width is not None)
     table.add_column(style=DIM, no_wrap=True, width=width)
@@ -246,7 +246,7 @@ def facts(*rows: tuple[str, RenderableType | None], width: int | None = 11) -> T
 
 
 def items(**items: str | int | None) -> Text:
-    """Return pairs of name and value, the name dim and the value plain; without values of None."""
+    """Return names and values as one line, with the names dim. Values of None are left out."""
     text = Text()
     for name, value in items.items():
         if value is not None:
@@ -261,7 +261,7 @@ def run_directory(path: Path | str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Reward:
-    """Draws the last step's mean, a sparkline of the available width, the first and the last tenth."""
+    """Draws the reward: the last step's mean, a sparkline of the available width, the first and the last tenth."""
 
     board: Dashboard
 

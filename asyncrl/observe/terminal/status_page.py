@@ -29,7 +29,7 @@ _BAD = "bold red"
 
 
 def status_page(report: Mapping[str, Any], name: str) -> RenderableType:
-    """Return the page of the result of `asyncrl.observe.status.run_files.status_report`."""
+    """Return the page. `report`: the result of `asyncrl.observe.status.run_files.status_report`."""
     title = " · ".join(part for part in (report["experiment"], name, report["mode"]) if part)
     content = Group(_headline(report), _position(report), Text(), _facts(report))
     return Group(panel(content, title), run_directory(report["run_dir"]))
@@ -148,7 +148,7 @@ def _replica(replica: Mapping[str, Any]) -> Text:
 
 
 def _health(health: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
-    """Yield resource usage; for a run that has ended, that at its end."""
+    """Yield the resource usage; for a run that has ended, the usage at its end."""
     processes: Mapping[str, Mapping[str, Any]] = health.get("processes") or {}
     lags = {name: each["lag_s"] for name, each in processes.items() if each["lag_s"] is not None}
     if lags:

@@ -206,7 +206,7 @@ def test_a_tracker_has_a_name_or_an_import_path(tmp_path: Path) -> None:
     run = TrackedRun("p", "e", "r", tmp_path, {}, False)
     by_name, by_path = (open_tracker(name, run) for name in ("prometheus", TRACKERS["prometheus"]))
     assert type(by_name) is type(by_path) is PrometheusTracker
-    with pytest.raises(ConfigError, match=r"logging.sinks: json:dumps is no subclass of .*\.Tracker"):
+    with pytest.raises(ConfigError, match=r"logging.sinks: json:dumps is not a subclass of .*\.Tracker"):
         open_tracker("json:dumps", run)
 
 

@@ -335,6 +335,6 @@ def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeypat
         logging.getLogger("a").warning("one")
         logging.getLogger("a").warning("two")
     assert [text for _, text in view.messages if "driver.log" in text] == [
-        f"cannot write {tmp_path / 'driver.log'}: the log ends here, messages are only shown"
+        f"cannot write {tmp_path / 'driver.log'}: the log ends here, later messages are only shown"
     ]
     assert [text for _, text in view.messages if text in ("one", "two")] == ["one", "two"]
