@@ -246,7 +246,7 @@ def _outcome(summary: Mapping[str, Any]) -> RenderableType:
     table.add_row("samples", _samples(summary["samples"]))
     if replayed := summary["samples"]["replayed"]:
         substituted = summary["samples"]["substituted"]
-        other = f", {substituted:,} of other samples" if substituted else ""
+        other = f", {substituted:,} of them from records of other samples" if substituted else ""
         table.add_row("replayed", f"{replayed:,} samples{other}")
     for role, counts in summary.get("skip", {}).items():
         if text := ", ".join(f"{count:,} {what}" for what, count in counts.items() if count):

@@ -300,7 +300,7 @@ def _samples(board: Dashboard) -> Text:
     if reasons:
         text.append(f" ({', '.join(reasons)})", style=DIM)
     if counts.replayed:
-        text.append(f"   {counts.replayed:,} replayed, {counts.substituted:,} of them of other samples", style=DIM)
+        text.append(f"   {counts.replayed:,} replayed, {counts.substituted:,} from other records", style=DIM)
     return text
 
 

@@ -85,7 +85,10 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
             items(**{name: samples[name] for name in ("replayed", "substituted")}) if samples["replayed"] else None,
         ),
         ("dropped", items(**dropped) if dropped else None),
-        *(("because", Text.assemble(f"{kind} ", (f"{number:,}", "bold"))) for kind, number in report["drops"].items()),
+        *(
+            ("drop reason", Text.assemble(f"{kind} ", (f"{number:,}", "bold")))
+            for kind, number in report["drops"].items()
+        ),
         *(("staleness", bar) for bar in _histogram(report["staleness"] or {})),
         ("tokens", _tokens(report["tokens"])),
         *(("replicas", _replica(replica)) for replica in report["replicas"]),
