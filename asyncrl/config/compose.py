@@ -1,4 +1,4 @@
-"""Composition of packaged YAML, a user's file and overrides into one typed Config. DictConfig ends here.
+"""Composition of packaged YAML, a user's file and overrides into one typed Config; no other module sees a DictConfig.
 
 The composed tree has, in this order: the schema's defaults, the chosen groups and recipe, the user's file, overrides.
 """
@@ -30,14 +30,14 @@ Tree = dict[str, Any]
 CONF = Path(asyncrl.__file__).parent / "conf"
 _QUICKSTART = "quickstart"
 _BASE = "base"
-"""The packaged config under every other: the schema's defaults and a place for each group."""
+"""The packaged config that all others build on: the schema's defaults and a place for each group."""
 _SCHEMA_NODE = "schema"
 _USER_NODE = "user"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedConfig:
-    """A configuration and its problems; `config` is None if it has no valid types."""
+    """A configuration and its problems; `config` is None if values have invalid types."""
 
     config: Config | None
     problems: tuple[ConfigProblem, ...]
@@ -107,7 +107,7 @@ def check_config(
 
 
 def to_yaml(config: Config) -> str:
-    """Return every key with its value; as a file, this composes to the same configuration."""
+    """Return every key with its value as YAML; a file with this text composes to the same configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -258,7 +258,7 @@ def _split_override(text: str) -> tuple[str, str]:
         consequence = "Hydra only composes here; its run and sweep settings have no effect"
         raise _Refused(name, raw, consequence, "leave it out")
     if "@" in name:
-        consequence = "groups have one place here, their own section"
+        consequence = "groups have one place here, the section of the same name"
         raise _Refused(name, raw, consequence, f"write {name.partition('@')[0]}={raw}")
     return name, raw
 
@@ -296,7 +296,7 @@ def _parse_value(name: str, raw: str) -> tuple[str, Any]:
         override = OverridesParser.create().parse_override(f"++{name}={raw}")
         if override.is_sweep_override():
             fix = f"run the command once for each value; a list is written {name}=[{raw}]"
-            raise _Refused(name, raw, "that is several values, and a launch is one run", fix)
+            raise _Refused(name, raw, "these are several values, and a launch is one run", fix)
         return f"++{name}={raw}", override.value()
     except HydraException as error:
         reason = str(error).partition("\nSee ")[0].splitlines()[0]

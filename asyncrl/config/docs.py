@@ -28,11 +28,12 @@ trainer: {total_epochs: 2, optim: {lr: 2.0e-6}}
 ```
 
 It may build on a recipe and choose groups by a Hydra defaults list, say `defaults: [quickstart, {algorithm: grpo_kl}]`.
-Options of your own can lie next to it (`algorithm/mine.yaml`). `${key}` and `${oc.env:VARIABLE}` are resolved.
-The order is: defaults, groups, recipe, your file, overrides; the later wins. On the command line a list is written
-`data.train_files=[a.jsonl,b.jsonl]`, and free text needs no quotes but the shell's.
+Put group options of your own into folders next to it (`algorithm/mine.yaml`). `${key}` and `${oc.env:VARIABLE}` are
+resolved. Values come from the defaults, the groups, the recipe, your file and the overrides; later ones win. On the
+command line a list is written `data.train_files=[a.jsonl,b.jsonl]`, and free text needs no quotes other than the
+shell's.
 `asyncrl launch ... --dry-run` prints the resolved configuration and the resources of the run.
-In tables, `*` stands for each entry of a list.
+In the tables, `*` means each entry of a list.
 """
 
 

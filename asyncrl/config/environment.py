@@ -1,6 +1,6 @@
-"""Checks that look at this machine: files, models, user code, packages, GPUs, ports and environment variables.
+"""Checks of a configuration against this machine: files, models, code, packages, GPUs, ports, environment variables.
 
-They take milliseconds, import nothing they look for, and run before Ray, torch or vLLM is imported.
+The checks take milliseconds. They do not import what they look for, and run before Ray, torch or vLLM is imported.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _CLASSIFIER_HEADS = {"score", "classifier"}
 """Hugging Face's names of the head of a sequence classifier."""
 _LAST_LAYER = re.compile(r"(score|classifier)(\.out_proj)?\.weight$")
 _NOT_ADAPTED = ("lm_head", "embed_out", "embed_tokens", "wte", "wpe")
-"""Matrices of a language model that are no linear layers within it."""
+"""Names of matrices that get no adapter: embeddings and output heads."""
 _DEFAULT_LABELS = 2
-"""Hugging Face's default, which config.json leaves out."""
+"""Hugging Face's default number of labels, which config.json omits."""
 
 
 def check_environment(config: Config, *, serve_only: bool = False) -> list[ConfigProblem]:
@@ -96,7 +96,7 @@ def _length(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _missing(key: str, path: str, what: str, otherwise: str = "") -> ConfigProblem:
-    """Return the problem of a file or directory that does not exist; `otherwise` ends the fix."""
+    """Return the problem of a file or directory that does not exist; `otherwise` is appended to the fix."""
     local = local_path(path)
     fix = _shipped_assets() if local is None else _similar_path(local)
     return ConfigProblem(key, path, f"{what} is not there", fix + otherwise)
@@ -112,7 +112,7 @@ def _similar_path(path: Path) -> str:
 
 def _shipped_assets() -> str:
     folders = sorted(folder.name for folder in assets.ROOT.iterdir() if folder.is_dir() and folder.name[0] != "_")
-    return "shipped are " + ", ".join(assets.SCHEME + folder for folder in folders)
+    return "the package contains " + ", ".join(assets.SCHEME + folder for folder in folders)
 
 
 def _writable_parent(path: Path) -> tuple[Path, str]:
@@ -300,7 +300,7 @@ def _policy(config: Config) -> Iterator[ConfigProblem]:
     path, tokenizer = config.model.path, config.model.tokenizer_path
     yield from _model_directory("model.path", path)
     if tokenizer is not None:
-        otherwise = "; null is the tokenizer at model.path"
+        otherwise = "; null means the tokenizer at model.path"
         yield from _model_directory("model.tokenizer_path", tokenizer, otherwise, is_model=False)
     limit = model_config(path).get("max_position_embeddings")
     if isinstance(limit, int) and config.max_model_len > limit:
@@ -320,7 +320,7 @@ def _other_models(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _model_directory(key: str, path: str, otherwise: str = "", *, is_model: bool = True) -> Iterator[ConfigProblem]:
-    """Check that `path` is a directory (of a model: with its files) or a hub name; `otherwise` ends the fix."""
+    """Check that `path` is a directory (of a model: with its files) or a hub name; the fix ends with `otherwise`."""
     local = local_path(path)
     if local is not None and local.is_dir():
         if is_model and not (local / "config.json").is_file():
@@ -345,7 +345,8 @@ def _in_hub_cache(name: str) -> bool:
 def _target_modules(config: Config) -> Iterator[ConfigProblem]:
     """Check that each name in `model.target_modules` is a matrix in the model's files.
 
-    Files may lack a prefix that the modules have (`transformer.h.0` is saved as `h.0`), so either may end the other.
+    Files may lack a prefix that the modules have (`transformer.h.0` is saved as `h.0`), so a name also matches if one
+    is a suffix of the other.
     """
     targets = config.model.target_modules
     if config.model.lora_rank == 0 or targets == _ALL_LINEAR:
@@ -369,7 +370,7 @@ def _target_modules(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _reward_model(config: Config, path: str) -> Iterator[ConfigProblem]:
-    """Check that the model gives one score: by its config.json, or by its head where the Trainer loads it."""
+    """Check that the model gives one score, by its config.json or, if the Trainer loads it, by its head's shape."""
     key, placement = "reward_model.path", config.reward_model.placement
     settings, shapes = model_config(path), tensor_shapes(path)
     heads = {name: shape for name, shape in shapes.items() if set(name.split(".")[:-1]) & _CLASSIFIER_HEADS}
@@ -454,7 +455,10 @@ def _engine_libraries(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _sequence_parallel(config: Config) -> Iterator[ConfigProblem]:
-    """Ranks that share a sequence share its heads too; one problem for both, so that its fix is valid for both."""
+    """Check that the size of a sequence-parallel group divides the ranks and the attention heads.
+
+    One problem reports both, so that its fix satisfies both.
+    """
     size, ranks = config.trainer.ulysses_sequence_parallel_size, config.trainer.num_workers
     heads = model_config(config.model.path).get("num_attention_heads")
     heads = heads if isinstance(heads, int) and heads > 0 else None
@@ -513,7 +517,7 @@ def check_devices(config: Config) -> Iterator[ConfigProblem]:
         yield from _too_few_gpus(config, gpus)
     if gpus or config.trainer.device != "auto":
         return
-    no_gpu = "this machine shows no GPU, which trainer.device=auto would use"  # rules report the same for `cpu`
+    no_gpu = "this machine shows no GPU, which trainer.device=auto would use"  # the rules report device=cpu
     for key in ("activation_offload", "param_offload", "optimizer_offload"):
         if getattr(config.trainer, key):
             yield warning(f"trainer.{key}", True, f"{no_gpu}: on CPU it has no effect", "leave this key out")

@@ -43,9 +43,9 @@ class ConfigKey:
     section: type[ConfigSection] | None
     """The class of its keys, if it is a section."""
     takes_text: bool
-    """Its values are free text, so that `key=007` on the command line means the text."""
+    """Whether its values are free text, so that `key=007` on the command line means the text 007."""
     open_ended: bool
-    """It is a mapping with arbitrary keys."""
+    """Whether it is a mapping with arbitrary keys."""
 
 
 @cache
@@ -130,8 +130,8 @@ def unknown_keys(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield paths and values in `tree` that are not in the schema.
 
-    A section whose name resembles a known one is reported once; of other unknown mappings every leaf is, because the
-    leaves say more about the intention.
+    A section whose name resembles a known one is yielded once. Of any other unknown mapping, every leaf is yielded,
+    because the leaves show more of the intention.
     """
     known = all_keys()
     for name, value in tree.items():
@@ -147,7 +147,7 @@ def unknown_keys(
 
 
 def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in `tree` by dotted key; a mapping that is a value itself stays one."""
+    """Return the values in `tree` by dotted key; a mapping that is the value of a key is not flattened."""
     return {".".join(path): value for path, value in _leaves(tree)}
 
 
@@ -170,7 +170,7 @@ def nearest(unknown: str) -> str | None:
     if close := get_close_matches(leaf, siblings, n=1, cutoff=0.7):
         return siblings[close[0]]
     if namesakes := [name for name in known if name.rpartition(".")[2] == leaf]:
-        return max(namesakes, key=lambda name: _shared_sections(name, unknown))  # the schema's first of several
+        return max(namesakes, key=lambda name: _shared_sections(name, unknown))  # of several, the first in the schema
     if close := get_close_matches(unknown, known, n=1, cutoff=0.75):
         return close[0]
     by_leaf = {name.rpartition(".")[2]: name for name in known}

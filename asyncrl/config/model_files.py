@@ -1,4 +1,4 @@
-"""Models on this machine: their config.json and the headers of their safetensors files, never a weight."""
+"""Reads config.json and the safetensors headers of models on this machine, and never their weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.assets import resolve
 
 _LONGEST_HEADER = 100 * 2**20
-"""safetensors' own bound, in bytes."""
+"""Maximum size of a header that safetensors accepts, in bytes."""
 
 
 def local_path(path: str) -> Path | None:

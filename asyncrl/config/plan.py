@@ -17,7 +17,7 @@ _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TRAINING_BYTES = 4 + 4 + 8
 """A parameter's float32 master weight, gradient and two Adam moments."""
 _UNSHARDED = ("local", "ddp")
-"""Strategies with whole models on every rank."""
+"""Strategies that have the whole model on every rank."""
 _STORED_VERSIONS = 3
 """Published versions in the object store: the newest, and two that replicas may still be loading."""
 
@@ -41,15 +41,15 @@ def training_steps(config: Config, num_prompts: int) -> int:
 def total_samples(
     config: Config, total_steps: int, num_prompts: int | None, *, step: int = 0, trained_samples: int = 0
 ) -> int:
-    """Return the number of samples that the run trains on, including its earlier parts; pacing admits no more.
+    """Return the number of samples that the run trains on, including those before a resume; pacing admits no others.
 
-    Every pass (`trainer.ppo_epochs`) over a lease uses the same samples. A stop in the middle of a lease may skip
-    passes over trained samples; a resumed run takes other samples for these steps, and so may need more than planned,
-    but never more than its epochs have, if they decide its length.
+    Every pass (`trainer.ppo_epochs`) over a lease uses the same samples. A run that stops in the middle of a lease may
+    skip its last passes. After a resume, new samples are used for these steps, so the run may need more samples than
+    planned, but never more than its epochs contain if they determine its length.
 
     Args:
         num_prompts: prompts per epoch, after filtering; may be None with `trainer.total_training_steps`.
-        step: the step of the checkpoint that a resumed run starts from, as is `trained_samples`.
+        step, trained_samples: counters of the checkpoint that a resumed run starts from.
     """
     mini_batches = math.ceil(max(0, total_steps - step) / config.trainer.ppo_epochs)
     samples = trained_samples + mini_batches * config.trainer.ppo_mini_batch_size
@@ -74,7 +74,7 @@ class MachineResources:
 
 @dataclass(frozen=True, slots=True)
 class PlannedProcess:
-    """A kind of process of the run. `threads`, `gpus` and `memory_bytes` are those of each process."""
+    """A kind of process of the run. `threads`, `gpus` and `memory_bytes` are per process."""
 
     name: str
     count: int
@@ -83,7 +83,7 @@ class PlannedProcess:
     memory_bytes: int | None
     """Weights, optimizer and caches, without activations and libraries; None if unknown."""
     computes: bool = False
-    """It keeps its threads busy."""
+    """Whether it keeps its threads busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,13 @@ class ResourcePlan:
     total_steps: int | None
     total_versions: int | None
     total_samples: int | None
-    """Samples trained over the run; with `total_epochs`, those of the unfiltered prompts."""
+    """Samples that the whole run trains on; with `total_epochs`, computed from the unfiltered prompts."""
     samples_per_step: int
     samples_per_lease: int
     samples_per_version: int
     max_unconsumed_samples: int
-    """Most samples generated and not yet trained: `(1 + staleness_threshold) x samples_per_version`."""
+    """Maximum number of samples that are generated and not yet trained: `(1 + staleness_threshold) x
+    samples_per_version`."""
     max_generating_samples: int
     max_generating_trajectories: int
     max_model_len: int
@@ -168,7 +169,7 @@ def _processes(config: Config, machine: MachineResources, num_parameters: int | 
 
 
 def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator[PlannedProcess]:
-    """Yield the training processes: those of the policy, with models that share them, and those of other models.
+    """Yield the training processes of the policy, including the models that share them, and those of other models.
 
     All models are assumed to have the size of the policy.
     """
@@ -198,7 +199,7 @@ def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator
 
 
 def _bytes_per_parameter(config: Config, name: str) -> int:
-    """With LoRA only the adapters are trained, which are small beside the weights."""
+    """Return the bytes that a model needs per parameter. LoRA adapters are not counted, because they are small."""
     lora = config.model.lora_rank > 0
     if name == "ref" and lora and config.ref.placement == "actor":
         return 0

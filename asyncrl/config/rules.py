@@ -23,7 +23,7 @@ def _names(config: Config) -> Iterator[ConfigProblem]:
         parents["project_name"] = "skip.<role>.dump_dir"
     for key, parent in parents.items():
         if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name := getattr(config, key)):
-            consequence = f"it names a directory below {parent}, and this name would not be one"
+            consequence = f"it names a directory below {parent}, and this is not a valid name for one"
             yield ConfigProblem(key, name, consequence, "use letters, digits, '_', '-', '+' and '.'")
 
 

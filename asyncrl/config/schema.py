@@ -29,23 +29,24 @@ class Config(ConfigSection):
     """The whole run."""
 
     mode: Literal["fully_async", "sync"] = "fully_async"
-    """Set by `asyncrl launch`."""
+    """Mode of the run, which `asyncrl launch` sets."""
     project_name: str = "asyncrl"
     """Groups experiments in metric sinks."""
     experiment_name: str = "quickstart"
     """Names the directory of the runs below runs/."""
     run_dir: str | None = None
-    """null: runs/<experiment_name>/<time>/. With `resume`, only the directory of the resumed run."""
+    """Directory of the run; null: runs/<experiment_name>/<time>/. With `resume`, it can only be the directory of the
+    resumed run."""
     resume: str = "none"
-    """`none`; `auto`: the newest checkpoint of this experiment (with `run_dir`: of the run there), if there is one; or
-    a run or checkpoint directory. A run continues in its own directory; to start another from its weights, give
-    `model.path=<checkpoint>/hf` instead."""
+    """What to continue from: `none`; `auto`, which is the newest checkpoint of this experiment (with `run_dir`: of the
+    run in that directory), if one exists; or a run or checkpoint directory. A run continues in its own directory. To
+    start a new run from its weights, give `model.path=<checkpoint>/hf` instead."""
     journal: Switch = "on"
-    """Keep every transition of every sample, and finished samples until a checkpoint covers them, on disk in the run
+    """Write every transition of every sample, and the finished samples that no checkpoint covers yet, to the run
     directory, so that a crash loses nothing. `off`: a restart continues from the last checkpoint, and a lost queue ends
     the run."""
     seed: NonNegative = 0
-    """Seed of data order and torch. Same seed: same prompts in the same feed order."""
+    """Seed of the data order and of torch. The same seed gives the same prompts in the same feed order."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -81,7 +82,7 @@ class Config(ConfigSection):
 
     @property
     def generation_skip(self) -> RolloutSkipConfig | None:
-        """The enabled role that records and replays generation; the rules allow one."""
+        """The enabled role that records and replays generation; the rules allow at most one."""
         roles = (self.skip.async_rollout, self.skip.rollout)
         return next((role for role in roles if role.enable), None)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 NEEDS_GROUPS = ("grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline")
-"""Estimators whose baseline is the rest of the group."""
+"""Estimators that compute the baseline from the rest of the group."""
 _GEOMETRIC_BOUND = 1.001
 """Default upper bound of a geometric mean of token ratios."""
 _SEQUENCE_CLIP = 0.05
@@ -47,16 +47,19 @@ class RolloutCorrectionConfig(ConfigSection):
     """Correction for tokens sampled by an older policy, or by an engine that computes differently."""
 
     bypass_mode: bool = True
-    """true: the proximal policy is the behaviour policy as recorded. false: its log-probs are recomputed by the
-    Trainer when a lease starts (decoupled PPO, https://arxiv.org/abs/2505.24298)."""
+    """true: the recorded behaviour policy is also the proximal policy. false: the Trainer recomputes the log-probs of
+    the proximal policy when a lease starts (decoupled PPO, https://arxiv.org/abs/2505.24298)."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Importance weights proximal / behaviour: none, of each token, or the product over a response."""
+    """Importance weights (proximal over behaviour policy): none, one for each token, or their product over a
+    response."""
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """Weights outside the thresholds: cut to the upper one (TIS), or set to 0 (MIS, IcePop)."""
+    """`truncate` cuts weights to the upper threshold (TIS); `mask` sets weights outside the thresholds to 0 (MIS,
+    IcePop)."""
     rollout_is_threshold: Annotated[float, Field(gt=0)] = 2.0
     """Upper threshold of a weight."""
     rollout_is_threshold_low: Annotated[float, Field(ge=0)] = 0.0
-    """Lower threshold of a weight, with `rollout_is_mode: mask`; 0: none. IcePop: 0.5 with an upper one of 5."""
+    """Lower threshold of a weight, with `rollout_is_mode: mask`; 0: none. IcePop uses 0.5, and 5 as the upper
+    threshold."""
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean over the lease; needs `bypass_mode: false`."""
     rollout_rs: Literal[
@@ -67,7 +70,7 @@ class RolloutCorrectionConfig(ConfigSection):
         "seq_max_k1", "seq_max_k2", "seq_max_k3",
     ] = "none"  # fmt: skip
     """Rejection: leave out tokens, or whole responses, whose divergence between behaviour and proximal policy is out
-    of bounds. geometric: by the geometric mean of the token ratios."""
+    of bounds. `geometric` rejects responses by the geometric mean of their token ratios."""
     rollout_rs_threshold: Annotated[float, Field(gt=0)] | None = None
     """Upper bound: of the ratio for `geometric` (null: 1.001), of |k1|, k2 or k3 in nats otherwise (required)."""
     rollout_rs_threshold_low: Annotated[float, Field(ge=0)] = 0.0
@@ -75,12 +78,12 @@ class RolloutCorrectionConfig(ConfigSection):
 
     @property
     def rejection_bound(self) -> float:
-        """`rollout_rs_threshold`, with the default of `geometric`; the others refuse null."""
+        """Return `rollout_rs_threshold`, or the default of `geometric`; the rules refuse null for other statistics."""
         return _GEOMETRIC_BOUND if self.rollout_rs_threshold is None else self.rollout_rs_threshold
 
     @property
     def rejects_everything(self) -> bool:
-        """The bounds of `geometric` leave nothing between them."""
+        """Whether the bounds of `geometric` reject every response."""
         low = self.rollout_rs_threshold_low or 1.0 / self.rejection_bound
         return self.rollout_rs == "geometric" and low > self.rejection_bound
 
@@ -99,7 +102,7 @@ class AlgorithmConfig(ConfigSection):
     lam: Share = 1.0
     """Trace decay of `gae`."""
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
-    """The objective."""
+    """Objective of the policy."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The probability ratio is clipped at 1 minus this."""
     clip_ratio_high: Annotated[float, Field(gt=0)] = 0.2
@@ -123,14 +126,14 @@ class AlgorithmConfig(ConfigSection):
     use_kl_in_reward: bool = False
     """Subtract the KL divergence from the reference model from each token's reward."""
     kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
-    """Estimator of that divergence."""
+    """Estimator of the KL divergence in the reward."""
     kl_ctrl: KlControlConfig = KlControlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
 def _biased_gradient(config: Config) -> Iterator[ConfigProblem]:
-    """A plain policy gradient is that of the policy that sampled; older samples need importance weights."""
+    """Warn if a plain policy gradient has samples of older policies without importance weights, which biases it."""
     correction = config.algorithm.rollout_correction
     if config.algorithm.policy_loss != "reinforce" or correction.rollout_is != "none":
         return
@@ -166,7 +169,7 @@ RULES: tuple[RuleFunction, ...] = (
     ConfigRule("algorithm.filter_groups.enable",
                lambda c: c.algorithm.filter_groups.enable and c.reward_model.placement == "worker",
                "groups are filtered when they are leased, before the Trainer's reward model has scored them: groups "
-               "that only the model tells apart would be dropped",
+               "whose rewards only this model distinguishes would be dropped",
                "set reward_model.placement=serve, which scores before the lease, or this to false"),
     ConfigRule("algorithm.filter_groups.enable",
                lambda c: c.algorithm.filter_groups.enable and c.algorithm.adv_estimator not in NEEDS_GROUPS,
@@ -175,16 +178,16 @@ RULES: tuple[RuleFunction, ...] = (
     ConfigRule("reward_model.placement",
                lambda c: c.algorithm.adv_estimator == "remax" and c.reward_model.placement == "worker",
                "ReMax's greedy responses are scored where they are generated, without the Trainer's reward model, so "
-               "the baseline would be that of another reward", "set reward_model.placement=serve"),
+               "the baseline would belong to another reward", "set reward_model.placement=serve"),
     ConfigRule(_IS, lambda c: c.algorithm.rollout_correction.bypass_mode
                and c.algorithm.rollout_correction.rollout_is != "none" and c.algorithm.policy_loss != "reinforce",
-               "in bypass mode the ratio of algorithm.policy_loss={c.algorithm.policy_loss} is current over behaviour "
-               "policy already: importance weights would count it twice, so none are applied",
+               "in bypass mode the ratio of algorithm.policy_loss={c.algorithm.policy_loss} already compares the "
+               "current with the behaviour policy: importance weights would count it twice, so none are applied",
                "set it to none, algorithm.rollout_correction.bypass_mode=false or algorithm.policy_loss=reinforce"),
     ConfigRule(f"{_IS}_batch_normalize", lambda c: c.algorithm.rollout_correction.bypass_mode
                and c.algorithm.rollout_correction.rollout_is != "none" and c.algorithm.policy_loss == "reinforce"
                and c.algorithm.rollout_correction.rollout_is_batch_normalize,
-               "in bypass mode weights follow the current policy, micro-batch by micro-batch, so they have no mean "
+               "in bypass mode every micro-batch computes its weights with the current policy, so there is no mean "
                "over the lease", "set it to false, or algorithm.rollout_correction.bypass_mode=false"),
     ConfigRule(f"{_IS}_threshold_low", lambda c: c.algorithm.rollout_correction.rollout_is_threshold_low
                >= c.algorithm.rollout_correction.rollout_is_threshold,
@@ -200,7 +203,8 @@ RULES: tuple[RuleFunction, ...] = (
                "with an upper bound of {c.algorithm.rollout_correction.rejection_bound:g} and "
                "rollout_rs_threshold_low = {c.algorithm.rollout_correction.rollout_rs_threshold_low:g} every response "
                "would be rejected",
-               "set it above 1, such as 1.001, and rollout_rs_threshold_low below it, or to 0 for one over it"),
+               "set it above 1, such as 1.001, and rollout_rs_threshold_low below it, or to 0, which means one over "
+               "this bound"),
     _biased_gradient,
     ConfigRule("algorithm.clip_ratio_high", lambda c: c.algorithm.policy_loss == "gspo"
                and min(c.algorithm.clip_ratio_low, c.algorithm.clip_ratio_high) > _SEQUENCE_CLIP,
@@ -208,7 +212,7 @@ RULES: tuple[RuleFunction, ...] = (
                "be clipped", "set algorithm.clip_ratio_low=3e-4 algorithm.clip_ratio_high=4e-4", "warning"),
     ConfigRule("algorithm.loss_agg_mode",
                lambda c: c.algorithm.policy_loss == "gspo" and c.algorithm.loss_agg_mode != "seq-mean-token-mean",
-               "GSPO's objective is a mean over responses; this one weights them by length",
+               "GSPO's objective is a mean over responses; this mode weights them by length",
                "set it to seq-mean-token-mean", "warning"),
     ConfigRule("algorithm.use_kl_in_reward", lambda c: c.algorithm.use_kl_loss and c.algorithm.use_kl_in_reward,
                "the KL divergence would be penalized twice, in the reward and in the loss",

@@ -14,17 +14,18 @@ class ModelConfig(ConfigSection):
     """The model that is trained and served."""
 
     path: str = "asyncrl://quickstart"
-    """Directory in Hugging Face format (safetensors), or a hub name. `asyncrl://quickstart` is shipped here."""
+    """Directory of a model in Hugging Face format (safetensors), or its name on the Hugging Face Hub.
+    `asyncrl://quickstart` is a small model inside the package."""
     tokenizer_path: str | None = None
-    """Directory of the tokenizer; null: `path`."""
+    """Directory of the tokenizer; null: the directory of the model."""
     chat_template: str | None = None
-    """File with a Jinja chat template; null: the tokenizer's own."""
+    """File with a Jinja chat template; null: the template of the tokenizer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, e.g. `{enable_thinking: false}`."""
     trust_remote_code: bool = False
-    """Let the model's directory run its own Python code. Only for sources you trust."""
+    """Run Python code from the model's directory. Set this only for sources that you trust."""
     lora_rank: NonNegative = 0
-    """Train low-rank adapters of this rank (LoRA) instead of the weights; 0: the weights themselves."""
+    """Train low-rank adapters of this rank (LoRA) and freeze the weights; 0: train the weights."""
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     """Adapters are scaled by `lora_alpha / lora_rank`."""
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -32,14 +33,14 @@ class ModelConfig(ConfigSection):
 
 
 class ReasoningGymConfig(ConfigSection):
-    """Procedural tasks instead of files: prompts come from reasoning-gym by task name."""
+    """A procedural task of reasoning-gym that generates the prompts, instead of files."""
 
     task: str
-    """Data set name, e.g. `chain_sum`."""
+    """Name of the reasoning-gym data set, e.g. `chain_sum`."""
     train_size: Positive = 4096
-    """Prompts in the training set."""
+    """Number of prompts in the training set."""
     val_size: NonNegative = 128
-    """Prompts in the validation set, generated from another seed."""
+    """Number of prompts in the validation set, which is generated from another seed."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the task, e.g. `{min_terms: 2, max_terms: 6}`."""
     system_prompt: str | None = None
@@ -50,21 +51,22 @@ class DataConfig(ConfigSection):
     """Where prompts come from. Rows have verl's fields: prompt, data_source, reward_model.ground_truth, extra_info."""
 
     train_files: tuple[str, ...] = ()
-    """Parquet or JSONL files; `asyncrl://quickstart/train.jsonl` is shipped here."""
+    """Parquet or JSONL files with training prompts; `asyncrl://quickstart/train.jsonl` is inside the package."""
     val_files: tuple[str, ...] = ()
-    """Validation files; none: no validation."""
+    """Files with validation prompts; empty: the run does not validate."""
     reasoning_gym: ReasoningGymConfig | None = None
     """Generate prompts from a reasoning-gym task instead of files."""
     max_prompt_length: Positive = 512
-    """Longest prompt, in tokens, after the chat template."""
+    """Maximum length of a prompt in tokens, after the chat template."""
     overlong_prompts: Literal["filter", "left", "right", "middle", "error"] = "filter"
-    """Treatment of longer ones: filtered out (and counted), cut on a side or in the middle, or an error."""
+    """Treatment of longer prompts: `filter` leaves them out and counts them; `left`, `right` and `middle` remove tokens
+    there; `error` stops the run."""
     shuffle: bool = True
-    """A new seeded order every epoch; false: file order."""
+    """Shuffle the prompts in every epoch, with `seed`; false: keep the order of the files."""
     max_train_samples: Positive | None = None
-    """Use only this many rows, the first ones."""
+    """Number of rows to use, from the first one; null: all."""
     max_val_samples: Positive | None = None
-    """Use only this many validation rows, the first ones."""
+    """Number of validation rows to use, from the first one; null: all."""
 
 
 _GYM_AND_FILES = "data.reasoning_gym.task = {c.data.reasoning_gym.task} generates the prompts, and files are not read"

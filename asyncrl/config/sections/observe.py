@@ -21,32 +21,36 @@ class LoggingConfig(ConfigSection):
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """auto: a live view on a terminal, plain lines elsewhere."""
     sinks: tuple[str, ...] = ("jsonl", "tensorboard")
-    """Destinations of metrics (docs/profiling.md). `jsonl`, `tensorboard`: files in the run directory. `wandb`,
-    `mlflow`, `trackio`: offline, unless they are set up for a server; each needs its package, e.g.
-    `pip install 'asyncrl[wandb]'`. `prometheus`: Ray's metrics. Or your own: `module:Class` or `path/file.py:Class`."""
+    """Destinations of metrics (docs/profiling.md). `jsonl` and `tensorboard` write files in the run directory. `wandb`,
+    `mlflow` and `trackio` work offline unless you set them up for a server; each needs its package, e.g.
+    `pip install 'asyncrl[wandb]'`. `prometheus` exports through Ray's metrics. A sink of your own is `module:Class` or
+    `path/file.py:Class`."""
     level: Literal["debug", "info", "warning", "error"] = "warning"
-    """Level of the log files in the run directory and of messages on the terminal."""
+    """Minimum level of messages in the log files of the run directory and on the terminal."""
 
 
 class ProfilerConfig(ConfigSection):
-    """Events of every process in the run directory, for `asyncrl report` and `asyncrl timeline` (docs/profiling.md)."""
+    """Profiling events, which every process writes to the run directory for `asyncrl report` and `asyncrl timeline`
+    (docs/profiling.md)."""
 
     level: Literal["off", "summary", "full"] = "summary"
-    """`summary`: steps, samples, trajectories, requests, tool calls, rewards, weight syncs. `full`: also the events
-    inside of these and between them. docs/events.md lists both."""
+    """`summary`: steps, samples, trajectories, requests, tool calls, rewards and weight syncs. `full` adds the events
+    inside these and between them. docs/events.md lists both."""
     buffer_events: Positive = 100_000
-    """Most events that a process buffers before it writes or sends them; further ones are dropped and counted."""
+    """Maximum number of events that a process buffers before it writes or sends them; it drops and counts further
+    ones."""
     synchronize: bool = False
-    """Wait for the GPU at both ends of a rank's spans, so that they show where the time is spent. Costs speed."""
+    """Wait for the GPU at the beginning and end of each span of a rank, so that spans show where GPU time is spent.
+    This slows training down."""
     steps: tuple[Positive, ...] = ()
-    """Optimizer steps in which `tool` profiles the training processes; none: it does not run."""
+    """Optimizer steps in which `tool` profiles the training processes; empty: `tool` does not run."""
     ranks: tuple[NonNegative, ...] = (0,)
-    """The training processes that it profiles."""
+    """Ranks of the training processes that `tool` profiles."""
     tool: Literal["torch", "nsys"] = "torch"
-    """`torch`: a trace of torch.profiler for each step and rank in profiles/ of the run directory. `nsys`: ranges that
-    Nsight Systems captures; the ranks are started under it."""
+    """`torch`: a trace of torch.profiler for each step and rank, in profiles/ of the run directory. `nsys`: Nsight
+    Systems starts the ranks and captures these steps."""
     otlp_endpoint: str | None = None
-    """Address to which events are also sent, as OpenTelemetry spans over HTTP, e.g. http://127.0.0.1:4318/v1/traces;
+    """Address that also receives the events, as OpenTelemetry spans over HTTP, e.g. http://127.0.0.1:4318/v1/traces;
     needs `pip install 'asyncrl[otlp]'`."""
 
 
@@ -61,7 +65,7 @@ def _otlp_address(config: Config) -> Iterator[ConfigProblem]:
         valid = False
     key = "profiler.otlp_endpoint"
     if not valid:
-        consequence = "events are sent over HTTP, and this is no address for that"
+        consequence = "events are sent over HTTP, and this is not an HTTP address"
         yield ConfigProblem(key, endpoint, consequence, "give e.g. http://127.0.0.1:4318/v1/traces")
     elif url.path in ("", "/"):
         consequence = "the address is used unchanged, and collectors accept traces at /v1/traces"
@@ -91,7 +95,7 @@ RULES: tuple[RuleFunction, ...] = (
     ConfigRule("profiler.steps",
                lambda c: max(c.profiler.steps, default=0) > (c.trainer.total_training_steps or math.inf),
                "the run ends at step {c.trainer.total_training_steps} (trainer.total_training_steps), before the last "
-               "of them", "name steps from 1 to {c.trainer.total_training_steps}", "warning"),
+               "of these steps", "name steps from 1 to {c.trainer.total_training_steps}", "warning"),
     ConfigRule("profiler.ranks", lambda c: c.profiler.steps and not c.profiler.ranks,
                "no process would be profiled", "name some, e.g. [0], or leave this key out"),
     _profiled_ranks,

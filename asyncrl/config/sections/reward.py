@@ -56,11 +56,11 @@ class RewardFunctionConfig(ConfigSection):
     name: str
     """Name of its part among the extras and metrics: `reward/extra/<name>`."""
     function: str
-    """As reward.function, without `none`."""
+    """A function in the form of reward.function, except `none`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of every call."""
     batch: bool = False
-    """As reward.batch."""
+    """See reward.batch."""
     weight: float = 1.0
     """Weight of its score in the reward."""
 
@@ -69,28 +69,30 @@ class JudgeConfig(ConfigSection):
     """A language model that rates trajectories, behind an OpenAI-compatible endpoint (docs/rewards.md)."""
 
     model: str | None = None
-    """Its name at the endpoint; null: no judge."""
+    """Name of the judge's model at the endpoint; null: no judge."""
     base_url: str | None = None
     """Address of the endpoint, with its `/v1`."""
     api_key_env: str | None = None
     """Environment variable with the API key; null: requests have none."""
     prompt: str | None = None
-    """The question to it: `{question}` is the prompt's last user message, `{response}` the last turn, `{conversation}`
-    all messages, `{ground_truth}` the row's. null: a prompt for a rating from 0 to 10."""
+    """Prompt of the judge. Placeholders: `{question}` is the last user message of the sample's prompt, `{response}` the
+    last turn, `{conversation}` all messages, `{ground_truth}` the ground truth of the row. null: a prompt that asks for
+    a rating from 0 to 10."""
     pattern: str = r"(?i)score\W*?(-?\d*\.?\d+)"
     """Regular expression; group 1 of its last match in the judge's answer is the number."""
     min: float = 0.0
     """The rating that counts as 0."""
     max: float = 10.0
-    """The rating that counts as 1. An answer with a number outside of the two is refused."""
+    """The rating that counts as 1. An answer with a number outside `min` and `max` is refused."""
     weight: float = 1.0
     """Weight of its rating, from 0 to 1, in the reward."""
     timeout_s: Seconds = 60.0
     """Deadline of one request."""
     max_concurrency: Positive = 16
-    """Concurrent requests."""
+    """Maximum number of concurrent requests."""
     max_attempts: Positive = 3
-    """Most requests per rating if the endpoint fails, and most answers if they have no number."""
+    """Maximum number of requests for an answer while the endpoint fails, and of answers for a rating while they have no
+    valid number."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further fields of each request, e.g. `temperature`, `max_tokens`."""
 
@@ -108,7 +110,7 @@ class RewardConfig(ConfigSection):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of every call."""
     batch: bool = False
-    """The function takes lists, a whole group at a time, and returns a list."""
+    """The function takes lists with a whole group at a time, and returns a list of scores."""
     weight: float = 1.0
     """Weight of the function's score in the reward."""
     functions: tuple[RewardFunctionConfig, ...] = ()
@@ -119,13 +121,14 @@ class RewardConfig(ConfigSection):
     """Weight of the rewards that tools and environments give single turns."""
     judge: JudgeConfig = JudgeConfig()
     on_error: Literal["stop", "drop"] = "stop"
-    """A function that raises, or a judge that fails, stops the run, or drops the sample within `max_errors`."""
+    """Treatment of a function that raises or a judge that fails: stop the run, or drop the sample, up to `max_errors`
+    times."""
     max_errors: NonNegative = 16
     """With `on_error: drop`: the run stops once errors have dropped more samples than this."""
     timeout_s: Seconds = 60.0
-    """Deadline of one call, of a function or of the reward model's Serve deployment."""
+    """Deadline of one call to a function, or to the Serve deployment of the reward model."""
     max_concurrency: Positive = 8
-    """Concurrent calls of all functions together."""
+    """Maximum number of concurrent calls, of all functions together."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
@@ -192,7 +195,7 @@ def _judge(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("reward.judge.prompt", judge.prompt, consequence, fix)
     known = ", ".join(f"{{{name}}}" for name in _JUDGE_FIELDS)
     for field in sorted(fields - set(_JUDGE_FIELDS)):
-        consequence = "it is no placeholder and stays as it is"
+        consequence = "it is no placeholder and stays unchanged in the prompt"
         yield warning("reward.judge.prompt", f"{{{field}}}", consequence, f"placeholders are {known}")
     try:
         has_group = re.compile(judge.pattern).groups > 0
@@ -201,7 +204,7 @@ def _judge(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("reward.judge.pattern", judge.pattern, consequence, "correct it")
     else:
         if not has_group:
-            consequence, fix = "it has no group, so no number", "put the number in parentheses"
+            consequence, fix = "it has no group that captures the number", "put the number in parentheses"
             yield ConfigProblem("reward.judge.pattern", judge.pattern, consequence, fix)
 
 

@@ -27,12 +27,12 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "tensor_parallel_size": "rollout.tensor_parallel_size",
     **dict.fromkeys(
         ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
-        "rollout.tensor_parallel_size or rollout.num_replicas: an engine is given GPUs for these",
+        "rollout.tensor_parallel_size or rollout.num_replicas: GPUs are assigned only for these",
     ),
     "load_format": "nothing: weights are read from safetensors, never from a pickle",
     "logprobs_mode": "nothing: log-probs must be those the loss expects",
-    "worker_cls": "nothing: weight updates need the engine's own",
-    "worker_extension_cls": "nothing: weight updates need it",
+    "worker_cls": "nothing: weight updates need the engine's own worker class",
+    "worker_extension_cls": "nothing: weight updates need asyncrl's extension",
 }
 """Engine arguments that other keys set, or that are fixed."""
 
@@ -47,11 +47,11 @@ class SamplingConfig(ConfigSection):
     """How tokens are drawn."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1: off. Below 1, recorded log-probs are of the truncated distribution's parent."""
+    """Nucleus sampling; 1: off. Below 1, the recorded log-probs are still those of the full distribution."""
     top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
-    """-1: off."""
+    """Number of most likely tokens to sample from; -1: off."""
     min_p: Share = 0.0
     """Minimum probability relative to the most likely token; 0: off."""
     stop: tuple[str, ...] = ()
@@ -62,24 +62,25 @@ class ValSamplingConfig(SamplingConfig):
     """Sampling for validation."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy decoding."""
     n: Positive = 1
     """Responses per validation prompt."""
 
 
 class McpServerConfig(ConfigSection):
-    """A Model Context Protocol server whose tools the model may call: a `command` to start, or the `url` of one."""
+    """A Model Context Protocol server whose tools the model may call: a `command` that starts one, or the `url` of a
+    running one."""
 
     command: tuple[str, ...] = ()
     """Program and arguments; it is started once per run and speaks over its standard input and output."""
     url: str | None = None
     """Address of a server that speaks streamable HTTP."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of `command`, besides PATH and the like."""
+    """Environment variables of `command`, in addition to basic ones such as PATH."""
     tools: tuple[str, ...] = ()
-    """Names of the server's tools to offer; none: all."""
+    """Names of the server's tools that the model may call; empty: all."""
     start_s: Seconds = 30.0
-    """Deadline for its list of tools."""
+    """Deadline for the server to start and list its tools."""
 
 
 class ToolConfig(ConfigSection):
@@ -91,26 +92,28 @@ class ToolConfig(ConfigSection):
     function: str | None = None
     """`module:function` or `path/file.py:function`, a typed function with a docstring."""
     mcp: McpServerConfig | None = None
-    """A server whose tools are offered."""
+    """A server whose tools the model may call."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     tool_schema: dict[str, Any] | None = None
-    """OpenAI function schema shown to the model; null: the tool's own."""
+    """OpenAI function schema that the model receives; null: the schema that the tool defines."""
     timeout_s: Seconds = 30.0
     """Deadline of one call, of `create`, and of `calc_reward`."""
     max_concurrency: Positive = 64
     """Concurrent calls, over all trajectories."""
     max_per_s: Annotated[float, Field(gt=0)] | None = None
-    """Calls per second, over all trajectories; null: no limit."""
+    """Maximum number of calls per second, over all trajectories; null: no limit."""
     on_error: Literal["message", "drop", "stop"] = "message"
-    """Failed and late calls: report them to the model; drop the sample, within reward.max_errors; stop the run."""
+    """Treatment of a call that fails or times out: report it to the model; drop the sample, up to reward.max_errors
+    times; or stop the run."""
 
 
 class InteractionConfig(ConfigSection):
     """A simulated user or an environment, which answers the assistant when it calls no tool."""
 
     name: str = "default"
-    """Rows choose by this name (`extra_info.interaction_kwargs.name`); others get the first interaction."""
+    """A row selects an interaction by this name, in `extra_info.interaction_kwargs.name`; a row without a name gets the
+    first interaction."""
     class_name: str
     """`scripted`, `model`, `retry`, `reasoning_gym`, `verifiers`, or your own `rollouter.interactions.Environment`:
     `module:Class` or `path/file.py:Class`."""
@@ -121,62 +124,66 @@ class InteractionConfig(ConfigSection):
     max_concurrency: Positive = 64
     """Concurrent calls, over all trajectories."""
     on_error: Literal["drop", "stop"] = "stop"
-    """A call that raises or times out: drop the sample, within reward.max_errors; or stop the run."""
+    """Treatment of a call that raises or times out: drop the sample, up to reward.max_errors times, or stop the run."""
 
 
 class MultiTurnConfig(ConfigSection):
     """Conversations of several turns (docs/agents.md)."""
 
     enable: bool = False
-    """Let the model call tools, and users or environments answer it."""
+    """Let the model call tools, and let users or environments answer it."""
     tools: tuple[ToolConfig, ...] = ()
     """Tools that the model may call."""
     interactions: tuple[InteractionConfig, ...] = ()
-    """Simulated users and environments that answer it."""
+    """Simulated users and environments that answer the model."""
     format: str = "hermes"
-    """How the model writes its calls: the name of one of vLLM's tool parsers (`hermes` for Qwen and Hermes models,
+    """Format of the model's tool calls: the name of one of vLLM's tool parsers (`hermes` for Qwen and Hermes models,
     `llama3_json`, `mistral`, `pythonic`, …)."""
     max_assistant_turns: Positive = 8
-    """Turns of the model in one trajectory."""
+    """Maximum number of turns of the model in one trajectory."""
     max_user_turns: NonNegative = 8
-    """Answers of a user or environment in one trajectory."""
+    """Maximum number of answers of a user or environment in one trajectory."""
     max_parallel_calls: Positive = 4
-    """Calls of one turn that run, concurrently; further ones are refused in a message to the model."""
+    """Maximum number of tool calls in one turn, which run concurrently; a message to the model refuses further ones."""
     max_tool_response_length: Positive = 256
-    """Most tokens of one tool's answer; a longer one is cut."""
+    """Maximum number of tokens in one answer of a tool; a longer one is cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Where it is cut: `left` keeps the end."""
+    """Where a long answer of a tool is cut: `left` keeps the end."""
     tokenization_sanity_check_mode: Literal["off", "warn", "strict"] = "warn"
     """Compare a finished trajectory with the chat template's own tokens of the same messages: `warn` reports
     differences, `strict` drops the sample."""
     timeout_s: Seconds | None = None
-    """An older trajectory, waits after a crashed engine included, ends with the turns it has, and is scored; null: only
-    timeouts.sample_s counts, and drops the sample."""
+    """Time limit of one trajectory, including waits after an engine crash. At the limit, the trajectory ends with its
+    complete turns and is scored. null: only timeouts.sample_s limits it, which drops the sample."""
 
 
 class OverSampleConfig(ConfigSection):
-    """Generate more than is needed, and abort the rest once enough is finished (docs/agents.md)."""
+    """Generate more samples or trajectories than needed, and abort the rest once enough are finished
+    (docs/agents.md)."""
 
     samples: Share = 0.0
     """Surplus samples, as a share of the samples that one version consumes; 0: none."""
     trajectories: NonNegative = 0
     """Surplus trajectories per prompt, besides rollout.n."""
     unfinished: Literal["drop", "keep_finished", "keep_partial"] = "drop"
-    """Aborted samples are dropped, or continued under the next version from their complete turns or from all their
-    tokens. Of trajectories beyond rollout.n, `drop` drops all, the others only unfinished ones."""
+    """Treatment of aborted samples: `drop` drops them; under the next version, `keep_finished` continues them from
+    their complete turns, and `keep_partial` from all their tokens. Of the trajectories beyond rollout.n, `drop` drops
+    all, and the other two drop only unfinished ones."""
 
 
 class AgentConfig(ConfigSection):
-    """Your own agent in place of the built-in loop, at the run's OpenAI-compatible endpoint (docs/agents-openai.md)."""
+    """An agent of your own, which replaces the built-in loop and calls the run's OpenAI-compatible endpoint
+    (docs/agents-openai.md)."""
 
     program: str | None = None
     """`module:function` or `path/file.py:function`, called once per trajectory with an `AgentTask`; async or not."""
     command: tuple[str, ...] = ()
-    """Or a program and its arguments, started once per trajectory."""
+    """A program and its arguments, started once per trajectory; an alternative to `program`."""
     timeout_s: Seconds = 600.0
-    """Deadline of one trajectory; its turns are scored then, if a reward was posted or reward.function gives one."""
+    """Deadline of one trajectory. At the deadline, its turns are scored if the agent has posted a reward or
+    reward.function computes one."""
     max_concurrency: Positive = 64
-    """Concurrent trajectories."""
+    """Maximum number of concurrent trajectories."""
 
     @property
     def enabled(self) -> bool:
@@ -189,25 +196,25 @@ class RolloutConfig(ConfigSection):
     n: Positive = 8
     """Responses per prompt (the GRPO group)."""
     response_length: Positive = 256
-    """Most tokens of a response: all its turns, and the messages of tools and users between them."""
+    """Maximum number of tokens in a response: all its turns, and the messages of tools and users between them."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn for training."""
     val: ValSamplingConfig = ValSamplingConfig()
     """How tokens are drawn for validation."""
     num_replicas: Positive = 1
-    """vLLM engines behind Ray Serve."""
+    """Number of vLLM engines behind Ray Serve."""
     tensor_parallel_size: Positive = 1
     """GPUs (or CPU processes) of one engine."""
     max_concurrent_samples: Positive = 64
-    """Samples in generation concurrently, over all replicas."""
+    """Maximum number of samples in generation at the same time, over all replicas."""
     max_num_seqs: Positive = 256
-    """Sequences one engine decodes together."""
+    """Maximum number of sequences that one engine decodes together."""
     max_model_len: Positive | None = None
-    """Context of the engine in tokens; null: data.max_prompt_length + rollout.response_length."""
+    """Context length of the engine in tokens; null: data.max_prompt_length + rollout.response_length."""
     dtype: Dtype = "float32"
-    """Of weights and activations in the engine. float32 on CPUs without AVX-512, bfloat16 on GPUs."""
+    """Data type of weights and activations in the engine. Use float32 on CPUs without AVX-512, bfloat16 on GPUs."""
     enforce_eager: bool = True
-    """false: CUDA graphs, on GPUs."""
+    """Run without CUDA graphs; false: use CUDA graphs on GPUs."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a GPU's memory for one engine."""
     cpu_kv_cache_gib: Positive = 1
@@ -217,8 +224,8 @@ class RolloutConfig(ConfigSection):
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs."""
     max_attempts: Positive = 3
-    """Attempts of a generate call or a call to the reward model if replicas fail; aborts by a weight sync don't
-    count."""
+    """Maximum number of attempts of a generate call, or of a call to the reward model, while replicas fail. Aborts by a
+    weight sync do not count."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     over_sample: OverSampleConfig = OverSampleConfig()
     agent: AgentConfig = AgentConfig()
@@ -230,7 +237,7 @@ def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
     for name, value in config.rollout.engine_kwargs.items():
         if other := _SET_ELSEWHERE.get(name):
             key = f"rollout.engine_kwargs.{name}"
-            yield ConfigProblem(key, value, "another key sets it, and the two values could differ", f"set {other}")
+            yield ConfigProblem(key, value, "asyncrl sets it, and the two values could differ", f"set {other}")
     quantization = config.rollout.engine_kwargs.get("quantization")
     if quantization and config.weight_sync.verify != "off":
         yield ConfigProblem(
@@ -253,7 +260,7 @@ def _untruncated(key: str, off: float) -> ConfigRule:
 
 
 def _entries(config: Config) -> Iterator[ConfigProblem]:
-    """Tools and interactions, which are entries of lists."""
+    """Check tools and interactions, which are entries of lists."""
     turns, limit = config.rollout.multi_turn, config.timeouts.sample_s
     if not turns.enable:
         return
@@ -312,12 +319,12 @@ RULES: tuple[RuleFunction, ...] = (
                f"set {_TURNS}.tools or {_TURNS}.interactions, or {_TURNS}.enable=false"),
     ConfigRule(f"{_TURNS}.max_assistant_turns", lambda c: c.rollout.multi_turn.enable and c.rollout.multi_turn.tools
                and c.rollout.multi_turn.max_assistant_turns == 1,
-               "a call of the only turn would not run: the model has no turn left to read its result",
+               "a tool call in the only turn would not run: the model has no turn left to read its result",
                "raise it to 2 or more"),
     ConfigRule(f"{_TURNS}.timeout_s",
                lambda c: c.rollout.multi_turn.enable and (c.rollout.multi_turn.timeout_s or 0) >= c.timeouts.sample_s,
                "timeouts.sample_s = {c.timeouts.sample_s:g} s drops the whole sample first, so no trajectory would "
-               "end by this", "lower it, or raise timeouts.sample_s above {c.rollout.multi_turn.timeout_s:g}"),
+               "reach this limit", "lower it, or raise timeouts.sample_s above {c.rollout.multi_turn.timeout_s:g}"),
     ConfigRule(f"{_TURNS}.max_tool_response_length", lambda c: c.rollout.multi_turn.enable
                and c.rollout.multi_turn.tools
                and c.rollout.multi_turn.max_tool_response_length >= c.rollout.response_length,
@@ -349,7 +356,7 @@ _LOOP_KEYS = " ".join(
     for name in MultiTurnConfig.model_fields
     if name not in ("enable", "format", "tokenization_sanity_check_mode")
 )
-"""Keys of the built-in loop; agents of the user's own have the other ones too."""
+"""Keys that only the built-in loop reads; the other keys also apply to an agent of the user's own."""
 
 NO_EFFECT = (
     no_effect(_LOOP_KEYS, lambda c: c.rollout.agent.enabled, "your agent (rollout.agent) has its own tools and limits",

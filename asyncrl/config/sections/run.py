@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BYTES_PER_TOKEN = 9
-"""Size of a token on disk: id, log-prob, mask."""
+"""Size of a token on disk: id, log-prob and mask."""
 _MANY_GIB = 20
 
 
@@ -23,62 +23,68 @@ class AsyncTrainingConfig(ConfigSection):
     """How far generation may run ahead of training. docs/design.md §3 has the four usual modes."""
 
     staleness_threshold: Annotated[float, Field(ge=0)] = 1.0
-    """Generation may run this many versions' worth of samples ahead; 0: on-policy pacing."""
+    """How far generation may run ahead of training, in versions (the samples that training consumes for one version);
+    0: on-policy pacing."""
     trigger_parameter_sync_step: Positive = 1
-    """Leases between published versions."""
+    """Leases that the Trainer trains on for each published version."""
     require_batches: Positive = 1
     """Mini-batches per lease; each is one optimizer step."""
     partial_rollout: bool = True
     """Responses in flight at a weight sync continue under the new weights; false: the sync waits for them."""
     partial_mode: Literal["keep", "abort"] = "keep"
-    """How they continue: frozen in the engine with their KV cache, or returned to the client and resubmitted."""
+    """How responses in flight continue: `keep` freezes them in the engine with their KV cache, `abort` returns them to
+    the client, which resubmits them."""
     max_staleness: NonNegative | None = None
-    """Bound on `trainer version - oldest version of any token`; null: none."""
+    """Maximum of `trainer version - oldest version of any token` in a sample; null: no bound."""
     stale_action: Literal["drop", "mask", "keep"] = "drop"
-    """Beyond the bound: drop the sample, mask its too old tokens, or train on it and only count it."""
+    """Treatment of a sample beyond `max_staleness`: drop it, mask its tokens that are too old, or train on it and only
+    count it."""
     deterministic: bool = False
-    """Train on samples in feed order instead of completion order: a straggler delays those behind it. A replayed run
-    then repeats the recorded one, see docs/skip.md."""
+    """Train on samples in feed order instead of completion order, so that a replayed run repeats the recorded one
+    (docs/skip.md). A slow sample then delays all samples after it."""
 
 
 class WeightSyncConfig(ConfigSection):
     """Weight updates from the Trainer to the engines."""
 
     backend: Literal["object_store"] = "object_store"
-    """Transport of versions."""
+    """How versions travel from the Trainer to the engines."""
     verify: Literal["every", "first", "off"] = "every"
-    """Compare the engine's weights with the published checksums after each load, only the first, or never."""
+    """Compare the engine's weights with the published checksums after every load, after the first load only, or
+    never."""
     clear_kv_cache: bool = False
-    """With `partial_mode: keep`: recompute the KV cache of running requests under the new weights."""
+    """With `partial_mode: keep`, recompute the KV cache of running requests under the new weights."""
 
 
 class TimeoutsConfig(ConfigSection):
     """Deadlines, in seconds."""
 
     start_s: Seconds = 600.0
-    """For an engine or the trainer to come up."""
+    """Deadline for an engine or the Trainer to start."""
     call_s: Seconds = 60.0
-    """For a call between processes that answers immediately."""
+    """Deadline of a call between processes that needs no waiting."""
     probe_s: Seconds = 30.0
     """A process of the run that does not answer for this long counts as hung and is replaced."""
     generate_s: Seconds = 600.0
-    """For one generate call to a replica; then the call continues on another one, with its tokens."""
+    """Deadline of one generate call to a replica. After it, the call continues on another replica, with the tokens so
+    far."""
     engine_s: Seconds = 120.0
-    """An engine that has requests and produces no token for this long, outside a pause, is hung and replaced."""
+    """An engine that has requests and produces no token for this long, outside a pause, counts as hung and is
+    replaced."""
     sample_s: Seconds = 3600.0
-    """For the generation of one sample, with all its retries; then the sample is dropped as failed and replaced.
-    Scoring has `reward.timeout_s` for each call."""
+    """Deadline for the generation of one sample, with all its retries. After it, the sample is dropped as failed, and
+    another one replaces it. For scoring, `reward.timeout_s` limits each call."""
     train_s: Seconds = 1800.0
-    """For one call to the training processes: a step, or a forward pass over a lease."""
+    """Deadline of one call to the training processes: a step, or a forward pass over a lease."""
     collective_s: Seconds = 300.0
-    """For one collective operation between training processes."""
+    """Deadline of one collective operation between training processes."""
     apply_s: Seconds = 300.0
-    """For a replica to load a version."""
+    """Deadline for a replica to load a version."""
     watchdog_s: Seconds = 600.0
     """A run without progress for this long stops and reports its blockers. Calls to the training processes
     (bounded by `train_s`) and calls to the replicas to load a version (`apply_s`, `engine_s`) count as progress."""
     stop_s: Seconds = 15.0
-    """For a clean stop: checkpoint, summary, Ray and Serve down."""
+    """Deadline for a clean stop: write the checkpoint and the summary, and shut Ray and Serve down."""
 
     @property
     def apply_call_s(self) -> float:
@@ -91,29 +97,32 @@ class RecoveryConfig(ConfigSection):
     """Restarts of failed processes while the rest of the run continues."""
 
     max_restarts: NonNegative = 10
-    """Restarts of one part (Rollouter, Trainer, queue, weight store; all replicas together) within `window_s`. One more
-    failure ends the run with its cause; 0: the first one does. So does one more than this in a row without a new step,
-    however slowly they come."""
+    """Maximum number of restarts of one part (Rollouter, Trainer, queue, weight store; all replicas count as one part)
+    within `window_s`. One more failure ends the run; 0: the first failure ends it. Independently of time, the run also
+    ends if a part fails more often than this in a row without a new step."""
     window_s: Seconds = 3600.0
-    """Older restarts do not count."""
+    """Time after which a restart no longer counts."""
     max_crashes: Positive = 2
-    """A sample during which this many engines crashed is dropped as failed, if no other sample can be to blame."""
+    """A sample is dropped as failed once this many engines have crashed during its generation and no other sample can
+    be the cause."""
 
 
 class RayConfig(ConfigSection):
     """The Ray cluster."""
 
     address: str | None = None
-    """null: a private cluster on this machine for the time of the run; else `auto` or `host:port`."""
+    """Address of a running cluster, `auto` or `host:port`; null: start a private cluster on this machine for the
+    run."""
     object_store_memory_bytes: Positive | None = None
-    """Object store of a private cluster; null: Ray decides."""
+    """Size of a private cluster's object store; null: Ray decides."""
 
 
 class ServeConfig(ConfigSection):
-    """The HTTP API of `asyncrl serve`, and launches with `rollout.agent`, which use another port if it is taken."""
+    """The HTTP API of `asyncrl serve` and of launches with `rollout.agent`. Such a launch uses another port if `port`
+    is taken."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; other addresses than loopback need `api_key_env`."""
+    """Address to listen on; any address other than loopback needs `api_key_env`."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """TCP port."""
     api_key_env: str | None = None
@@ -121,7 +130,9 @@ class ServeConfig(ConfigSection):
 
 
 def _watchdog(config: Config) -> Iterator[ConfigProblem]:
-    """Calls to training processes and to replicas that load a version count as progress; other calls do not."""
+    """Warn if a call that does not count as progress may take longer than the watchdog waits.
+
+    Calls to training processes and to replicas that load a version count as progress."""
     limits = config.timeouts
     calls = {f"timeouts.{name}": getattr(limits, name) for name in ("call_s", "probe_s", "generate_s", "engine_s")}
     calls["reward.timeout_s"] = config.reward.timeout_s
@@ -152,7 +163,7 @@ def _sample_timeout(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _disk_space(config: Config) -> Iterator[ConfigProblem]:
-    """Payload files of trained samples are deleted once a checkpoint covers them."""
+    """Warn if payload files may fill the disk; those of trained samples are deleted once a checkpoint covers them."""
     training = config.trainer
     if config.journal == "off" or training.save_freq != -1 or training.total_training_steps is None:
         return

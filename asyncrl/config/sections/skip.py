@@ -25,40 +25,42 @@ class SkipRoleConfig(ConfigSection):
     enable: bool = False
     """Record this stage and replay it from its records."""
     dump_dir: str = "~/.asyncrl/skip"
-    """Records are in <dump_dir>/<project_name>/<experiment_name>/<role>/<step>/. `~` is your home directory."""
+    """Directory of the records, which are in <dump_dir>/<project_name>/<experiment_name>/<role>/<step>/. `~` is your
+    home directory."""
     steps: Any = Field(default_factory=list, json_schema_extra={"type": "list of steps"})
     """Steps to record and replay: `[1, 2, 5]`, `"1-128,200"`, or `all`. Other steps run normally."""
     action: Literal["cache", "repeat"] = "cache"
-    """`cache`: the record of exactly this step, else run and record. `repeat`: the nearest recorded step too, first
-    below, then above."""
+    """`cache`: replay the record of exactly this step; without one, run the stage and record it. `repeat`: without a
+    record of this step, replay that of the nearest recorded step below, or else above."""
     on_mismatch: Literal["regenerate", "error"] = "regenerate"
-    """With `cache`, if a record has another prompt, sampling, model, tool set or `n`: run and replace the record, or
-    stop and report the difference."""
+    """With `cache`, treatment of a record that was made with another prompt, sampling, model, tool set or `n`: run the
+    stage and replace the record, or stop and report the difference."""
     max_bytes: Positive | None = None
-    """Most bytes of all records of this role; further ones are not recorded. null: no limit."""
+    """Maximum size of all records of this role together; beyond it, nothing is recorded. null: no limit."""
 
 
 class CachedSkipConfig(SkipRoleConfig):
     """A stage whose result is valid for exactly one input."""
 
     action: Literal["cache"] = "cache"
-    """The record of exactly this step, else run and record. `repeat` would replay results of other inputs."""
+    """Replay the record of exactly this step; without one, run the stage and record it. `repeat` is not available,
+    because it would replay results of other inputs."""
 
 
 class RolloutSkipConfig(SkipRoleConfig):
-    """Generation of a whole batch of `launch sync`; its step is the Trainer's."""
+    """Generation of a whole batch in `asyncrl launch sync`; its step is the Trainer's step."""
 
     replay_versions: Literal["recorded", "current"] = "recorded"
-    """`recorded`: tokens keep their versions, so staleness and corrections see their age. `current`: they get the
-    version that is served now."""
+    """`recorded`: tokens keep the versions that sampled them, so their age counts for staleness and corrections.
+    `current`: tokens get the version that the replicas serve now."""
 
 
 class AsyncRolloutSkipConfig(RolloutSkipConfig):
-    """Generation of one sample; its step is the last part of `sample_{epoch}_{index}`."""
+    """Generation of one sample; its step is the `index` in `sample_{epoch}_{index}`."""
 
     engines: Literal["auto", "always"] = "always"
-    """`auto`: start no engine if every sample of the run is recorded and there is no validation. `always`: start them
-    in any case."""
+    """`auto`: start no engine if every sample of the run is recorded and there is no validation. `always`: always start
+    the engines."""
 
 
 class SkipConfig(ConfigSection):
@@ -78,7 +80,7 @@ class SkipConfig(ConfigSection):
     """Roles that `modules` register, by name."""
 
     def by_role(self) -> dict[str, SkipRoleConfig]:
-        """Return all roles, those of `modules` last."""
+        """Return the settings of all roles by name; roles of `modules` come last."""
         own = (name for name in type(self).model_fields if name not in ("modules", "roles"))
         return {**{name: getattr(self, name) for name in own}, **self.roles}
 
@@ -115,7 +117,7 @@ def _directories(config: Config) -> Iterator[ConfigProblem]:
             fix = "name a directory, or leave this key out"
             yield ConfigProblem(f"{key}.dump_dir", role.dump_dir, consequence, fix)
         elif not Path(role.dump_dir).expanduser().is_absolute():
-            consequence = "it depends on the directory in which a run is started: elsewhere the run has other records"
+            consequence = "a relative path depends on where a run is started: elsewhere the run has other records"
             yield warning(f"{key}.dump_dir", role.dump_dir, consequence, "give an absolute path")
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def _check_frequency(value: int) -> int:
     if value == 0 or value < -1:
-        raise ValueError("that is no number of steps; give 1 or more, or -1 for never in between")
+        raise ValueError("that is no number of steps; give 1 or more, or -1 for none during the run")
     return value
 
 
@@ -35,20 +35,20 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(ConfigSection):
-    """AdamW."""
+    """The AdamW optimizer and its learning rate schedule."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     """Decay of the averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
+    """Term added to the denominator for numerical stability."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled from the gradient."""
+    """Weight decay, decoupled from the gradient."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, down to `min_lr_ratio` at the last step."""
+    """Schedule after the warm-up; `linear` and `cosine` reach `min_lr_ratio` at the last step."""
     min_lr_ratio: Share = 0.0
     """Final learning rate as a share of the peak."""
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
@@ -62,19 +62,19 @@ class EngineConfig(ConfigSection):
     """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), or one that a package has registered under the
     entry point group `asyncrl.engines`, such as `torchtitan` and `megatron`."""
     num_workers: Positive = 1
-    """Processes (ranks) of the group; with GPUs, one GPU each."""
+    """Number of processes (ranks) in the group; on GPUs, each has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if the machine has one."""
+    """Device of the model; auto: a GPU if the machine has one."""
     dtype: Dtype = "float32"
     """Precision of the forward and backward pass; master weights and optimizer are float32."""
     cpu_threads: Positive = 1
     """Threads of each process on CPU."""
     ppo_max_token_len: Positive = 16384
-    """Most tokens in a micro-batch of one rank, or of one sequence-parallel group."""
+    """Maximum number of tokens in a micro-batch of one rank, or of one sequence-parallel group."""
     use_remove_padding: bool = True
     """Pack sequences without padding where the attention supports it."""
     gradient_checkpointing: bool = False
-    """Trade compute for activation memory."""
+    """Recompute activations in the backward pass, which saves memory and takes more time."""
     activation_offload: bool = False
     """Keep activations for the backward pass in CPU memory."""
     param_offload: bool = False
@@ -84,13 +84,14 @@ class EngineConfig(ConfigSection):
     torch_compile: bool = False
     """Compile each transformer layer."""
     use_liger: bool = False
-    """Liger kernels, on GPUs; needs the package liger-kernel."""
+    """Use Liger kernels on GPUs; needs the package liger-kernel."""
     ulysses_sequence_parallel_size: Positive = 1
-    """Ranks that share one sequence (https://arxiv.org/abs/2309.14509); divides num_workers and the number of heads."""
+    """Number of ranks that share one sequence (https://arxiv.org/abs/2309.14509). It must divide num_workers and the
+    number of attention heads."""
 
 
 class RoleConfig(ConfigSection):
-    """Where another model of the Trainer runs. null: as the policy."""
+    """Where and how another model of the Trainer runs. A key that is null has the value of the policy's key."""
 
     placement: Literal["actor", "own"] = "actor"
     """actor: in the processes of the policy; own: in separate processes."""
@@ -114,8 +115,8 @@ class RewardModelConfig(ConfigSection):
     """A model that scores responses, besides the reward function."""
 
     placement: Literal["off", "serve", "worker"] = "off"
-    """off: none; serve: a Ray Serve deployment that the Rollouter calls; worker: a role of the Trainer, which scores
-    training samples and no validation."""
+    """off: no reward model; serve: a Ray Serve deployment that the Rollouter calls; worker: a model of the Trainer,
+    which scores training samples but not validation."""
     path: str | None = None
     """Sequence-classification model with one label, in Hugging Face format (safetensors), with its own tokenizer and
     chat template."""
@@ -126,9 +127,9 @@ class RewardModelConfig(ConfigSection):
     max_batch_size: Positive = 32
     """Responses scored in one forward pass of the Serve deployment."""
     trust_remote_code: bool = False
-    """Let the model's directory run its own Python code. Only for sources you trust."""
+    """Run Python code from the model's directory. Set this only for sources that you trust."""
     worker: RoleConfig = RoleConfig()
-    """How and where it runs with `placement: worker`."""
+    """How and where the reward model runs with `placement: worker`."""
 
 
 class RefConfig(RoleConfig):
@@ -139,11 +140,11 @@ class CriticConfig(RoleConfig):
     """The value model, with `algorithm.adv_estimator: gae`."""
 
     path: str | None = None
-    """Its initial model; null: model.path. A missing value head starts at 0."""
+    """Initial model of the critic; null: model.path. A missing value head starts at 0."""
     ppo_epochs: Positive = 1
     """Passes over each lease."""
     cliprange_value: Annotated[float, Field(gt=0)] | None = 0.5
-    """Values are clipped to this range around those at the lease's start; null: not clipped."""
+    """New values are clipped to this range around the values at the start of the lease; null: no clipping."""
     warmup_steps: NonNegative = 0
     """Steps in which only the critic learns."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
@@ -162,17 +163,17 @@ class TrainerConfig(EngineConfig):
     """Passes over each lease; every mini-batch of every pass is one optimizer step."""
     optim: OptimConfig = OptimConfig()
     val_before_train: bool = True
-    """Validate version 0."""
+    """Validate version 0, the initial model."""
     test_freq: Frequency = -1
-    """Steps between validations; -1: only before and after."""
+    """Steps between validations; -1: validate only before and after training."""
     partial_final_batch: Literal["train", "drop"] = "train"
-    """Samples at the end that do not fill a lease: train on them, in smaller steps, or leave them out."""
+    """Treatment of samples at the end that do not fill a lease: train on them, in smaller steps, or leave them out."""
     save_freq: Frequency = -1
-    """Steps between checkpoints; -1: only at the end."""
+    """Steps between checkpoints; -1: write one only at the end."""
     save_last: bool = True
-    """Checkpoint at the end of the run."""
+    """Write a checkpoint at the end of the run."""
     max_checkpoints_to_keep: Positive = 2
-    """Older checkpoints are deleted once a newer one is complete."""
+    """Number of checkpoints to keep; older ones are deleted once a newer one is complete."""
 
 
 def model_roles(config: Config) -> dict[str, RoleConfig]:
@@ -186,7 +187,7 @@ def model_roles(config: Config) -> dict[str, RoleConfig]:
 
 
 def epoch_samples(config: Config, num_prompts: int) -> int:
-    """Return the number of samples that `trainer.total_epochs` over so many prompts train on.
+    """Return the number of samples in `trainer.total_epochs` passes over `num_prompts` prompts.
 
     With `partial_final_batch: drop` samples that do not fill a lease are left out.
     """
@@ -201,7 +202,7 @@ def epoch_steps(config: Config, num_prompts: int) -> int:
 
 
 def check_length(config: Config, num_prompts: int) -> Iterator[ConfigProblem]:
-    """Yield the problems of a run whose length its prompts decide (`trainer.total_training_steps=null`)."""
+    """Yield the problems of a run whose length depends on its prompts (`trainer.total_training_steps=null`)."""
     if steps := epoch_steps(config, num_prompts):
         yield from _warm_ups(config, steps)
     elif num_prompts == 0:
@@ -237,7 +238,7 @@ def _fixed_length(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _warm_ups(config: Config, steps: int) -> Iterator[ConfigProblem]:
-    """Check that warm-ups end before a run of so many steps."""
+    """Check that warm-ups end before the last of the run's `steps`."""
     critic, rate = config.critic, "so the learning rate would never reach its peak"
     alone = critic.warmup_steps if config.needs_critic else 0
     key = "critic.warmup_steps"
@@ -245,7 +246,7 @@ def _warm_ups(config: Config, steps: int) -> Iterator[ConfigProblem]:
         consequence = f"the run has {steps} steps, and only the critic would learn in all of them"
         yield ConfigProblem(key, alone, consequence, f"set it below {steps}")
     elif alone * 2 > steps:
-        consequence = f"in {alone} of the run's {steps} steps only the critic learns, the policy in {steps - alone}"
+        consequence = f"in {alone} of the run's {steps} steps only the critic learns, the policy learns in the others"
         yield warning(key, alone, consequence, f"set it to {steps // 2} or less, or make the run longer")
     warmup = config.trainer.optim.warmup_steps
     if warmup >= steps - alone > 0:
@@ -348,7 +349,7 @@ def _only_apart(role: str) -> NoEffectRule:
     return no_effect(
         f"{role}.num_workers {role}.device {role}.cpu_threads",
         lambda config: configured(config, f"{role}.placement") == "actor",
-        f"{role}.placement is actor, so the keys of trainer hold for this model too",
+        f"{role}.placement is actor, so the keys of trainer apply to this model too",
         f"set {role}.placement=own",
     )
 
@@ -361,7 +362,7 @@ NO_EFFECT = (
               "trainer.total_training_steps = {c.trainer.total_training_steps} is a number of whole leases",
               "set trainer.total_training_steps=null and trainer.total_epochs"),
     no_effect("trainer.activation_offload trainer.param_offload trainer.optimizer_offload trainer.use_liger",
-              lambda c: c.trainer.device == "cpu", "trainer.device is cpu, and it is for GPUs",
+              lambda c: c.trainer.device == "cpu", "trainer.device is cpu, and this key is for GPUs",
               "set trainer.device=cuda"),
     only_with("trainer.optim.min_lr_ratio", "trainer.optim.decay", "linear", "cosine"),
     no_effect("ref.*", lambda c: not c.needs_reference, "the run has no reference model",
@@ -378,4 +379,4 @@ NO_EFFECT = (
     only_with("reward_model.num_replicas reward_model.max_batch_size", "reward_model.placement", "serve"),
     _only_apart("reward_model.worker"),
 )  # fmt: skip
-"""The first rule for a key reports it, so the more informative one comes first."""
+"""Only the first rule that matches a key is reported, so more informative rules come first."""
