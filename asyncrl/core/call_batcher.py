@@ -1,6 +1,6 @@
-"""Batches calls: items submitted while one batch is being sent are sent together in the next.
+"""Batches calls: items that are submitted while one batch is being sent are sent together in the next.
 
-A lone item is sent at once; there is no timer and no background task. Under load the batches grow until sending keeps
+A single item is sent at once; there is no timer and no background task. Under load, batches grow until sending keeps
 up.
 """
 
@@ -33,9 +33,9 @@ class CallBatcher(Generic[Item, Result]):
     """Sends submitted items in batches, one batch at a time.
 
     Args:
-        send: sends a batch and returns one result, or error, per item. It is never cancelled, so it needs a deadline of
-            its own.
-        max_weight: bounds a batch; a heavier item is sent alone.
+        send: sends a batch and returns one result, or error, per item. It is never cancelled, so it must have a
+            deadline.
+        max_weight: maximum weight of a batch; a heavier item is sent alone.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class CallBatcher(Generic[Item, Result]):
     async def submit(self, item: Item, weight: int = 1) -> Result:
         """Return the result of `item`, or raise its error.
 
-        A caller that is cancelled before its item is sent
-        withdraws the item; after that, the item is sent although its result is ignored.
+        A caller that is cancelled before its item is sent withdraws the item. One that is cancelled later ignores the
+        result.
         """
         entry: _Entry[Item, Result] = _Entry(item, weight)
         self._queue.append(entry)

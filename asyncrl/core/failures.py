@@ -47,7 +47,7 @@ class ConfigError(AsyncRLError):
 
 
 class InfraError(AsyncRLError):
-    """An engine, replica, node or connection failed. Worth a retry elsewhere, within a budget."""
+    """An engine, replica, node or connection failed. A retry elsewhere may succeed, within a budget."""
 
 
 class DeadlineError(InfraError):

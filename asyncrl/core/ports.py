@@ -1,8 +1,10 @@
-"""The Protocols between the parts of a run, and the values that cross them; of the sample queue, only the values.
+"""The Protocols between the parts of a run, and the values in their calls.
 
-Deadlines: a call that can wait takes `timeout_s` and returns an empty answer when it runs out; the caller reports what
-it waits on and calls again. A call without `timeout_s` answers at once; its adapter bounds it with `timeouts.call_s`
-and raises `DeadlineError`.
+The port of the sample queue is in `asyncrl.queue.sample_queue`; this module has its values.
+
+Deadlines: a call that can wait has a `timeout_s` and returns an empty answer when that time is over; the caller reports
+what it waits on and calls again. A call without `timeout_s` is answered at once; its adapter bounds it with
+`timeouts.call_s` and raises `DeadlineError`.
 """
 
 from __future__ import annotations
@@ -49,21 +51,21 @@ class SampleCounts:
 
 
 class Admission(NamedTuple):
-    """Permits granted. No ids and not `closed`: no permit became free in time."""
+    """Granted permits. Without ids and not `closed`, no permit became free in time."""
 
     sample_ids: tuple[SampleId, ...]
     closed: bool
-    """Nothing will ever be admitted again."""
+    """The queue is closed and admits no further sample, unless a rewind opens it again."""
 
 
 class QueuedSample(NamedTuple):
     meta: SampleMeta
     payload: Any
-    """What `PayloadStore.put` returned (a Ray object reference, in a Ray run)."""
+    """The value that `PayloadStore.put` returned: a reference to a file, or to a Ray object."""
 
 
 class Lease(NamedTuple):
-    """Samples handed to the Trainer. No samples and not `ended`: not enough became READY in time."""
+    """Samples handed to the Trainer. Without samples and not `ended`, not enough became READY in time."""
 
     lease_id: int
     samples: tuple[QueuedSample, ...]
@@ -73,8 +75,8 @@ class Lease(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """The queue state that a run resumes from. Samples that were fed and have not ended are fed again under the same
-    id."""
+    """The queue state that a run resumes from. Samples that were fed and have not ended (`outstanding`) are fed again
+    under the same id."""
 
     next_index: int
     outstanding: tuple[SampleId, ...]
@@ -91,7 +93,7 @@ class QueueStatus:
     """Newest version that every replica has applied; pacing is relative to it."""
     ended: bool
     waiting: Mapping[str, int]
-    """Parked callers by what they wait on: `permit`, `samples`."""
+    """Number of waiting callers by what they wait on: `permit`, `samples`."""
     lineage: int = 0
     paced_to: int = 0
     """Limit of `fed - dropped` while the replicas serve `version`."""
@@ -107,14 +109,14 @@ class QueueStatus:
     closed: bool = False
     """The Trainer has all samples, or the run was stopped; only a rewind opens the queue again."""
     health: ProcessHealth | None = None
-    """Of its process."""
+    """Health of the queue's process."""
 
 
 class PayloadStore(Protocol):
     """Stores sample payloads while the queue holds their metadata."""
 
     async def put(self, sample: Sample) -> Any:
-        """Returns once the payload is as durable as the run's journal promises."""
+        """Store the sample. Return its reference once the payload is as durable as the run's journal promises."""
 
     async def get(self, payloads: Sequence[Any]) -> list[Sample | None]:
         """Return the samples in order; None for one that is lost or damaged, which has been logged with its file and
@@ -125,21 +127,21 @@ class TurnLog(Protocol):
     """Keeps completed turns of RUNNING samples, in case the Rollouter dies before their sample is READY."""
 
     async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        """`turn` is complete. `key` names it within the sample: `0` to `n-1`, `baseline`."""
+        """Record a complete turn. `key` names it within the sample: `0` to `n-1`, `baseline`."""
 
     async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
         """Return the turns of a sample that earlier incarnations of the Rollouter completed, by key."""
 
     async def forget(self, sample_id: SampleId) -> None:
-        """The sample is READY or DROPPED: its turns are not needed any more."""
+        """Forget the turns of a sample that is READY or DROPPED."""
 
 
 # ------------------------------------------------------------------------------------------------ weights
 
 
 class WeightsVersion(NamedTuple):
-    """Identifies weights, and orders them by creation: when training goes back to a checkpoint, versions continue from
-    its version in a new lineage."""
+    """Identifies weights and orders them by creation. When training goes back to a checkpoint, versions continue from
+    the checkpoint's version in a new lineage."""
 
     lineage: int
     """Number of times that training went back to a checkpoint in this run."""
@@ -173,11 +175,12 @@ class WeightPublisher(Protocol):
     async def publish(
         self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
     ) -> Publication:
-        """Offer `version` (HF parameter names, the engine's dtype); returns once it can be fetched, not applied. Its
-        lineage is the publisher's."""
+        """Publish `version` in the publisher's lineage. Return once replicas can fetch it, before they apply it.
+
+        `tensors` have Hugging Face's parameter names and the engine's dtype."""
 
     async def republish(self) -> None:
-        """Offer the last publication again, to a store that was restarted; do nothing if there is none."""
+        """Publish the last publication again, for a store that was restarted; do nothing if there is none."""
 
 
 class WeightFeed(Protocol):
@@ -191,7 +194,7 @@ class WeightFeed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ApplyReport:
-    """How one replica changed from one version to the next. Seconds."""
+    """How one replica changed from one version to the next. Durations are in seconds."""
 
     replica: str
     version: int
@@ -206,9 +209,9 @@ class ApplyReport:
     events: tuple[Mapping[str, Any], ...] = ()
     """Profiling events, which the Rollouter takes out of the report and forwards."""
     drain_s: float = 0.0
-    """From the request to pause until no token is generated: before `pause_s`."""
+    """From the request to pause until no token is generated; `pause_s` begins then."""
     verify_s: float = 0.0
-    """Comparing checksums, during generation."""
+    """Duration of the comparison of checksums, during which generation continues."""
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -240,7 +243,7 @@ class ReplicaReport:
     error: str = ""
     """Why it is `broken`."""
     health: ProcessHealth | None = None
-    """Of its process."""
+    """Health of the replica's process."""
     engine_health: ProcessHealth | None = None
     """Health of all `engine_pids` together."""
     load: EngineLoad | None = None
@@ -261,7 +264,7 @@ class StoreStatus:
     """When the status was taken, by the store's wall clock, as are the times in `replicas`. See `on_clock` in
     `asyncrl.weights.object_store`."""
     health: ProcessHealth | None = None
-    """Of its process."""
+    """Health of the store's process."""
 
 
 # ------------------------------------------------------------------------------------------------ generation
@@ -269,7 +272,7 @@ class StoreStatus:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
-    """One trajectory's next turn, token ids in."""
+    """A request for the next turn of one trajectory."""
 
     request_id: str
     prompt_ids: TokenIds
@@ -325,11 +328,11 @@ class EngineFleet(Protocol):
     def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[GenerationEvent, None]:
         """Run the requests on one replica and yield their events until every turn is finished.
 
-        Aborted requests are resumed inside, and so are those of a failed engine, with the tokens that it had reported.
+        The iterator resumes aborted requests, and also those of a failed engine, with the tokens that it had reported.
         Closing the iterator aborts the requests; the tokens of the last second may be missing from `TurnProgress` then.
 
         Args:
-            requests: A request whose `so_far` is complete has no event.
+            requests: A request whose `so_far` is already complete produces no event.
             session: Keeps a conversation on its replica.
 
         Raises:
@@ -342,10 +345,10 @@ class EngineFleet(Protocol):
 
 
 class PromptSource(Protocol):
-    """Prompts by feed order: a pure function of the data, the seed and the index, so a cursor is one integer."""
+    """The prompts in feed order: a pure function of data, seed and index, so one integer is enough to resume."""
 
     def __len__(self) -> int:
-        """Prompts per epoch, after filtering."""
+        """Return the number of prompts per epoch, after filtering."""
 
     def at(self, sample_id: SampleId) -> Prompt: ...
 
@@ -368,7 +371,7 @@ class RewardScorer(Protocol):
         ended."""
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory.
+        """Return one score per trajectory.
 
         Raises:
             UserCodeError: the reward function raised, timed out or returned no finite number.

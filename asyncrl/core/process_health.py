@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ProcessHealth:
-    """One process, as it measures itself; for a replica's engine, all of its processes together."""
+    """Health of one process, which it measures itself; of an engine, all its processes together."""
 
     rss_bytes: int
     """Resident memory, including shared pages such as those mapped from the object store."""
     cpu: float = 0.0
-    """CPUs that it kept busy since the last measurement."""
+    """Number of CPUs that it kept busy since the last measurement."""
     lag_s: float | None = None
     """Longest time in the last 10 s that its event loop was blocked; None: it has no monitored loop."""
     dropped_events: int = 0

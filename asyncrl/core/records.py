@@ -51,7 +51,7 @@ class ValidationRecord:
     metrics: Metrics
     """`reward/mean` and `reward/mean/<data_source>`, `response_tokens/mean`, …"""
     examples: tuple[Mapping[str, Any], ...]
-    """A few rows for people: `prompt, response, ground_truth, reward`."""
+    """A few rows for users: `prompt, response, ground_truth, reward`."""
     lineage: int = 0
 
 
@@ -79,7 +79,7 @@ async def stream_records(part: str, run: Callable[[RecordSink], Awaitable[None]]
     consumer may abandon. Closing the generator cancels `run` and waits for it to end.
 
     Raises:
-        AsyncRLError: what `run` raised; anything else as a `BugError` of `part`.
+        AsyncRLError: `run` raised it; any other exception is converted to a `BugError` of `part`.
     """
     send, records = anyio.create_memory_object_stream[RunRecord](math.inf)
 

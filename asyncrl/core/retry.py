@@ -8,13 +8,13 @@ from asyncrl.core.failures import DiskFullError, InfraError
 
 
 class RestartBudget:
-    """Restarts of one part: at most `max_restarts` within any `window_s` seconds, and at most that many in a row
-    without progress of the run: a failure that recurs at the same step is not accidental, however much time passes
+    """Limits the restarts of one part: at most `max_restarts` within any `window_s` seconds, and at most that many in a
+    row without progress of the run. A failure that recurs at the same step is not accidental, however much time passes
     in between.
     """
 
     def __init__(self, part: str, max_restarts: int, window_s: float) -> None:
-        """`part`: its name in messages, such as `Rollouter`."""
+        """`part`: the part's name in messages, such as `Rollouter`."""
         self._part = part
         self._max_restarts = max_restarts
         self._window_s = window_s

@@ -1,4 +1,4 @@
-"""Which steps of a role are recorded and replayed. Pure."""
+"""Sets of steps, such as the steps of a role that are recorded and replayed. Pure."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ StaleAction = Literal["drop", "mask", "keep"]
 class Pacing:
     """A prompt is admitted while `fed - dropped < (version + 1 + staleness_threshold) * samples_per_version`.
 
-    With `over_sample`, more are admitted; as soon as the limit's number of samples is done, those still running are
-    surplus. All counters are cumulative over the run. They are never reset, so they cannot drift.
+    With `over_sample`, more prompts are admitted. Once the number of samples that are done reaches the limit, those
+    still running are surplus. All counters are cumulative over the run and never reset, so they cannot drift.
     """
 
     samples_per_version: int
@@ -38,18 +38,18 @@ class Pacing:
     """Samples that may run at the same time beyond the limit, as a share of `S`."""
 
     def limit(self, version: int) -> int:
-        """How many samples may be fed and not dropped while the replicas serve `version`."""
+        """Return the maximum of `fed - dropped` while the replicas serve `version`."""
         # The threshold is read as the decimal that was written: in binary (1 + 0.1) * 10 exceeds 11 and admits a 12th.
         ahead = version + 1 + Fraction(repr(self.staleness_threshold))
         limit = ceil(ahead * self.samples_per_version)
         return limit if self.total_samples is None else min(limit, self.total_samples)
 
     def permits(self, fed: int, dropped: int, version: int, *, running: int = 0) -> int:
-        """Samples that may be fed now.
+        """Return the number of samples that may be fed now.
 
         Args:
-            fed, dropped: cumulative.
-            version: what every replica serves.
+            fed, dropped: cumulative counts.
+            version: the version that every replica serves.
             running: fed samples that are not done yet.
         """
         if not self.over_sample:
@@ -60,20 +60,20 @@ class Pacing:
         return max(0, self.limit(version) + extra - (fed - dropped))
 
     def is_enough(self, fed: int, dropped: int, version: int, *, running: int) -> bool:
-        """With `over_sample`: the limit under `version` is done, so running samples are surplus."""
+        """Whether, with `over_sample`, enough samples are done for `version`, so that running ones are surplus."""
         return self.over_sample > 0 and fed - dropped - running >= self.limit(version)
 
     def is_done(self, fed: int, dropped: int, *, running: int) -> bool:
-        """With `over_sample`: all samples that the run trains on are done, so running ones stay surplus."""
+        """Whether, with `over_sample`, all samples that the run trains on are done; running ones then stay surplus."""
         return self.over_sample > 0 and self.total_samples is not None and fed - dropped - running >= self.total_samples
 
     def is_complete(self, fed: int, dropped: int) -> bool:
-        """No later version will admit another sample, unless a sample in progress is dropped."""
+        """Whether no later version will admit another sample, unless a sample in progress is dropped."""
         return self.total_samples is not None and fed - dropped >= self.total_samples
 
 
 def staleness(trainer_version: int, oldest_version: int, *, allows_newer: bool = False) -> int:
-    """Versions between the trainer's weights and the oldest ones that produced a token.
+    """Return the number of versions from the oldest weights that sampled a token to the trainer's weights.
 
     `allows_newer`: a sample may be newer than the trainer's version; its staleness is 0 then. That happens after
     training went back to a checkpoint in this run, and with samples recorded by another run.
@@ -99,7 +99,7 @@ def judge(
     stale_action: StaleAction,
     allows_newer: bool = False,
 ) -> StaleAction:
-    """Decide about a sample: `keep` within the bound, `stale_action` beyond it.
+    """Return what to do with a sample: `keep` within the bound, `stale_action` beyond it.
 
     Raises:
         BugError: see `staleness`.
@@ -109,7 +109,7 @@ def judge(
 
 
 def stale_token_mask(spans: Sequence[Span], num_tokens: int, trainer_version: int, max_staleness: int | None) -> Mask:
-    """bool `[num_tokens]`: True = beyond the bound, so `stale_action: mask` takes the token out of the loss."""
+    """Return bool `[num_tokens]`: True for tokens beyond the bound, which `stale_action: mask` takes out of the loss."""
     if max_staleness is None:
         return np.zeros(num_tokens, dtype=np.bool_)
     return trainer_version - versions_per_token(spans, num_tokens) > max_staleness

@@ -4,8 +4,8 @@
     rows       prompt_ids │ turn 0 │ tool's tokens │ turn 1 …          what the policy saw and sampled, token by token
 
 A chat template may rewrite history when a message is added (reasoning of earlier turns is stripped, say). Then the
-conversation continues in a new row whose prompt is the rewritten history, so that no training uses tokens that were
-never sampled, or sampled tokens after a context in which they were not sampled.
+conversation continues in a new row whose prompt is the rewritten history, so that training uses only sampled tokens,
+each after the context in which it was sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.core.types import FinishReason, LogProbs, Mask, Prompt, Span, Token
 
 CallStatus = Literal["ok", "refused", "bad_json", "unknown_tool", "bad_arguments", "too_many", "raised", "timeout"]
 """Outcome of a tool call, which the model receives and metrics count. `refused`: the tool raised `ToolError`. `raised`
-and `timeout` are failures of the tool itself, which the model receives only if `on_error` says so."""
+and `timeout` are failures of the tool itself, which the model receives only with `on_error: message`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TurnInfo:
     generate_s: float = 0.0
     calls: tuple[ToolCall, ...] = ()
     reward: float = 0.0
-    """From its tool calls and from the user or environment that answered it."""
+    """Reward from its tool calls and from the user or environment that answered it."""
     user_s: float = 0.0
     """Seconds that the user or environment took to answer."""
 
@@ -107,7 +107,7 @@ class Trajectory:
 
 
 def single_turn(prompt: Prompt, turn: Turn, generate_s: float = 0.0) -> Trajectory:
-    """The trajectory of one turn: every response token was sampled by the policy."""
+    """Return the trajectory of a single turn, in which the policy sampled every response token."""
     num_tokens = len(turn.response_ids)
     row = TokenRow(
         prompt_ids=prompt.prompt_ids,

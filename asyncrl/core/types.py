@@ -35,7 +35,7 @@ class SampleId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> SampleId:
-        """Read the written form back.
+        """Parse the output of `str`.
 
         Raises:
             ValueError: `text` is not `sample_{epoch}_{index}` with epoch >= 0 and index >= 1.
@@ -78,7 +78,7 @@ class Media(NamedTuple):
 
     kind: Literal["image", "video"]
     data: bytes
-    """A file that pillow reads; each page of a video file is a frame."""
+    """Content of a file that pillow can read; each page of a video file is a frame."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,10 +91,10 @@ class Prompt:
     data_source: str = "default"
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Free columns of the row. `extra_info["sampling_params"]`, a mapping, may set where responses end: `max_tokens`,
-    `stop`, `stop_token_ids`, `ignore_eos`."""
+    """Further columns of the row. `extra_info["sampling_params"]`, a mapping, may set where responses end:
+    `max_tokens`, `stop`, `stop_token_ids`, `ignore_eos`."""
     media: tuple[Media, ...] = ()
-    """In the order of their placeholders."""
+    """Images and videos in the order of their placeholders."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +127,8 @@ class Row:
     reward: float
     """Reward of the whole trajectory, `turn_rewards` included; the same in all its rows. See docs/rewards.md."""
     reward_extra: Mapping[str, float] = field(default_factory=dict)
-    """Further values from the reward function; with a reward model, the parts of `reward`: `rule`, and `model`."""
+    """Further values from the reward function. If the reward has several sources, also the score of each source before
+    its weight, by the source's name, such as `rule` and `model`."""
     trajectory: int = 0
     """Number of its trajectory within the sample, from 0. Rows of one trajectory are adjacent and in order."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
@@ -183,8 +184,8 @@ class Sample:
     media: tuple[Media, ...] = ()
     """Images and videos of the prompt, which every row shares."""
     asked: tuple[int, ...] = ()
-    """The numbers under which its trajectories were requested, which events use, if surplus ones were requested. Empty:
-    the rows' own numbers."""
+    """If surplus trajectories were requested, the numbers under which the trajectories were requested, which events
+    use. Empty: the numbers in the rows."""
 
     @property
     def provenance(self) -> Provenance:
@@ -237,7 +238,7 @@ def merge_spans(head: Sequence[Span], head_tokens: int, tail: Sequence[Span]) ->
 
 
 def join_turns(head: Turn | None, tail: Turn) -> Turn:
-    """The response of `head` continued by `tail`, after an abort: one turn with tokens, log-probs and spans merged."""
+    """Return one turn from the aborted `head` and its continuation `tail`, with tokens, log-probs and spans merged."""
     if head is None:
         return tail
     return Turn(

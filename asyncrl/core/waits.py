@@ -6,14 +6,14 @@ Rollouter  permit      an admission          slot        a place in generation
            engine      turns from replicas   isolation   inside `engine`: finding out which sample crashes engines
            tool, user, agent, inside `engine`: answers between turns, and user programs that request turns
            surplus     storage of surplus samples that were aborted    dump    files of trajectories
-           reward      scores                weights     the next publication; holds nothing up
+           reward      scores                weights     the next publication; delays nothing
            records     files of recorded stages (`skip`); the Trainer's too
-           apply       replicas to take a version        validation  the validation set's answers
+           apply       replicas to load a version        validation  the validation set's answers
 Trainer    model       ranks to start and load           samples     a lease and its payloads
            experience, critic, train                     calls to the ranks
            publish     a version to be fetchable         checkpoint  one to be read or written
            trace       ranks to write what a profiler saw of a step
-           served      the last version to be applied and validated: its ranks hold it
+           served      the last version to be applied and validated, because the ranks hold its weights
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 class Wait(NamedTuple):
     edge: str
-    """What a task waits on; see the module."""
+    """What a task waits on; see the table of this module."""
     count: int  # type: ignore[assignment]  # hides tuple.count
     """Tasks of this part that wait on it now."""
     since_s: float
@@ -46,8 +46,8 @@ class WaitBoard:
 
     @contextmanager
     def waiting(self, edge: str, *, limit_s: float = 0.0) -> Iterator[None]:
-        """Count the block as waiting on `edge`. `limit_s`: deadlines inside the block end it by then; 0: it has
-        none."""
+        """Count the block as waiting on `edge`. `limit_s`: time after which a deadline inside the block has ended it;
+        0: it has no deadline."""
         key, started = self._next, self._clock()
         self._next += 1
         self._open[key] = (edge, started, started + limit_s)
@@ -58,7 +58,7 @@ class WaitBoard:
             self._total[edge] = self._total.get(edge, 0.0) + self._clock() - started
 
     def snapshot(self) -> list[Wait]:
-        """Open waits, the longest first."""
+        """Return the open waits, the longest first."""
         now = self._clock()
         edges: dict[str, list[tuple[float, bool]]] = {}
         for edge, started, ends in self._open.values():
@@ -70,5 +70,5 @@ class WaitBoard:
         return sorted(waits, key=lambda wait: -wait.since_s)
 
     def total_s(self, edge: str) -> float:
-        """Seconds spent on `edge` by waits that have ended."""
+        """Return the total duration in seconds of the waits on `edge` that have ended."""
         return self._total.get(edge, 0.0)
