@@ -1,4 +1,4 @@
-"""The driver's calls to Ray actors, and the Rollouter and the Trainer as a `Supervisor` replaces them.
+"""The driver's calls to Ray actors, and the Rollouter and the Trainer as parts that a `Supervisor` can replace.
 
 Every call has a deadline, and Ray's errors are converted to this project's.
 """
@@ -62,7 +62,7 @@ async def call(part: str, ref: Any, timeout_s: float, *, doing: str) -> Any:
 
 
 async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncGenerator[Any, None]:
-    """Yield what a part's `run` yields. The watchdog, not this function, bounds the pauses."""
+    """Yield the records of a part's `run`. The watchdog, not this function, limits the time between them."""
     try:
         async for ref in generator:
             yield await ref
@@ -71,9 +71,10 @@ async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncGenerator
 
 
 async def kill(actor: Any, known: Collection[ProcessInfo], known_at: float) -> None:
-    """Kill an actor for good, with its processes as of `known_at` (wall clock). Bounded, and not cancelled half-way.
+    """Kill an actor, so that Ray does not restart it, and its processes as known at `known_at` (wall clock).
 
-    A stopped process does not react to Ray, so those on this machine are killed by number.
+    This is bounded in time and shielded from cancellation. A process that is stopped (SIGSTOP) does not react to Ray,
+    so processes on this machine are killed by their ids.
     """
 
     def kill_all() -> None:
@@ -126,7 +127,7 @@ def translate(part: str, error: RayError) -> AsyncRLError:
 
 @dataclass(eq=False)
 class _SupervisedActor:
-    """One actor after another, and the processes that the newest one has reported."""
+    """The successive actors of one part, and the processes that the newest one has reported."""
 
     config: Config
     run_dir: RunDir
@@ -142,7 +143,8 @@ class _SupervisedActor:
         """Return the actor's `status`; None: there is no actor, or it is being replaced.
 
         Raises:
-            DeadlineError: it did not answer within `limit_s`. InfraError: the actor is dead.
+            DeadlineError: it did not answer within `limit_s`.
+            InfraError: the actor is dead.
         """
         if (actor := self._actor) is None:
             return None

@@ -58,14 +58,14 @@ def worker_environment(config: Config) -> dict[str, str]:
 
 @asynccontextmanager
 async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterator[str]:
-    """Start Ray, or connect to it, for the block; yield the run's namespace. At the end, nothing of the run keeps
-    running.
+    """Start Ray, or connect to it, for the block; yield the run's namespace. At the end, all processes of the run are
+    stopped.
 
     Args:
-        config: of the run.
-        name: of the run; the namespace derives from it.
-        stale: namespace of an earlier driver of this run that may have died: its apps on a shared cluster are deleted
-            first. A private cluster ends with its driver.
+        config: configuration of the run.
+        name: name of the run, from which the namespace derives.
+        stale: namespace of an earlier driver of this run that may have died. Its apps on a shared cluster are deleted
+            first; a private cluster ends with its driver.
 
     Raises:
         InfraError: Ray cannot start, or the cluster at `ray.address` does not answer.
@@ -108,7 +108,7 @@ async def _take_down(stop: Callable[[bool, str], None], config: Config, namespac
             await to_thread.run_sync(stop, private, namespace, abandon_on_cancel=True)
         if scope.cancelled_caught:
             left = "" if private else f"; Serve apps of {namespace} may still be on the cluster"
-            logger.warning("Ray was not down within timeouts.stop_s=%g: not waiting any longer%s", limit_s, left)
+            logger.warning("Ray did not shut down within timeouts.stop_s=%g; its processes are killed%s", limit_s, left)
             await to_thread.run_sync(processes.end_descendants)
 
 

@@ -29,7 +29,7 @@ MACHINE_STALE_S = 30.0
 STALE_S = 5.0
 """Older reports of a part are ignored; parts report every second."""
 SETTLE_S = 30.0
-"""A process that has reported for less than this time has just started."""
+"""A process that has reported for less than this time counts as just started."""
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class HealthMonitor:
     def _unresponsive(self, health: RunHealth, silent_s: Mapping[str, float]) -> dict[str, float]:
         """Return the parts of `silent_s` that should answer.
 
-        There are none while the run ends, or when this process itself was suspended and has not read any answer
+        The result is empty while the run ends, and when this process itself was suspended and has not read any answer
         since."""
         own = health.processes.get("driver")
         if self._status.phase != "running" or (own is not None and (own.lag_s or 0.0) > INTERVAL_S):
@@ -192,7 +192,7 @@ class HealthMonitor:
 
 
 class _BoundedRead:
-    """Calls a function in a thread that may block (on a dead disk), one call at a time."""
+    """Calls a function that may block (on a dead disk) in a thread, one call at a time."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read = read

@@ -126,7 +126,7 @@ async def _run(
     status: RunStatus,
     stale_namespace: str,
 ) -> tuple[RunOutcome, dict[str, str] | None]:
-    """Run to the end and return the outcome and the error. `stale_namespace`: of the run's last driver."""
+    """Run to the end and return the outcome and the error. `stale_namespace`: namespace of the run's last driver."""
     interrupts = Interrupts()
     view.phase("starting Ray")
     try:
@@ -195,7 +195,7 @@ async def _serve(config: Config) -> int:
                 click.echo(_instructions(config, namespace))
                 await stop.wait()
                 click.echo("stopping", err=True)
-                # This precedes the end of Ray, which would kill the engines instead of stopping them.
+                # The app is stopped before Ray, because the shutdown of Ray would kill the engines.
                 with anyio.move_on_after(config.timeouts.stop_s):
                     await stop_app(namespace)
             group.cancel_scope.cancel()

@@ -74,10 +74,11 @@ def end_known(pids: Iterable[int], known_at: float, *, title: str = "", limit_s:
     """SIGKILL these processes of this machine, stopped or not, and wait up to `limit_s` until they are gone.
 
     Args:
-        pids: as of `known_at`.
-        known_at: wall clock; a process that began later has only reused the number, and is spared.
-        title: start of their command lines, which tells them from processes of this machine if they run on another one.
-        limit_s: for all of them together.
+        pids: ids of the processes, as known at `known_at`.
+        known_at: wall clock; a process that began later has only reused the id, and is spared.
+        title: start of their command lines. It protects processes of this machine that have the same ids as processes
+            on another machine.
+        limit_s: time limit for all of them together.
 
     Returns:
         The number of processes found.

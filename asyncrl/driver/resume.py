@@ -5,8 +5,8 @@ Files, JSON and SQLite only, so no torch is needed.
 <run_dir>/journal.db                              `asyncrl.queue.journal`: what happened to each sample since
 
 A run resumes only from a checkpoint that survives (`LineageHistory`), because the journal's counts belong to it. The
-journal knows where training went back. Without a journal there are only the checkpoint's own sample counts, and the
-newest checkpoint of the newest lineage counts.
+journal records where training went back. Without a journal, a run resumes from the newest checkpoint of the newest
+lineage, with the sample counts in that checkpoint.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def resume_in_run(run_dir: Path, history: LineageHistory) -> Resume | None:
     """Return what a replaced Trainer resumes from while its run lives on; None: the initial model.
 
     Args:
-        history: the run's so far. It excludes checkpoints that a replaced Trainer wrote after its successor started.
+        history: the run's rewinds so far. They exclude checkpoints that a replaced Trainer wrote after its successor
+            started.
 
     Raises:
         ConfigError: the newest checkpoint is damaged.
@@ -111,8 +112,8 @@ def completed_at(run_dir: Path) -> int | None:
 def journal_identity(config: Config) -> dict[str, Any]:
     """Return `run_identity` and the settings of generation and reward, on which finished samples depend.
 
-    A journal hands out earlier samples, so these settings may not change under it. Under a checkpoint alone they may,
-    because every sample that it does not contain is generated again.
+    A run that resumes from a journal trains on earlier samples, so these settings may not change. They may change in a
+    run that resumes from a checkpoint alone, because it generates every later sample again.
     """
     rollout, reward, model = config.rollout, config.reward, config.reward_model
     scoring = reward.model_dump(mode="json", exclude={"on_error", "max_errors", "timeout_s", "max_concurrency"})
@@ -264,7 +265,7 @@ def _resume(config: Config, found: _ResumeSource) -> Resume:
     history, incarnations = NO_REWINDS, {"rollouter": incarnation_of_files(run_dir)}
     if head is not None:
         history, incarnations = head.history, dict(head.incarnations)
-        # Otherwise only the checkpoint is used; the queue reports the reason when it sets the journal aside.
+        # A damaged journal is not used; the queue reports the reason when it sets the journal aside.
         if not head.damage:
             _check_journal(run_dir, head, config, checkpoint)
     if checkpoint is None:

@@ -260,14 +260,14 @@ class Run:
             limit_s = math.inf
             try:
                 await self._trainer_part.served()
-            except InfraError:  # it is being replaced; or the call failed and is repeated
+            except InfraError:  # the Trainer is being replaced, or the call failed and is repeated
                 limit_s = TICK_S
             with anyio.move_on_after(limit_s):
                 await changed.wait()
         return False
 
     def _rollout_start(self) -> RolloutStart:
-        """What the next Rollouter validates first: version 0 only once in a run, over all its resumes."""
+        """Return what the next Rollouter validates first; version 0 is validated once in a run, resumes included."""
         step = self._recorder.validated_step
         validate_first = self._config.trainer.val_before_train and self._validated is None and step is None
         return RolloutStart(validate_first, self._validated, step or 0, self._status.has_engines)
@@ -351,7 +351,7 @@ class Run:
             self._trainer.mark_working()
 
     def _show_messages(self, status: Any) -> None:
-        """Show each message about records that could not be served or written once in the run."""
+        """Show messages about records that could not be replayed or written, each of them once."""
         for message in status.get("messages", ()):
             if message not in self._messages_shown:
                 self._messages_shown.add(message)

@@ -70,8 +70,8 @@ class RunLocks:
         """Lock the directory, and create it if necessary. Return False if this process has locked it before. Blocking.
 
         Raises:
-            ConfigError: another driver holds the lock, or the directory cannot be written. InfraError: the disk is
-            full.
+            ConfigError: another driver holds the lock, or the directory cannot be written.
+            InfraError: the disk is full.
         """
         path = run_dir.resolve()
         if path in self._locked:
@@ -192,15 +192,14 @@ def planned_steps(config: Config) -> int | None:
 
 
 def already_finished(resume: Resume | None, total_steps: int | None) -> str | None:
-    """Return a message if the checkpoint is at `total_steps` or beyond; None: there is something to train."""
+    """Return a message if the checkpoint is at `total_steps` or beyond; None: steps are left to train."""
     if resume is None or total_steps is None or resume.manifest.progress.step < total_steps:
         return None
     return _nothing_to_train(resume, f"{resume.checkpoint} is at step {resume.manifest.progress.step} of {total_steps}")
 
 
 def already_completed(config: Config, resume: Resume) -> str | None:
-    """Return a message if a completed run has already trained all that `config` asks for; None: there is something
-    to do.
+    """Return a message if a completed run has already trained all steps of `config`; None: steps are left to train.
 
     A run that was stopped or died between its last step and its end is not completed: its last version may not be
     validated, and its records are incomplete.
@@ -223,8 +222,8 @@ def already_completed(config: Config, resume: Resume) -> str | None:
 def _nothing_to_train(resume: Resume, reason: str) -> str:
     assert resume.checkpoint is not None  # without one it would be at step 0
     return (
-        f"nothing is left to train: {reason}. To train on, raise trainer.total_training_steps or trainer.total_epochs; "
-        f"to start anew from its weights: resume=none model.path={resume.checkpoint / 'hf'}"
+        f"nothing is left to train: {reason}. To train more, raise trainer.total_training_steps or "
+        f"trainer.total_epochs; to start anew from its weights: resume=none model.path={resume.checkpoint / 'hf'}"
     )
 
 

@@ -22,7 +22,7 @@ from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.storage.run_dir import RunDir
 
 SILENT_S = 3.0
-"""A part that answered more recently counts as answering."""
+"""Seconds without an answer after which a part counts as silent."""
 
 
 class RunStatus:
@@ -41,10 +41,10 @@ class RunStatus:
         self.resumed_at = resumed_at or ResumePoint(0, 0, "")
         """Point from which training last continued; the run's position until the Trainer has loaded that checkpoint."""
         self.answered_at: dict[str, float] = {}
-        """By part, the time of its last answer or of the first request to it. Wall clock."""
+        """By part, the time of its last answer, or of the first request to it if it has not answered. Wall clock."""
         self.restarting: Mapping[str, float] = {}
         self.processes: tuple[ProcessInfo, ...] = ()
-        """Incarnations of Rollouter and Trainer."""
+        """Processes of Rollouter and Trainer, as they last reported them."""
         self.has_engines = True
         """False: every sample is recorded, and the role `async_rollout` needs no engines."""
         self.health = RunHealth()

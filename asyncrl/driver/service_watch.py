@@ -43,7 +43,7 @@ PART_TITLES: dict[PartName, str] = {
 REPLICA_TITLE = "ray::ServeReplica"
 """Start of the command line of a replica's process."""
 UNLIMITED = -1
-"""Ray's number of restarts without a limit; the driver's budget is the limit."""
+"""The value of Ray's `max_restarts` for no limit; the driver's budget limits restarts instead."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class RestartableActor:
 
     part: PartName
     kind: type
-    """The actor's class, which its process's title names."""
+    """The actor's class, whose name is in the title of its process."""
     start_s: float
     """`timeouts.start_s`, within which the next process has to answer."""
     status: RunStatus
@@ -89,10 +89,10 @@ class RestartableActor:
         return True
 
     async def on_timeout(self, error: DeadlineError) -> None:
-        """End the unresponsive process, unless it is gone already; Ray starts the next one.
+        """End the unresponsive process, unless it is gone already; Ray starts a new one.
 
         Raises:
-            InfraError: the next one did not answer in time.
+            InfraError: the new process did not answer in time.
         """
         if self._pid is None:  # the start of the run has a deadline of its own
             return
@@ -117,7 +117,7 @@ class RestartableActor:
 class ServiceWatch:
     """Watches queue, weight store and replicas of one run.
 
-    `probe_queue`, `probe_store` and `keep_store_informed` are tasks, until cancelled.
+    `probe_queue`, `probe_store` and `keep_store_informed` are tasks that run until they are cancelled.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ServiceWatch:
         self._store_is_empty = anyio.Event()
 
     async def probe_queue(self) -> None:
-        """Raises `InfraError`: the queue is gone for good, or was restarted too often."""
+        """Probe the queue. Raises `InfraError` if it is gone for good, or was restarted too often."""
 
         async def ask(within_s: float) -> QueueStatus:
             return await QueueClient(self.queue.handle, within_s).status()
@@ -165,7 +165,7 @@ class ServiceWatch:
         self._status.queue = status
 
     async def probe_store(self) -> None:
-        """Raises `InfraError`: the weight store is gone for good, or was restarted too often."""
+        """Probe the weight store. Raises `InfraError` if it is gone for good, or was restarted too often."""
         # A status request is idempotent, so Ray may repeat it after a restart.
         ask_status = self.store.handle.status.options(max_task_retries=UNLIMITED)
 
@@ -188,7 +188,7 @@ class ServiceWatch:
         self._status.store = status
 
     async def keep_store_informed(self, republish: Callable[[], Awaitable[None]]) -> None:
-        """Have the newest version published again to a restarted store; starting replicas wait for it.
+        """Let the Trainer publish the newest version again to a restarted store; starting replicas wait for it.
 
         Args:
             republish: asks the Trainer to publish; returns at once if no Trainer has a model.
@@ -235,6 +235,6 @@ class ServiceWatch:
 
 
 async def _end_replica(report: ReplicaReport) -> None:
-    """End an unresponsive replica on this machine; Serve is slow to notice one, or never does."""
+    """End an unresponsive replica on this machine, because Serve notices one late or never."""
     if report.node_id in await to_thread.run_sync(local_nodes):
         await to_thread.run_sync(partial(end_known, [report.pid], report.reported_at, title=REPLICA_TITLE))

@@ -28,8 +28,8 @@ class Watchdog:
     start_s: float = 600.0
     """`timeouts.start_s`, within which a restarted part or a starting replica is up."""
     gap_s: float = 10.0
-    """Most that one observation adds to the time without progress. If observations are further apart, the driver itself
-    was suspended and could not have observed progress."""
+    """Maximum that one observation adds to the time without progress. If observations are further apart, the driver
+    itself was suspended and could not observe progress."""
     _progress: ProgressMarks | None = field(default=None, init=False)
     _observed_s: float | None = field(default=None, init=False)
     _stalled_s: float = field(default=0.0, init=False)

@@ -8,7 +8,7 @@
 
 Other failures (the configuration, user code, a bug, a full disk) would recur, so they end the run. So does a failure
 in `claim`, because the part did not cause it. A part that dies after it was asked to stop counts as stopped. Serve
-replaces a replica that ends; `ReplicaWatch` sees a new name after the first full set.
+replaces a replica that ends; `ReplicaWatch` detects that by a new name once all replicas have reported.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Supervisor:
     _stopping: bool = field(default=False, init=False)
 
     async def follow(self, put: PutRecord) -> None:
-        """Pass every record to `put` until a process of the part ends by itself or was stopped.
+        """Pass every record to `put` until a process of the part ends by itself or is stopped.
 
         Raises:
             AsyncRLError: the part failed and cannot be replaced; or what `put` raised.
@@ -220,7 +220,7 @@ async def probe(
 
     Args:
         ask: returns the part's answer within the given seconds; None: there is no process at the moment.
-        limit_s: for an answer.
+        limit_s: time limit of an answer.
         on_answer: awaited with each answer.
         on_timeout: awaited when a second try times out as well. If this process was suspended or starved, a deadline
             may fire before an answer that has arrived is read: in that case the second try is repeated.
@@ -283,17 +283,17 @@ class ReplicaWatch:
         """Return what changed. Times are of the wall clock.
 
         Args:
-            reports: those in the weight store, possibly including replicas that are gone; a restarted store may have
-                only a few.
+            reports: the reports in the weight store. They may include replicas that are gone, and a restarted store
+                may have only a few.
             now: when the store sent them.
-            store_since: when the store's process started to receive reports; an earlier report is not missed.
+            store_since: when the store's process started to receive reports; silence counts from then at the earliest.
         """
         replaced: list[Restart] = []
         recovered: list[Restart] = []
         for report in sorted(reports, key=lambda report: report.reported_at):
             name = report.replica
             if name in self._presumed_gone and report.reported_at > self._presumed_gone[name].reported_at:
-                # Of two that stopped reporting within a second, the other one had ended.
+                # Two replicas stopped reporting within a second, and it was the other one that had ended.
                 del self._presumed_gone[name]
                 self._gone.remove(name)
                 self._remove_most_silent()

@@ -149,7 +149,7 @@ async def test_a_hanging_shutdown_of_ray_is_bounded(
         hung.set()
     assert not limit.cancelled_caught and scope.cancelled_caught is interrupted
     assert ended.is_set(), "its processes are left running"
-    assert "not down within timeouts.stop_s=0.05" in caplog.text
+    assert "did not shut down within timeouts.stop_s=0.05" in caplog.text
     assert ("may still be on the cluster" in caplog.text) is (address is not None)
 
 
