@@ -115,7 +115,7 @@ class QueueActor:
         return self._ready_queue
 
     async def call(self, caller: QueueCaller, operation: Operation, timeout_s: float | None = None) -> Any:
-        """Perform the operation, delete the files that nothing needs after it, and return its answer."""
+        """Perform the operation, delete the files that are not needed after it, and return its answer."""
         match operation:
             case LeaseSamples():
                 profile.set_position(step=caller.step, version=operation.trainer_version)
@@ -139,7 +139,7 @@ class QueueActor:
         return answer
 
     async def abandon(self, request_id: str) -> None:
-        """The caller is gone: answer the call at once with an empty answer if it is still parked."""
+        """Answer the call of a caller that is gone with an empty answer, if the call is still parked."""
         if (scope := self._parked.get(request_id)) is not None:
             scope.cancel()
 
@@ -189,11 +189,11 @@ def start_queue(
     handle.
 
     Args:
-        restore: counts of the checkpoint that the run resumes from, if the journal is off or lost.
+        restore: sample counts of the checkpoint that the run resumes from, used if the journal is off or lost.
         run_dir: holds the journal and the payload files. None: no journal; then the actor is never
             restarted, because a fresh ledger would hand out ids a second time.
         identity: settings that a run which resumes from this journal may not change.
-        max_restarts: of its process; -1: no limit.
+        max_restarts: maximum number of restarts of its process; -1: no limit.
     """
     actor: Any = ray.remote(QueueActor)
     restarts = 0 if run_dir is None else max_restarts
@@ -238,7 +238,7 @@ class QueueClient(SampleQueue):
         self._offers = CallBatcher(self._offer_many, max_weight=MAX_OFFERS)
 
     async def offer(self, meta: SampleMeta, payload: Any) -> None:
-        """Offers made while another is being sent share the next call; a lone one is sent at once."""
+        """See `SampleQueue`. Offers that are made while another is being sent share the next call."""
         await self._offers.submit(QueuedSample(meta, payload))
 
     async def _offer_many(self, samples: Sequence[QueuedSample]) -> Sequence[AsyncRLError | None]:
@@ -271,7 +271,7 @@ class QueueClient(SampleQueue):
 
         Args:
             timeout_s: how long the call may park; None: it never parks.
-            sent: receives the reference of the call; a reference that it already has is awaited first.
+            sent: receives the reference of the call; if it already has one, that call is awaited first.
         """
         limit_s = (timeout_s or 0.0) + self._call_timeout_s
         sent = [] if sent is None else sent

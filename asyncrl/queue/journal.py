@@ -49,9 +49,9 @@ from asyncrl.storage.run_dir import disk_error, sync
 SNAPSHOT_EVERY_BYTES = 2 << 20
 """Bytes of operations between snapshots; rebuilding that many takes about half a second."""
 LOCK_WAIT_S = 10.0
-"""Time limit for the previous process with the journal to end."""
+"""Time limit for the previous process that uses the journal to end."""
 BYTES_PER_ENTRY = 80
-"""Approximate size in a snapshot; one is due once four times its size was appended."""
+"""Approximate size of an entry in a snapshot. A snapshot is due once four times its size has been appended."""
 _GO_ON = "The queue cannot continue; a new launch with resume=auto continues from the last checkpoint."
 _FORGOTTEN = ": samples generated or dropped since then are generated again"
 
@@ -104,8 +104,8 @@ class Journal:
             for the journal then, because the other parts hold samples that the queue granted.
 
         Raises:
-            ConfigError: another asyncrl wrote it, or it is of other data.
-            DiskFullError, InfraError: see above; another process has it open; it is missing or damaged, and
+            ConfigError: another version of asyncrl wrote it, or it belongs to other data.
+            DiskFullError, InfraError: see above; or another process has it open; or it is missing or damaged, with
                 `continuing`.
         """
         lock = _take_lock(path.with_suffix(".lock"))
@@ -261,7 +261,7 @@ def _find_journal(
         )
     if rebuilt.state.prompts_per_epoch != num_prompts:
         raise ConfigError(
-            f"{path} is of a run over {rebuilt.state.prompts_per_epoch} prompts, this one has {num_prompts}: feed "
+            f"{path} belongs to a run over {rebuilt.state.prompts_per_epoch} prompts, this one has {num_prompts}: feed "
             f"indices would name other prompts. Restore the data, or start anew with another run_dir and resume=none."
         )
     if restore is not None and not continuing and not rebuilt.contains(restore):
@@ -338,7 +338,7 @@ def _take_lock(path: Path) -> int:
     """Lock the journal for this process; the kernel releases the lock when the process dies.
 
     Raises:
-        InfraError: another process keeps it.
+        InfraError: another process holds the lock.
         ConfigError, DiskFullError: the file cannot be created.
     """
     try:

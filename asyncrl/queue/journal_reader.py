@@ -1,8 +1,8 @@
 """The journal's file format, and all readers of it, for resuming and for inspecting a live run. Read-only.
 
 meta         the asyncrl version and the run that wrote it
-operations   seq, at (wall clock), kind, body (JSON array, see `asyncrl.queue.operations`), crc: of the row and the crc
-             before it
+operations   seq, at (wall clock), kind, body (JSON array, see `asyncrl.queue.operation_rows`), crc (of the row and the
+             previous crc)
 snapshots    the state after operation `seq`: the first one, and the newest, from which the state is rebuilt
 """
 
@@ -54,7 +54,7 @@ class JournalDamage(Exception):  # caught in this package and converted to a mes
 
 
 class RebuiltJournal(NamedTuple):
-    """A journal that can be used."""
+    """A usable journal and the state that was rebuilt from it."""
 
     seq: int
     crc: int
@@ -103,8 +103,8 @@ def examine(path: Path) -> RebuiltJournal:
     if wal.torn_frames or wal.torn_bytes:
         notice = (
             f"the journal has a torn tail of {wal.torn_frames} pages after operation {rebuilt.seq}. If the last write "
-            "was cut off by a crash, it had not been acknowledged; if its pages have gone bad since, what they held is "
-            "lost, and is done again"
+            "was cut off by a crash, it had not been acknowledged; if its pages were damaged later, their operations "
+            "are lost and are repeated"
         )
         return rebuilt._replace(notice=notice)
     return rebuilt
@@ -216,7 +216,7 @@ def row_crc(before: int, seq: int, at: float, kind: str, body: str) -> int:
 
 
 def snapshot_row(seq: int, chain: int, state: Mapping[str, Any]) -> tuple[int, int, str, int]:
-    """`chain`: checksum of the row `seq`."""
+    """Return the row of a snapshot after operation `seq`, whose row has the checksum `chain`."""
     body = json.dumps(state, separators=(",", ":"))
     return seq, chain, body, zlib.crc32(f"{seq}\n{chain}\n{body}".encode())
 
@@ -231,7 +231,7 @@ def meta_crc(meta: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class JournalHead:
-    """The information in the journal of an ended run that resuming it needs."""
+    """The information in the journal of an ended run that is needed to resume the run."""
 
     seq: int
     history: LineageHistory
@@ -239,7 +239,7 @@ class JournalHead:
     num_prompts: int
     incarnations: Mapping[str, int] = field(default_factory=dict)
     damage: str = ""
-    """The reason why it cannot be used; the other fields are then incomplete."""
+    """The reason why the journal cannot be used; the other fields are then incomplete."""
 
 
 def read_head(run_dir: Path) -> JournalHead | None:
@@ -325,8 +325,7 @@ class SampleHistories:
                 known[counter] = known.get(counter, 0) + 1
 
     def records(self) -> Iterator[SampleRecord]:
-        """Return the records by index, of samples fed by these operations and of those that were to be fed again at
-        `begin`."""
+        """Yield, by index, the records of samples that these operations fed or that were outstanding at `begin`."""
         state = self._state
         known = self._events.keys() | set(state.snapshot().outstanding)
         for sample_id in sorted(known, key=lambda one: one.index):
@@ -351,22 +350,22 @@ def read_queue_state(run_dir: Path) -> QueueState:
 
 
 def read_sample_counts(run_dir: Path) -> SampleCounts:
-    """Return the counts of `read_queue_state` only."""
+    """Return the sample counts of `read_queue_state`."""
     return read_queue_state(run_dir).counts()
 
 
 def read_operations(run_dir: Path) -> Iterator[tuple[float, Operation]]:
-    """Return every operation of a run with its time, after verifying the checksums. Blocking. Raises as
-    `read_queue_state`."""
+    """Yield every operation of a run with its time, and verify the checksums. Blocking. Raises as `read_queue_state`
+    does."""
     with _consistent_view(run_dir) as connection:
         for at, _, operation in _read_history(connection)[1]:
             yield at, operation
 
 
 def read_samples(run_dir: Path) -> Iterator[SampleRecord]:
-    """Return every sample in the journal, by index, with its last times. Blocking.
+    """Yield every sample in the journal, by index, with its last times. Blocking.
 
-    This reads the whole journal and verifies every checksum. Raises as `read_queue_state`.
+    This reads the whole journal and verifies every checksum. Raises as `read_queue_state` does.
     """
     with _consistent_view(run_dir) as connection:
         begin, operations = _read_history(connection)

@@ -94,7 +94,7 @@ def surviving_marks(operations: Iterable[tuple[int, Operation]]) -> dict[int, in
     """Return, by step, the number of the operation that marked each checkpoint that no rewind has abandoned.
 
     Args:
-        operations: with their numbers, in order; marks and rewinds are enough.
+        operations: the operations in order, with their numbers; marks and rewinds are enough.
     """
     marks: dict[int, int] = {}
     for number, operation in operations:
@@ -115,9 +115,9 @@ def trained_since(
     samples. Samples in the answer that are live or remembered by now have been rewound since.
 
     Args:
-        operations: of the run, in order; marks, rewinds, commits and drops are enough.
-        from_start: they begin with the run's first operation, where step 0 ends. If not, they begin at the
-        checkpoint that the run resumed from.
+        operations: the run's operations in order; marks, rewinds, commits and drops are enough.
+        from_start: whether they begin with the run's first operation, which counts as the mark of step 0, or at the
+            checkpoint that the run resumed from.
     """
     is_marked = from_start and step == 0
     any_commit = False

@@ -1,4 +1,4 @@
-"""The operations of the sample queue as values; each defines its effect on the state and its journal row. Pure.
+"""The operations of the sample queue as values; each defines its effect on the state. Pure.
 
     caller ─▶ operation.perform(queue) ─record─▶ operation.apply(state) ─▶ QueueState      live
                                           └─to_row─▶ journal ─from_row─▶ apply ─▶ the same state     after a crash
@@ -49,14 +49,15 @@ class QueueLog(Protocol):
 
     @property
     def durable(self) -> int:
-        """The last durable operation."""
+        """Number of the last durable operation."""
 
     def append(self, operation: Operation) -> int:
         """Record the operation, in order; return its number, from 1, without waiting."""
 
     def snapshot_if_due(self, size: int, dump: Callable[[], Mapping[str, Any]]) -> None:
-        """Called after each `append`: store `dump()`, of about `size` entries, if rebuilding would otherwise take
-        long."""
+        """Store `dump()`, which has about `size` entries, if rebuilding the state would otherwise take long.
+
+        The queue calls this after each `append`."""
 
     async def flushed(self, seq: int) -> None:
         """Return once that operation, and all before it, are durable."""
@@ -106,7 +107,7 @@ class QueueCore:
 
     @property
     def no_more_to_come(self) -> bool:
-        """No sample runs, and none will be admitted unless a leased sample is given up."""
+        """Whether no sample runs, and none will be admitted unless a leased sample is given up."""
         state, running = self.state, len(self.state.running)
         if state.closed:
             return True
@@ -209,7 +210,7 @@ class AdmitSamples(Operation):
         return Admission((), closed=False)
 
     def undo(self, answer: Admission) -> Operation | None:
-        """The operation that gives back what a cancelled caller was granted."""
+        """Return the operation that gives back the grant of a cancelled caller; None: nothing was granted."""
         return ReturnPermits(self.request_id, answer.sample_ids) if answer.sample_ids else None
 
 
@@ -258,7 +259,7 @@ class ReturnPermits(Operation):
 
 @dataclass(frozen=True, slots=True)
 class AwaitSurplus(Operation):
-    """Wait until there is a surplus, or none any more, in contrast to `known`; answered with the new value."""
+    """Wait until the value of `has_surplus` differs from `known`; answered with the new value."""
 
     known: bool
 
@@ -372,7 +373,7 @@ class LeaseSamples(Operation):
         return Lease(0, (), ended=False)
 
     def undo(self, answer: Lease) -> Operation | None:
-        """The operation that gives back what a cancelled caller was granted."""
+        """Return the operation that gives back the grant of a cancelled caller; None: nothing was granted."""
         return ReleaseLease(answer.lease_id) if answer.samples else None
 
 
@@ -563,7 +564,7 @@ class AttachPart(Operation):
         newest = queue.state.incarnations.get(self.part, 0)
         if self.incarnation < newest:
             raise FencedError(
-                f"incarnation {self.incarnation} of the {self.part} comes after incarnation {newest} began"
+                f"incarnation {self.incarnation} of the {self.part} is refused: incarnation {newest} has begun"
             )
         if self.incarnation > newest:
             queue.record(self)
@@ -571,7 +572,7 @@ class AttachPart(Operation):
 
     def apply(self, state: QueueState) -> None:
         if self.incarnation <= state.incarnations.get(self.part, 0):
-            raise BugError(f"incarnation {self.incarnation} of the {self.part} is attached already, or was")
+            raise BugError(f"incarnation {self.incarnation} of the {self.part} is or was attached already")
         state.incarnations[self.part] = self.incarnation
         if self.part == "rollouter":
             # Without a journal, payloads were in the memory of the dead process.
@@ -587,8 +588,8 @@ class AttachPart(Operation):
 class RewindTraining(Operation):
     """Training continues from the checkpoint of `step`, and a closed queue is open again.
 
-    LEASED, TRAINED since and DROPPED(shutdown) → READY, at their places in completion order; those without a payload,
-    and `trained_since`, → to be fed again.
+    Samples that are LEASED, TRAINED since that step or DROPPED(shutdown) → READY, at their places in completion order;
+    those without a payload, and `trained_since`, → to be fed again.
     """
 
     step: int
@@ -601,7 +602,7 @@ class RewindTraining(Operation):
     def perform(self, queue: QueueCore, *, retried: bool) -> None:
         state = queue.state
         if self.lineage < state.lineage:
-            raise FencedError(f"a rewind into lineage {self.lineage} comes after lineage {state.lineage} began")
+            raise FencedError(f"a rewind into lineage {self.lineage} is refused: lineage {state.lineage} has begun")
         if state.last_rewind == self._identity():
             return
         queue.record(replace(self, trained_since=state.ended_for_good(self.trained_since)))

@@ -52,12 +52,12 @@ class FilePayloads:
     """
 
     def __init__(self, run_dir: Path, incarnation: int) -> None:
-        """`incarnation`: of the part that calls `put`, unique to this process."""
+        """`incarnation`: that of the part that calls `put`; it is unique to this process."""
         self._directory = run_dir / SAMPLES
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
-        # One segment is written at a time: two at once would be smaller and cost more than the waiting time that
-        # they save.
+        # One segment is written at a time. Two at once would be smaller, which costs more than the waiting time that
+        # it saves.
         self._puts = CallBatcher(self._put_many, max_weight=MAX_SEGMENT_BYTES)
         self._reported: set[str] = set()
         self._open_segments: dict[str, tuple[PackedBlob, set[int]]] = {}
@@ -192,7 +192,8 @@ class RayPayloads:
         return await self._puts.submit(sample, weight=sample_meta(sample).payload_bytes)
 
     async def get(self, payloads: Sequence[PayloadRef]) -> list[Sample | None]:
-        """Get all in one call to the store. Arrays are read-only views of shared memory. None: that one is lost."""
+        """Return the samples in order, in one call to the store; None for one that is lost. Arrays are read-only views
+        of shared memory."""
         refs = list(dict.fromkeys(payload.ref for payload in payloads))
         objects = await anyio.to_thread.run_sync(self._get_blocking, refs, abandon_on_cancel=True)
         packed = dict(zip(refs, objects, strict=True))

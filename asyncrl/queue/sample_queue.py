@@ -1,6 +1,6 @@
 """The sample queue: its port, as Rollouter, Trainer and Supervisor call it, and the queue itself on one event loop.
 
-Every method of the port carries one operation (`asyncrl.queue.operations`), which decides and applies itself.
+Every method of the port sends one operation (`asyncrl.queue.operations`), which defines its decision and its effect.
 
     admit  waits for a permit:   unblocked by set_applied_version, drop, an eviction, returned permits, requeue, rewind,
                                  close, and by the attachment of a newer Rollouter
@@ -10,8 +10,8 @@ Every method of the port carries one operation (`asyncrl.queue.operations`), whi
 An operation runs without an await between reading and changing the state, and a grant is the last decision of a
 waiter. So a waiter that is cancelled or times out either receives its grant, or none was made. With a journal, an
 operation is first applied in memory and appended, which makes it visible to all callers; its own caller receives the
-answer once the operation is durable. No caller acts on an effect that a crash could undo, because any operation that
-depends on it becomes durable later than it.
+answer once the operation is durable. No caller acts on an effect that a crash could undo, because operations become
+durable in order.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SampleQueue(ABC):
             raise error
 
     async def set_applied_version(self, version: int, *, lineage: int = 0) -> None:
-        """Every replica serves `version` now, which opens the staleness gate. A version of an older lineage is
+        """Note that every replica serves `version`, which opens the staleness gate. A version of an older lineage is
         ignored."""
         await self.call(SetAppliedVersion(version, lineage))
 
@@ -108,16 +108,16 @@ class SampleQueue(ABC):
         return await self.call(MarkCheckpoint(step))
 
     async def confirm(self, step: int) -> None:
-        """The checkpoint of `step` is written and about to be renamed into place.
+        """Check that the checkpoint of `step`, which is written, may be renamed into place.
 
         Raises:
-            FencedError: a rewind to before its mark abandoned it, or the caller was replaced. It must not become the
-                run's newest checkpoint.
+            FencedError: a rewind to before its mark abandoned the checkpoint, or the caller was replaced. It must not
+                become the run's newest checkpoint.
         """
         await self.call(ConfirmCheckpoint(step))
 
     async def covered(self, step: int) -> None:
-        """The checkpoint of `step` is on disk: payloads of samples that had ended at its mark may be deleted."""
+        """Note that the checkpoint of `step` is on disk; payloads of samples that ended before its mark may be deleted."""
         await self.call(CoverCheckpoint(step))
 
     # Either side's
@@ -136,15 +136,15 @@ class SampleQueue(ABC):
     # The Supervisor's; both are idempotent: a second call with the same numbers changes nothing
 
     async def attach(self, part: PartName, incarnation: int) -> None:
-        """A new incarnation of a part begins; calls of older ones raise `FencedError` from now on.
+        """Begin a new incarnation of a part; calls of older ones raise `FencedError` from now on.
 
-        The samples that the old one held go back. Rollouter: RUNNING → to be fed again, before all others, and READY
+        The samples that the old one held are given back. Rollouter: RUNNING → to be fed again, before all others, and READY
         as well if payloads die with their process. Trainer: LEASED → READY.
         """
         await self.call(AttachPart(part, incarnation))
 
     async def rewind(self, step: int, *, version: int, lineage: int, total_samples: int | None) -> None:
-        """The Trainer continues from its checkpoint of `step` (0: from the start), which contains `version`.
+        """Return to the Trainer's checkpoint of `step` (0: to the start), which contains `version`.
 
         Samples that are leased, or were trained after that checkpoint's mark, become READY again at their places in
         completion order; those without a payload are fed again. Dropped samples stay dropped, except for `shutdown`.
@@ -153,13 +153,13 @@ class SampleQueue(ABC):
 
         Raises:
             FencedError: a later lineage has begun since.
-            BugError: that step was never marked, or the lineage is not a new one.
+            BugError: that step was never marked, or the lineage is not new.
         """
         await self.call(RewindTraining(step, version, lineage, total_samples))
 
 
 class QueueCaller(NamedTuple):
-    """The calling part of the run, and whether it repeats the call."""
+    """The part of the run that makes a call, and whether the call is repeated."""
 
     part: str = "driver"
     incarnation: int = 0
@@ -203,7 +203,7 @@ class LocalSampleQueue(SampleQueue):
 
     @property
     def state(self) -> QueueState:
-        """Read-only."""
+        """The queue's state, which callers must not change."""
         return self._core.state
 
     async def call(
@@ -275,7 +275,7 @@ class LocalSampleQueue(SampleQueue):
         if log is None:
             return
         if log.durable >= self._core.seq:
-            await log.flushed(0)  # a failed one raises
+            await log.flushed(0)  # raises if the log has failed
         else:
             with anyio.CancelScope(shield=True):
                 await log.flushed(self._core.seq)

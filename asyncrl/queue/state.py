@@ -30,8 +30,8 @@ from asyncrl.storage.checkpoint_manifest import LineageHistory
 from asyncrl.storage.sample_bytes import FileRef
 
 REMEMBERED_REQUESTS = 256
-"""Number of remembered grants, whose answers may be in flight when the queue's process dies; more than parked
-callers."""
+"""Number of grants to remember, because their answers may be in flight when the queue's process dies. It exceeds the
+number of waiting callers."""
 
 
 class LeasedSample(NamedTuple):
@@ -44,10 +44,10 @@ class ReversibleEnd(NamedTuple):
     """The end of a sample that a rewind may undo."""
 
     number: int
-    """Number of samples TRAINED up to and including it, which a mark is compared with. 0: it was dropped for a
-    shutdown."""
+    """Number of samples TRAINED up to and including this one, which is compared with marks. 0: the sample was dropped
+    for a shutdown."""
     completion: int
-    """0: it had not completed."""
+    """The sample's place in completion order; 0: it had not completed."""
 
 
 class GrantedLease(NamedTuple):
@@ -60,8 +60,8 @@ class QueueState:
     """Samples by state, their counts, payloads, marks, and recent answers.
 
     Args:
-        keeps_payloads: entries stay until a checkpoint covers their sample, because a rewind can reuse them;
-        otherwise until it is trained.
+        keeps_payloads: whether the entry of a sample stays until a checkpoint covers the sample, because a rewind can
+            reuse it, or only until the sample is trained.
     """
 
     def __init__(self, prompts_per_epoch: int, *, keeps_payloads: bool, total_samples: int | None = None) -> None:
@@ -99,7 +99,7 @@ class QueueState:
         """By step, the value of `num_commits` when its checkpoint began."""
         self.covered_step = -1
         self.admissions: dict[str, tuple[SampleId, ...]] = {}
-        """By request id, like `leases`."""
+        """Remembered grants by request id, as are `leases`."""
         self.leases: dict[str, GrantedLease] = {}
         self.entries: dict[SampleId, QueuedSample] = {}
         self.payload_bytes = 0
@@ -173,7 +173,7 @@ class QueueState:
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """Return the snapshot for `begin`. Live samples count as outstanding."""
+        """Return the snapshot from which `begin` starts. Live samples count as outstanding."""
         outstanding = sorted([*self.returned, *self.running, *self.ready, *self.leased])
         return QueueSnapshot(self.next_index, tuple(outstanding), self.counts(), self.version)
 
@@ -248,7 +248,7 @@ class QueueState:
         return file in self._samples_in_file
 
     def take_idle_files(self) -> set[str]:
-        """Return the payload files that are no longer needed, since the last call."""
+        """Return the payload files that have become unneeded since the last call."""
         idle, self._idle_files = self._idle_files, set()
         return idle
 
@@ -286,7 +286,7 @@ class QueueState:
         return self.leased.pop(sample_id).completion
 
     def return_to_feed(self, sample_id: SampleId) -> None:
-        """Have a sample that was removed from its state fed again under its id."""
+        """Add a sample, which was removed from its state, to those that are fed again under their ids."""
         self.fed -= 1
         heappush(self.returned, sample_id)
 
@@ -345,7 +345,7 @@ class QueueState:
     # -------------------------------------------------------------------------------------------- as JSON
 
     def dump(self) -> dict[str, Any]:
-        """Return the whole state, as JSON values if the payloads are. Equal states give equal dumps."""
+        """Return the whole state; it consists of JSON values if the payloads do. Equal states give equal dumps."""
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "history": self.history.dump(),

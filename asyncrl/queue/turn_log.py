@@ -62,13 +62,13 @@ class TurnFrame(NamedTuple):
 
 
 def read_turns(run_dir: Path) -> Iterator[TurnFrame]:
-    """Return every turn on disk in the order of recording; of a damaged file, those before the damage. Blocking."""
+    """Yield every turn on disk in the order of recording; of a damaged file, the turns before the damage. Blocking."""
     for log in _logs(run_dir / SAMPLES):
         yield from _frames(log.path)
 
 
 async def forget_old_turns(run_dir: Path, incarnation: int, is_done: Callable[[SampleId], bool]) -> None:
-    """Forget the turns of done samples that earlier incarnations recorded and could not forget."""
+    """Forget the turns of finished samples that earlier incarnations recorded and could not forget."""
     files = _LogFiles(run_dir / SAMPLES, incarnation, MAX_LOG_BYTES)
     try:
         live = list(await anyio.to_thread.run_sync(files.live))
@@ -105,7 +105,7 @@ class FileTurns:
         self._calls: CallBatcher[Callable[[], Any], Any] = CallBatcher(self._run, max_weight=MAX_BATCH_BYTES)
 
     async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        """Return when the kernel has the turn.
+        """Write the turn, and return when the kernel has it.
 
         Raises:
             BugError: `completed` returned this turn, and it was generated again.

@@ -21,19 +21,19 @@ _WORD: Final = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class WalSurvey:
-    """Frames of the log's present generation; all zero for an empty log."""
+    """Counts of the frames in the log's current generation; all zero for an empty log."""
 
     committed: int = 0
     """Frames up to the last intact commit, which SQLite reads."""
     torn_frames: int = 0
-    """Frames after that."""
+    """Frames after the last intact commit."""
     torn_commits: int = 0
-    """Those of the torn frames that end a transaction. A commit begins only once the previous one is on disk, so all
-    but the last had been acknowledged."""
+    """Torn frames that end a transaction. A commit begins only once the previous one is on disk, so all of these but
+    the last had been acknowledged."""
     torn_bytes: int = 0
     """Bytes after all frames."""
     bad_header: bool = False
-    """There are frames, and they cannot be interpreted."""
+    """Whether the log has frames that cannot be interpreted, because its header is damaged."""
 
     @property
     def lost(self) -> int:

@@ -217,7 +217,7 @@ def test_a_torn_tail_is_reported_and_loses_only_the_last_write(broken: Path, pre
     assert seq == prefixes[json.dumps(state.dump())] == 199
     assert "torn tail" in notice
     assert "after operation 199" in notice
-    assert "If the last write was cut off" in notice and "if its pages have gone bad since" in notice
+    assert "If the last write was cut off" in notice and "if its pages were damaged later" in notice
     assert reopen(broken / "journal.db")[1:] == (199, ()), "it is reported once"
 
 

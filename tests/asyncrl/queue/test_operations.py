@@ -68,7 +68,7 @@ RUNNING, READY, LEASED, TRAINED, DROPPED, NEVER = (SampleId(0, index) for index 
         (RequeueSample(RUNNING), r"requeue of sample_0_1, which is RUNNING"),
         (RequeueSample(TRAINED), r"requeue of sample_0_4, which is TRAINED or DROPPED"),
         (CoverCheckpoint(3), r"step 3 is on disk, but was never begun"),
-        (AttachPart("trainer", 0), r"incarnation 0 of the trainer is attached already"),
+        (AttachPart("trainer", 0), r"incarnation 0 of the trainer is or was attached already"),
         (RewindTraining(0, 0, 1, None, (READY,)), r"rewind of sample_0_2, which is READY"),
         (RewindTraining(0, 0, 1, None, (TRAINED,)), r"rewind of sample_0_4, which is TRAINED or DROPPED"),
         (RewindTraining(0, 0, 1, None, (NEVER,)), r"rewind of sample_0_9, which is never fed"),
