@@ -1,7 +1,7 @@
 """Encodes arrays and texts as a safetensors file with checksums, and decodes it. Pure.
 
     8 bytes   length of the header
-    header    {"__metadata__": {"crc32": …, "checksums": …, texts}, name: {dtype, shape, data_offsets}, …}, blanks
+    header    {"__metadata__": {"crc32": …, "checksums": …, texts}, name: {dtype, shape, data_offsets}, …}, padding
     data      the arrays end to end
 
 Any safetensors reader can read it. `crc32` covers the rest of the header, `checksums` has one for each array (XXH3,
@@ -104,7 +104,8 @@ def encode(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> list
     they are not copied.
 
     Raises:
-        ValueError: the texts are longer than a header may be. TypeError: an array is of another dtype.
+        ValueError: the texts exceed the limit of a header.
+        TypeError: an array has another dtype.
     """
     # Wide dtypes come first, so that each array is aligned to its width.
     ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
@@ -158,7 +159,7 @@ def _read_header(header: bytes) -> tuple[Mapping[str, str], Mapping[str, Any], M
         raise ValueError("there are no checksums")
     checksums = json.loads(metadata["checksums"])
     if not isinstance(checksums, dict) or checksums.keys() != parsed.keys():
-        raise ValueError("its checksums are not those of its arrays")
+        raise ValueError("its checksums do not belong to its arrays")
     return metadata, checksums, parsed
 
 
@@ -178,7 +179,7 @@ def _read_places(entries: Mapping[str, Any], checksums: Mapping[str, Any], data_
         places[name] = _ArrayEntry(_DTYPES[dtype], start, end, str(checksums[name]))
         at = end
     if at != data_bytes:
-        raise ValueError(f"{at} bytes of arrays, and {data_bytes} are there")
+        raise ValueError(f"its arrays have {at} bytes, and the data has {data_bytes}")
     return places
 
 

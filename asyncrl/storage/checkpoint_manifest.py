@@ -118,7 +118,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a run resumes from."""
+    """The checkpoint or the journal that a run resumes from."""
 
     run_dir: Path
     checkpoint: Path | None
@@ -155,7 +155,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
-    """The run's complete checkpoints by step, ascending. Incomplete ones have other names."""
+    """Return the run's complete checkpoints by step, ascending. Incomplete ones have other names."""
     root = run_dir / CHECKPOINTS
     if not root.is_dir():
         return {}
@@ -164,8 +164,8 @@ def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
 
 
 def find_latest(run_dir: Path, history: LineageHistory = NO_REWINDS) -> Path | None:
-    """Return the run's newest checkpoint that survives; abandoned ones are skipped. The newest is the last of the
-    newest lineage. A checkpoint whose lineage cannot be read is compared by its step.
+    """Return the run's newest checkpoint that survives, which is the last one of the newest lineage; abandoned ones are
+    skipped. A checkpoint whose lineage cannot be read is compared by its step.
     """
     found = [(read_lineage(path), step, path) for step, path in checkpoint_steps(run_dir).items()]
     newest = max((lineage for lineage, _, _ in found if lineage is not None), default=0)
@@ -205,7 +205,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
     """Read a checkpoint's manifest and check that its files are complete.
 
     Raises:
-        ConfigError: it is torn or of an unknown schema. The message names the file and the fix.
+        ConfigError: it is torn or has an unknown schema. The message names the file and the fix.
     """
     path = checkpoint / MANIFEST
     fix = _fix_for(checkpoint)

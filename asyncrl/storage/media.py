@@ -53,7 +53,7 @@ def frames_of(media: Media) -> list[Image]:
 
 
 def video_array(media: Media) -> NDArray[np.uint8]:
-    """uint8 `[frames, height, width, 3]`. Raises as `frames_of` does."""
+    """Return the frames as uint8 `[frames, height, width, 3]`. Raises as `frames_of` does."""
     return np.stack([np.asarray(frame) for frame in frames_of(media)])
 
 
@@ -78,7 +78,7 @@ def digest(media: Media) -> str:
 
 
 def join(media: Sequence[Media]) -> bytes:
-    """Join any number of media into one byte string; none give an empty one."""
+    """Join any number of media into one byte string, which is empty for no media."""
     if not media:
         return b""
     header = json.dumps([(kind, len(data)) for kind, data in media]).encode()
@@ -86,7 +86,7 @@ def join(media: Sequence[Media]) -> bytes:
 
 
 def split(joined: bytes) -> tuple[Media, ...]:
-    """Split what `join` returned; zeros give no media. Trailing bytes are ignored."""
+    """Split the byte string of `join`; zeros mean no media. Trailing bytes are ignored."""
     if not any(joined[:4]):
         return ()
     at = 4 + int.from_bytes(joined[:4], "little")
@@ -125,7 +125,7 @@ def takes_videos(processor: ProcessorMixin) -> bool:
 
 
 def placeholder(processor: ProcessorMixin, media: Media) -> str:
-    """Return the text that stands for the medium, before the processor repeats it once per feature."""
+    """Return the placeholder text of the medium, which the processor repeats once per feature."""
     return str(getattr(processor, f"{media.kind}_token"))
 
 
@@ -138,7 +138,7 @@ def placeholder_ids(processor: ProcessorMixin) -> frozenset[int]:
 
 
 def process(processor: ProcessorMixin, texts: Sequence[str], media: Sequence[Sequence[Media]]) -> Mapping[str, Any]:
-    """Return `input_ids` of each text, a list, with all its placeholders, and torch tensors of its media's features.
+    """Return `input_ids`, a list for each text with all its placeholders, and the features of all media as tensors.
 
     Each text has at least one medium.
 

@@ -136,7 +136,7 @@ def reopen_run_dir(path: Path, config: Config) -> RunDir:
 
 
 def runs_of(experiment: str, *, root: Path = RUNS) -> Iterator[RunDir]:
-    """Return the runs of `experiment` under `root`, newest first."""
+    """Yield the runs of `experiment` under `root`, newest first."""
     runs = root / experiment
     found = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()] if runs.is_dir() else []
     for path in sorted(found, key=_age, reverse=True):
@@ -215,7 +215,7 @@ def _make_unique(parent: Path, stamp: str) -> Path:
 
 
 def _point_latest(link: Path, name: str) -> None:
-    """For people only: nothing reads it."""
+    """Point the link at the newest run. It is only for users; asyncrl does not read it."""
     if link.exists() and not link.is_symlink():
         return
     temporary = link.with_name(f".latest-{secrets.token_hex(4)}")

@@ -1,15 +1,15 @@
-"""Scored trajectories in files of `rollout.dump_dir`, as lines of JSON for people and their scripts. Blocking.
+"""Scored trajectories in files of `rollout.dump_dir`, as lines of JSON for users and their scripts. Blocking.
 
-    trajectories-1-1000.jsonl      samples by feed index, a thousand a file; a line is a trajectory
+    trajectories-1-1000.jsonl      a thousand samples by feed index; each line is a trajectory
 
     {"sample_id": "sample_0_42", "trajectory": 0, "num_trajectories": 8, "run": …, …,
      "messages": [{"role": "user", …}, …],
      "turns": [{"row": 0, "first_token": 0, "num_tokens": 34, "calls": [{"name": …}], "text": [[version, text]], …}],
      "rows": [{"prompt_ids": […], "response_ids": […], "response_mask": [[1, 34], [0, 12]], "spans": [[0, 3]], …}]}
 
-`response_mask` is in run lengths, `rollout_log_probs` are rounded. All trajectories of a sample are appended in one
-write. A sample that is generated again, after a restart, is appended again, and its last lines count. Several runs may
-write into one directory: a line names its run.
+`response_mask` is stored as run lengths, and `rollout_log_probs` are rounded. All trajectories of a sample are appended
+in one write. A sample that is generated again after a restart is appended again, and its last lines count. Several runs
+may write into one directory, because each line names its run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncrl.storage.segments import write_all
 Decode = Callable[[TokenIds], str]
 
 PROMPT_ROLE = "prompt"
-"""Role of the message that stands for a prompt of which only the tokens are known."""
+"""Role of the message that represents a prompt if only its tokens are known."""
 LOG_PROB_DIGITS = 5
 MAX_REPR = 2000
 """Maximum length of the repr of a value that JSON does not support."""
@@ -73,7 +73,7 @@ class DumpedTrajectory:
     data_source: str = "default"
     ground_truth: Any = None
     generate_s: float = 0.0
-    """Time for the whole sample, as is `reward_s`."""
+    """Time to generate the whole sample; `reward_s` is the time to score it."""
     reward_s: float = 0.0
     baseline_reward: float | None = None
     replayed_from: int | None = None
@@ -303,8 +303,8 @@ def file_name(index: int) -> str:
 
 
 def append(directory: Path, index: int, lines: Iterable[bytes]) -> None:
-    """Append the lines of one sample in one write, creating the directory if necessary. An incomplete line of an
-    interrupted write stays a line of its own.
+    """Append the lines of one sample in one write, and create the directory if necessary. The incomplete line of an
+    earlier, interrupted write stays a separate line.
 
     Raises:
         OSError: some of the bytes could not be written.
@@ -333,7 +333,7 @@ class DumpedSample(NamedTuple):
 
 
 def find(directory: Path, index: int, run_dir: Path) -> DumpedSample:
-    """Return the newest dump of a sample of that run.
+    """Return the newest dump of the sample with feed index `index` in the run of `run_dir`.
 
     Raises:
         OSError: the file cannot be read; `FileNotFoundError`: there is none.

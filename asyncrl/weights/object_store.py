@@ -55,13 +55,13 @@ class WeightStoreActor:
     async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef], again: bool = False) -> None:
         """Make a version the newest.
 
-        If the previous newest version was not `acknowledge`d, its request for validation passes to this one, unless
-        this one has a lower number after a rewind: training then reaches the previous number once more.
+        If the previous newest version has not reached the Rollouter (`acknowledge`), its request for validation passes
+        to this one. After a rewind to a lower version it does not, because training reaches the previous one again.
 
         Args:
-            publication: its description.
-            refs: its chunks.
-            again: an earlier call may have arrived; if it has, nothing happens.
+            publication: description of the version.
+            refs: references to its chunks.
+            again: whether an earlier call may have arrived; if it has, nothing happens.
 
         Raises:
             BugError: it is not newer than the newest one of its lineage.
@@ -246,7 +246,7 @@ class ObjectStorePublisher:
         return publication
 
     async def republish(self) -> None:
-        """Offer the last publication again; a store that still has it ignores that.
+        """Publish the last publication again; a store that still has it ignores this.
 
         Raises:
             DeadlineError: the store actor did not answer within `call_s`.
@@ -327,8 +327,8 @@ async def _ask(call: Callable[[bool], Any], timeout_s: float, what: str) -> Any:
 
     Args:
         call: makes the call; its argument is whether an earlier call may have arrived.
-        timeout_s: for all tries.
-        what: describes the call in messages.
+        timeout_s: time limit for all tries together.
+        what: description of the call for messages.
     """
     until = anyio.current_time() + timeout_s
     again = False
@@ -344,7 +344,7 @@ async def _ask(call: Callable[[bool], Any], timeout_s: float, what: str) -> Any:
 
 
 class _StoreGoneError(InfraError):
-    """The actor is dead, or restarts."""
+    """The actor is dead or is being restarted."""
 
 
 async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
@@ -372,7 +372,7 @@ def _name(weights_version: WeightsVersion) -> str:
 
 
 def _chunks(tensors: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-    """Yield consecutive tensors in dicts of about `CHUNK_BYTES`; a tensor is never split."""
+    """Return consecutive tensors in dicts of about `CHUNK_BYTES`; a tensor is never split."""
     chunks: list[dict[str, NDArray[Any]]] = [{}]
     size = 0
     for name, array in tensors.items():
@@ -389,7 +389,7 @@ FORGET_REPLICA_S = 600.0
 
 
 class ReplicaReports:
-    """The last report of each replica. Times are wall clock of the caller."""
+    """The last report of each replica. All times are on the caller's wall clock."""
 
     def __init__(self) -> None:
         self._last: dict[str, ReplicaReport] = {}
