@@ -83,13 +83,13 @@ def restore(archive: Path, directory: Path, *, replace: bool = False) -> Transfe
     """Import every record of `archive` below `directory`; other members are ignored.
 
     Args:
-        archive: as `export` writes it.
-        directory: as was exported.
-        replace: replace intact records of the same name, too.
+        archive: a file that `export` wrote.
+        directory: the destination, which corresponds to the exported directory.
+        replace: whether to replace intact records of the same name, too.
 
     Raises:
         ConfigError: there is no such archive, or `directory` cannot be written.
-        DataError: it is not an archive, or incomplete.
+        DataError: it is not an archive, or it is incomplete.
     """
     num_records = num_bytes = 0
     damaged: list[str] = []
@@ -109,7 +109,7 @@ def restore(archive: Path, directory: Path, *, replace: bool = False) -> Transfe
                 files.note(stem, note)
         except OSError as error:
             raise ConfigError(
-                f"{directory}: {name} cannot be written: {error.strerror}. Records before it are imported"
+                f"{directory}: {name} cannot be written: {error.strerror}. Earlier records have been imported"
             ) from error
         num_records += 1
     return Transfer(num_records, num_bytes, tuple(damaged), tuple(kept))
@@ -135,7 +135,7 @@ def _read(archive: Path) -> Iterator[tuple[str, Record | str, Mapping[str, Any]]
                 if name != current:
                     parts, current = {}, name
                 parts[part] = data
-                if part != MANIFEST:  # which is the last part
+                if part != MANIFEST:  # the manifest is the last part
                     continue
                 try:
                     record = from_files(data, np.frombuffer(parts.get(TENSORS, b""), dtype=np.uint8))
@@ -150,5 +150,6 @@ def _read(archive: Path) -> Iterator[tuple[str, Record | str, Mapping[str, Any]]
         raise ConfigError(f"{archive}: there is no such file") from error
     except tarfile.TarError as error:
         raise DataError(
-            f"{archive}: not an archive of records, or an incomplete one: {error}. Records before that are imported"
+            f"{archive}: not an archive of records, or an incomplete one: {error}. Records before "
+            "this error have been imported"
         ) from error

@@ -135,7 +135,7 @@ def export(directory: Path, archive: Path, as_json: bool) -> int:
 
 
 def restore(archive: Path, directory: Path, replace: bool, as_json: bool) -> int:
-    """Import the records of ARCHIVE below DIR. Existing ones stay."""
+    """Import the records of ARCHIVE below DIR. Existing records stay."""
     return _print_transfer(
         archives.restore(archive.expanduser(), _place(directory), replace=replace), "imported", as_json
     )
@@ -145,7 +145,7 @@ def restore(archive: Path, directory: Path, replace: bool, as_json: bool) -> int
 
 
 def _place(directory: Path) -> Path:
-    """Make it absolute: the names of its parents identify records."""
+    """Return the absolute path, because the names of parent directories identify records."""
     return directory.expanduser().absolute()
 
 
@@ -154,7 +154,7 @@ def _find(directory: Path) -> list[StoredRecord]:
 
 
 def _name(role: Mapping[str, Any], directory: Path) -> str:
-    """Return the path below `directory`; the role, if `directory` is that of a role or a record."""
+    """Return the role's path below `directory`; its name, if `directory` is that of a role or a record."""
     below = os.path.relpath(role["path"], _place(directory))
     return Path(role["path"]).name if below in (os.curdir, os.pardir) else below
 

@@ -1,4 +1,4 @@
-"""Threads for the files of records: one reads them and one writes them, for each event loop."""
+"""Threads that read and write the files of records: one of each kind for each event loop."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 _Jobs = SimpleQueue["_Job | None"]
 
 MAX_BATCH = 16
-"""Jobs whose results return to the loop together: the first one's wait for the others."""
+"""Maximum number of jobs whose results return to the loop together; the first result waits for the others."""
 
 
 class FileThread:
     """A thread for blocking work of one event loop; it ends with the loop and with the process.
 
     A hop into a thread pool and back takes longer than reading a small record. Here jobs queue up, the thread takes
-    several at a time, and their results return to the loop together. As Python runs one thread at a time, there is one
-    for each kind of work.
+    several at a time, and their results return to the loop together. Because Python runs one thread at a time, one
+    thread for each kind of work is enough.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,7 +32,7 @@ class FileThread:
         weakref.finalize(asyncio.get_running_loop(), self._jobs.put, None)
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Return or raise what `function` does. A queued job whose caller is cancelled is not begun."""
+        """Return the result of `function`, or raise its error. A queued job whose caller is cancelled is not begun."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._jobs.put((function, future))
         return await future

@@ -1,7 +1,7 @@
 """Fingerprints of calls: two calls of a stage with equal fingerprints may share a record.
 
-A fingerprint is a flat mapping from a field's name to a short text, the value itself or its digest. It has fields, and
-is not one hash, so that a mismatch can be named.
+A fingerprint is a flat mapping from a field's name to a short text, the value itself or its digest. It has fields
+instead of one hash, so that messages can name what differs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _LIKE_JSON = re.compile(r'[-\d"\[{]|null$|true$|false$|NaN$|Infinity$')
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 CONFIGS = ("config.json", "generation_config.json")
-"""The second contains the tokens that end a response."""
+"""Files with the architecture, and with the tokens that end a response."""
 TOKENIZER = ("token", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "spiece", "sentencepiece")
 """Prefixes of a tokenizer's files."""
 FULL_DIGEST_BYTES = 16 << 20
-"""Of larger files, which are weights, only `NUM_BLOCKS` blocks are read."""
+"""Larger files contain weights, and only `NUM_BLOCKS` blocks of each are read."""
 NUM_BLOCKS = 1024
 BLOCK_BYTES = 4 << 10
-"""So close together that every layer's matrix contains some."""
+"""Size of a block. The blocks are so close together that every layer's matrix contains some."""
 
 
 def field(value: Any) -> str:
-    """Return one field: `value`, of JSON types, numpy arrays and collections of them, in at most `SHORT` letters.
+    """Return `value` (JSON types, numpy arrays and collections of them) as a field of at most `SHORT` characters.
 
     Equal values give equal texts in every process: mappings are sorted by key.
 
@@ -61,7 +61,7 @@ def differing(recorded: Fingerprint, requested: Fingerprint) -> tuple[str, ...]:
 
 
 def model_identity(model: ModelConfig) -> str:
-    """Return a digest of weights and architecture; the name of a model that is not a directory here. Blocking."""
+    """Return a digest of weights and architecture, or the model's name if it is not a directory here. Blocking."""
     path = Path(resolve(model.path))
     if not path.is_dir():
         return model.path

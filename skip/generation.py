@@ -23,7 +23,7 @@ from skip.record import Content
 from skip.role import BaseSkip, Call, Served, register_skip
 
 CODE = "2"
-"""Incremented when this version would generate something else than what was recorded before."""
+"""Version of the code that generates; it is incremented when results would differ from earlier records."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class SampleRequest:
     baseline: Mapping[str, Any] | None = None
     """Sampling parameters of one more trajectory (ReMax)."""
     extra: int = 0
-    """Trajectories beyond `n` that may be generated, of which the first `n` to end count."""
+    """Number of trajectories that may be generated beyond `n`; the first `n` that end count."""
     agent: Mapping[str, Any] = field_of(default_factory=dict)
     """Settings of conversations and schemas of their tools; empty: there is one turn."""
 
@@ -48,18 +48,18 @@ class Generated:
     """The trajectories of one sample."""
 
     prompt: Prompt
-    """The requested prompt, or with `repeat` the record's."""
+    """The requested prompt, or with `repeat` the prompt of the record."""
     trajectories: tuple[Trajectory, ...]
-    """`n` or more, followed by the baseline's."""
+    """`n` or more trajectories, followed by that of the baseline."""
     generate_s: float = 0.0
     has_baseline: bool = False
-    """The last one is ReMax's."""
+    """Whether the last trajectory is the baseline of ReMax."""
     replayed_from: int | None = None
     """The step of the record; None: they were generated."""
     substituted: bool = False
     """The record is of another step, or has another fingerprint."""
     knows_columns: bool = True
-    """False: the record does not contain the prompt's columns, as they were not JSON."""
+    """False: the record does not contain the prompt's columns, because JSON cannot represent them."""
 
 
 class _Generation(BaseSkip):
@@ -88,7 +88,7 @@ class _Generation(BaseSkip):
         }
 
     def _replayed(self, one: Generated, served: Served, request: SampleRequest) -> Generated:
-        """Raises `ValueError` if the record does not answer the request."""
+        """Return the recorded sample as the answer to the request. Raises `ValueError` if it does not fit."""
         has_baseline = request.baseline is not None
         found, required = len(one.trajectories), request.n + has_baseline
         if one.has_baseline != has_baseline or not required <= found <= required + request.extra:
@@ -96,12 +96,12 @@ class _Generation(BaseSkip):
         longest = request.sampling.get("max_tokens")
         if longest is not None and any(turn.num_tokens > longest for each in one.trajectories for turn in each.turns):
             raise ValueError(f"it has responses of more than max_tokens={longest}")
-        # For the same prompt the present columns count (ground truth, messages).
+        # For the same prompt, the columns of the request count (ground truth, messages).
         same_media = one.prompt.media == request.prompt.media
         if same_media and np.array_equal(one.prompt.prompt_ids, request.prompt.prompt_ids):
             one = replace(one, prompt=request.prompt)
         elif not one.knows_columns:
-            raise ValueError("its prompt's columns are not recorded, so it serves the same prompt only")
+            raise ValueError("its prompt's columns are not recorded, so it can be replayed for the same prompt only")
         return replace(one, replayed_from=served.record.step, substituted=served.substituted)
 
 
@@ -130,8 +130,8 @@ class AsyncRolloutSkip(_Generation):
 
 @register_skip("rollout")
 class RolloutSkip(_Generation):
-    """The role of a function of `batch: Sequence[SampleRequest]` that returns `Generated` for each. The step is that of
-    `set_step`."""
+    """The role of a function of `batch: Sequence[SampleRequest]` that returns `Generated` for each. The step is the one
+    of `SkipManager.set_step`."""
 
     def fingerprint(self, call: Call) -> Fingerprint:
         batch: Sequence[SampleRequest] = call["batch"]
@@ -184,7 +184,7 @@ _TURNS = TypeAdapter(tuple[TurnInfo, ...])
 def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
     """Return the tokens and log-probs of all rows end to end, with prompts and lengths as JSON.
 
-    `tokenizer`: its path, for people who look at the record.
+    `tokenizer`: path of the tokenizer, for users who look at the record.
     """
     rows = [(one, row) for one in results for trajectory in one.trajectories for row in trajectory.rows]
     stored = {digest(media): media for one in results for media in one.prompt.media}
@@ -234,7 +234,8 @@ def _sample_data(one: Generated) -> dict[str, Any]:
 
 
 def _has_own_prompt(one: Generated, row: TokenRow) -> bool:
-    """Return whether history was rewritten, or an environment spoke first."""
+    """Return whether the row's prompt differs from the sample's, because history was rewritten or an environment
+    spoke first."""
     return not np.array_equal(row.prompt_ids, one.prompt.prompt_ids)
 
 
@@ -268,7 +269,7 @@ def _trajectory(
         rows.append(TokenRow(prompt_ids if own is None else readers["row_prompt_ids"].take(own), **arrays, spans=spans))
     turns = _TURNS.validate_python(data["turns"])
     if not turns:
-        raise ValueError("a trajectory without a turn")
+        raise ValueError("a trajectory has no turn")
     for turn in turns:
         if not 0 <= turn.first_token <= turn.first_token + turn.num_tokens <= len(rows[turn.row].response_ids):
             raise ValueError("a turn lies outside of its row")
@@ -277,8 +278,8 @@ def _trajectory(
 
 
 def _columns(prompt: Prompt) -> dict[str, Any] | None:
-    """Return what the prompt has besides tokens; None: JSON cannot represent it. It is needed only to serve another
-    prompt."""
+    """Return the prompt's columns; None: JSON cannot represent them. They are needed only to replay the record for
+    another prompt."""
     messages = [dict(message) for message in prompt.messages]
     values = (messages, prompt.data_source, prompt.ground_truth, dict(prompt.extra_info))
     columns = dict(zip(_COLUMNS, values, strict=True))
@@ -299,12 +300,12 @@ class _ArrayReader:
     def take(self, length: int) -> NDArray[Any]:
         start, self._at = self._at, self._at + length
         if length < 0 or self._at > len(self._array):
-            raise ValueError(f"{length} tokens from {start} on of {len(self._array)}")
+            raise ValueError(f"{length} tokens from position {start} on do not fit an array of {len(self._array)}")
         return self._array[start : self._at]
 
     def end(self) -> None:
         if self._at != len(self._array):
-            raise ValueError(f"{len(self._array) - self._at} tokens too many")
+            raise ValueError(f"an array has {len(self._array) - self._at} tokens too many")
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -35,7 +35,7 @@ class SkipManager:
         """Instantiate each role that `config.skip` enables, after `reset`.
 
         Raises:
-            ConfigError: a role is not registered, or settings that cannot work.
+            ConfigError: a role is not registered, or its settings cannot work.
             UserCodeError: a module of `skip.modules` raised when it was imported.
         """
         cls.reset()
@@ -93,12 +93,12 @@ class SkipManager:
 
     @classmethod
     def set_step(cls, step: int) -> None:
-        """Set the step of a sequential loop, for roles that do not find it in their calls."""
+        """Set the step of a sequential loop, for roles whose calls do not contain it."""
         cls._step = step
 
     @classmethod
     def watch(cls, waiting: Waiting) -> None:
-        """Report async stages that wait for files to `waiting` (`WaitBoard.waiting`), as `records`."""
+        """Report async stages that wait for files to `waiting` (`WaitBoard.waiting`), under the edge `records`."""
         for role in cls._skips.values():
             role.waiting = waiting
 

@@ -3,8 +3,9 @@
     manifest.json         {"schema", "role", "step", "fingerprint", "origin", "content", "tensors", "crc32"}
     tensors.safetensors   the arrays (`asyncrl.storage.array_bytes`), each with its checksum
 
-The manifest is written last, contains the length and the header's checksum of the tensors, and ends with its own
-checksum: a record that is torn, damaged or mixed from two is detected before its data is used.
+The manifest is written last. It contains the length of the tensors' file and the checksum of that file's header, and
+ends with a checksum of the manifest. A record that is torn, damaged or mixed from two is detected before its data is
+used.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """The form of a result that is stored; a role converts results to it and back."""
+    """The stored form of a result; a role converts results to it and back."""
 
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """1-D; int32, float32 or bool."""
+    """1-D; int32, float32, bool or uint8."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """JSON types only."""
 
@@ -66,8 +67,8 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
     """Return the manifest's bytes and the buffers of the tensors' file.
 
     Raises:
-        TypeError, ValueError: the content cannot be kept: `data` is not JSON, contains NaN, or an array has another
-            dtype.
+        TypeError, ValueError: the content cannot be stored, because `data` is not JSON or contains NaN, or an array has
+            another dtype.
     """
     arrays = {name: _flat(name, array) for name, array in record.content.arrays.items()}
     buffers = encode(arrays, {})
@@ -90,13 +91,13 @@ def from_files(manifest: bytes, tensors: NDArray[np.uint8]) -> Record:
     """Return the record after verifying all checksums; its arrays are read-only views of `tensors`.
 
     Raises:
-        DamageError: torn, damaged, mixed from two records, or not a record; the message says what is wrong.
+        DamageError: it is torn, damaged, mixed from two records, or not a record; the message says which.
     """
     parsed = _read_manifest(manifest)
     blob = decode(tensors)
     head = 8 + int.from_bytes(tensors[:8].tobytes(), "little")
     if parsed["tensors"] != {"bytes": tensors.size, "crc32": f"{zlib.crc32(tensors[:head].data):08x}"}:
-        raise DamageError(f"{TENSORS} is not the file that {MANIFEST} is about")
+        raise DamageError(f"{TENSORS} is not the file that {MANIFEST} describes")
     arrays = {name: blob.array(name, dtype) for name, dtype in blob.dtypes().items()}
     origin, content = Origin(**parsed["origin"]), Content(arrays, parsed["content"])
     return Record(parsed["role"], parsed["step"], parsed["fingerprint"], origin, content)
@@ -112,7 +113,7 @@ def _read_manifest(manifest: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DamageError(f"{MANIFEST} is no JSON") from error
     if parsed.get("schema") != SCHEMA:
-        raise DamageError(f"{MANIFEST} has schema {parsed.get('schema')}, and {SCHEMA} is what this version reads")
+        raise DamageError(f"{MANIFEST} has schema {parsed.get('schema')}, and this version reads schema {SCHEMA}")
     match parsed:
         case {
             "role": str(),
@@ -123,7 +124,7 @@ def _read_manifest(manifest: bytes) -> dict[str, Any]:
             "tensors": {"bytes": int(), "crc32": str()},
         } if origin.keys() == set(Origin.__slots__):
             return parsed
-    raise DamageError(f"{MANIFEST} is not one of a record")
+    raise DamageError(f"{MANIFEST} is not the manifest of a record")
 
 
 def _flat(name: str, array: NDArray[Any]) -> NDArray[Any]:

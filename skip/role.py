@@ -1,4 +1,4 @@
-"""The base class of roles: how a call of a stage becomes a record, and a record the call's result.
+"""The base class of roles, which define how a call becomes a record and how a record becomes the result of a call.
 
 docs/skip.md has an example. The methods of a role block or compute; for an async function they run in a thread.
 """
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_NOTES = 4096
 MAX_DAMAGE_WARNINGS = 10
 FILES_LIMIT_S = 60.0
-"""Longest that an async stage waits for the files of its record."""
+"""Maximum time that an async stage waits for the files of its record."""
 
 
 class Waiting(Protocol):
@@ -58,7 +58,7 @@ class Call:
     """One call of an annotated function."""
 
     arguments: Mapping[str, Any]
-    """By name, defaults and `self` included."""
+    """Arguments by name, including defaults and `self`."""
     options: Mapping[str, Any]
     """Arguments of `annotate` besides the role."""
 
@@ -88,7 +88,7 @@ class Served(NamedTuple):
     differs: tuple[str, ...]
     """Fields in which the fingerprints differ; only `repeat` serves such a record."""
     result: Any = None
-    """Result of `prepare_data` for it."""
+    """Result of `prepare_data` for the record."""
 
     @property
     def substituted(self) -> bool:
@@ -101,14 +101,14 @@ class BaseSkip(ABC):
 
     support_actions: ClassVar[frozenset[Action]] = frozenset(Action)
     support_online_step: ClassVar[bool] = False
-    """The step is in the call's arguments (`extract_step`). Else it is the one of `SkipManager.set_step`."""
+    """Whether the step is in the call's arguments (`extract_step`); if not, it is that of `SkipManager.set_step`."""
 
     def __init__(self, role: str, config: SkipRoleConfig, run: Config) -> None:
         """
         Args:
-            role: its name.
-            config: of this role.
-            run: of the whole run, whose names determine the directory of the records.
+            role: name of the role.
+            config: settings of the role.
+            run: configuration of the run, whose project and experiment names determine the directory of the records.
 
         Raises:
             ConfigError: the role does not support the action. The configuration's rules have checked the steps.
@@ -123,7 +123,7 @@ class BaseSkip(ABC):
         self.run = run
         self.files = RecordFiles(Path(config.dump_dir).expanduser() / run.project_name / run.experiment_name / role)
         self.counts: Counter[str] = Counter()
-        """Calls replayed, substituted, recorded, mismatched, damaged, unrecorded, late."""
+        """Number of calls by outcome: replayed, substituted, recorded, mismatched, damaged, unrecorded, late."""
         self.waiting: Waiting = lambda edge, *, limit_s=0.0: nullcontext()
         """Reports what an async stage waits for."""
         self.current_step: Callable[[], int | None] = lambda: None
@@ -133,7 +133,7 @@ class BaseSkip(ABC):
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._files_lock = threading.Lock()
-        """Held during file access, so never on an event loop, unlike `_lock`."""
+        """Held during file access, so it is never taken on an event loop, unlike `_lock`."""
         self._used_bytes: int | None = None
         self._notes: dict[int, dict[str, Any]] = {}
         """Notes on the newest records of this process, by step."""
@@ -144,10 +144,10 @@ class BaseSkip(ABC):
         return self.config.enable
 
     def extract_step(self, call: Call) -> int:
-        """Return the step of `call`, where `support_online_step`.
+        """Return the step of `call`, if `support_online_step` is true.
 
         Raises:
-            DataError, BugError: it has none; the message shows what is expected.
+            DataError, BugError: the call has no step; the message shows what is expected.
         """
         raise BugError(f"skip.{self.role}: {type(self).__name__} has support_online_step and no extract_step")
 
@@ -185,12 +185,12 @@ class BaseSkip(ABC):
                a record that may be served ──▶ its result
                else ────────────────────▶ run, then record
 
-        An async function never waits for the disk on its event loop. What takes longer than `FILES_LIMIT_S` is given
-        up: the stage runs as if there were no record, or is not recorded. The returned function raises what the
-        function and the role raise.
+        An async function never waits for the disk on its event loop. A read or write that takes longer than
+        `FILES_LIMIT_S` is given up: the stage runs as if there were no record, or is not recorded. The returned
+        function raises the errors of the function and of the role.
 
         Args:
-            options: for `Call.options`.
+            options: the value of `Call.options`.
         """
         signature = inspect.signature(function)
 
@@ -239,7 +239,7 @@ class BaseSkip(ABC):
         return run
 
     async def in_file_thread(self, name: str, function: Callable[[], Result]) -> Result | None:
-        """Return `function`'s result, from the thread for `read` or `write`; None: not in time."""
+        """Run `function` in the thread for `read` or `write`, and return its result; None: it took too long."""
         with self.waiting("records", limit_s=FILES_LIMIT_S), anyio.move_on_after(FILES_LIMIT_S):
             return await file_thread(name).run(function)
         message = f"{self.files.root}: a record takes longer than {FILES_LIMIT_S:g} s to {name}, and is given up"
@@ -247,7 +247,7 @@ class BaseSkip(ABC):
         return None
 
     def look_up(self, call: Call, current_step: int | None) -> tuple[RecordRequest | None, Served | None]:
-        """Return the request for `call`, and the record for it. Raises as `request` and `meet_precondition`."""
+        """Return the request for `call`, and the record for it. Raises as `request` and `meet_precondition` do."""
         request = self.request(call, current_step)
         return request, None if request is None else self.meet_precondition(request)
 
@@ -256,11 +256,11 @@ class BaseSkip(ABC):
 
         Raises:
             BugError: the step is not known.
-            What `extract_step` raises.
+            Exception: `extract_step` raised it.
         """
         step = self.extract_step(call) if self.support_online_step else current_step
         if step is None:
-            raise BugError(f"skip.{self.role}: which step is it? Call SkipManager.set_step(step) before this stage")
+            raise BugError(f"skip.{self.role}: the step is unknown; call SkipManager.set_step(step) before this stage")
         if step not in self.steps:
             return None
         try:
@@ -319,9 +319,9 @@ class BaseSkip(ABC):
         return written
 
     def note(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write `values` (JSON types) beside the record of `step`, for people, if this process made it recently.
+        """Write `values` (JSON types) beside the record of `step`, for users, if this process wrote it recently.
 
-        Mappings are merged with those of earlier notes. Nothing is raised.
+        Mappings are merged with those of earlier notes. Failures are logged, not raised.
         """
         try:
             with self._files_lock:
@@ -419,7 +419,7 @@ class BaseSkip(ABC):
             self.files.write(name, record)
             return True
         with self._files_lock:
-            # This process counts what was there at first and what it wrote since, not what others write.
+            # This process counts the bytes that existed at first and those that it wrote since, not those of others.
             if self._used_bytes is None:
                 self._used_bytes = sum(entry.num_bytes for entry in self.files.entries())
             others = self._used_bytes - self.files.size(name)
@@ -433,7 +433,7 @@ class BaseSkip(ABC):
 
 
 def _describe(error: BaseException) -> str:
-    """Return the message with the type, unless the message alone is clear (that of a `KeyError` is only the key)."""
+    """Return the message, with the type unless the message alone is clear (that of a `KeyError` is only the key)."""
     is_clear = isinstance(error, TypeError | ValueError | OSError | DamageError)
     return str(error) if is_clear else f"{type(error).__name__}: {error}"
 
@@ -445,7 +445,7 @@ _registry: dict[str, type[BaseSkip]] = {}
 
 
 def register_skip(role: str) -> Callable[[_Kind], _Kind]:
-    """Class decorator: `SkipManager.init` instantiates the class where the configuration enables `role`.
+    """Return a class decorator: `SkipManager.init` instantiates the class if the configuration enables `role`.
 
     A file that is imported under two names registers its class twice, and the later one counts.
 

@@ -1,4 +1,4 @@
-"""`asyncrl skip diff`: the first step in which two runs over the same samples differ, by their `metrics.jsonl`."""
+"""`asyncrl skip diff`: find the first step in which two runs over the same samples differ, in `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
 def first_difference(
     steps: list[tuple[int, Mapping[str, Any], Mapping[str, Any]]], tolerance: float
 ) -> StepDifference | None:
-    """Return the first of the steps, given with their lines of both runs, that differs. Pure."""
+    """Return the first step that differs. Each step has its number and the lines of both runs. Pure."""
     for step, one, other in steps:
         names = tuple(
             name for name in _compared({**one, **other}) if not _equal(one.get(name), other.get(name), tolerance)
@@ -84,7 +84,7 @@ def _compared(line: Mapping[str, Any]) -> list[str]:
 
 
 def _steps(run: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the last line of every step; after a rewind a step has several."""
+    """Return the last line of every step; after a rewind, a step has several lines."""
     run_dir = find_run(str(run))
     steps: dict[int, Mapping[str, Any]] = {
         line["step"]: line for line in _lines(run_dir / METRICS) if line.get("kind") == "step"
@@ -111,7 +111,7 @@ def _range(steps: Mapping[int, Any]) -> str:
 
 
 def _shown(one: Any, other: Any) -> str:
-    """Return both values; of lists, the first items that differ."""
+    """Return both values as text; of lists, the first items that differ."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         place = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), 0)
         return f"{one[place]!r} and {other[place]!r}, sample {place + 1} of {len(one)}"

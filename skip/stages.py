@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CODE = "1"
-"""Incremented when this version would compute other rewards than those recorded before."""
+"""Version of the code that computes rewards; it is incremented when rewards would differ from earlier records."""
 
 
 @register_skip("reward")
@@ -37,8 +37,9 @@ class RewardSkip(BaseSkip):
 
         async def score(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]
 
-    The step is the sample's feed index. `repeat` searches other steps for the scores of exactly these responses, as
-    generation may be repeated from those steps: scores of other responses would be wrong, and unmarked.
+    The step is the sample's feed index. `repeat` searches other steps for the scores of exactly these responses,
+    because generation may be repeated from those steps. Scores of other responses would be wrong, and nothing would
+    show it.
     """
 
     support_online_step = True
@@ -48,9 +49,9 @@ class RewardSkip(BaseSkip):
 
     @functools.cached_property
     def _scorer(self) -> Fingerprint:
-        """Return all scorers: functions, by the digest of their own files without imports, and models."""
+        """Return the fingerprint of all scorers: the digests of functions' files, without imports, and of models."""
         reward, model = self.run.reward, self.run.reward_model
-        # With another placement the Trainer scores; here it only adds the parts to `Score.extra`.
+        # With `worker` the Trainer scores, and the placement only decides whether `Score.extra` has the parts.
         served_model = []
         if model.placement == "serve" and model.path is not None:
             its = ModelConfig(path=model.path)
@@ -107,17 +108,17 @@ class RewardSkip(BaseSkip):
 class RefLogProbSkip(BaseSkip):
     """The role of `async _ref_log_probs(self, request: TensorDict) -> Tensor`.
 
-    The result is float32 and has the shape of `request["response_mask"]`. The step is `SkipManager.set_step`'s: the
-    first optimizer step that the Trainer takes with these rows.
+    The result is float32 and has the shape of `request["response_mask"]`. The step is the one of
+    `SkipManager.set_step`, the first optimizer step that the Trainer takes with these rows.
     """
 
-    # Log-probs belong to their tokens, so those of another step are of no use.
+    # Log-probs belong to their tokens, so those of another step are useless.
     support_actions = frozenset({Action.CACHE})
 
     @functools.cached_property
     def _reference(self) -> Fingerprint:
         config = self.run
-        # Without its own model the reference is the policy without adapters, in the policy's engine.
+        # With LoRA the reference may be the policy without its adapters, in the policy's engine.
         is_actor = config.model.lora_rank > 0 and config.ref.placement == "actor"
         own = config.trainer if is_actor else config.ref
         return {
@@ -181,9 +182,9 @@ class ToolSkip(BaseSkip):
             sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: Any, background: Mapping[str, Any]
         ) -> ToolOutcome
 
-    The optional `background` contains, by name, what the outcome also depends on: the prompt, and the earlier calls,
-    which determine the tool's state. The step is the sample's feed index. Each call of a sample has its own record, but
-    equal calls in one turn share one.
+    The optional `background` contains, by name, further values that the outcome depends on: the prompt, and the earlier
+    calls, which determine the tool's state. The step is the sample's feed index. Each call of a sample has a record of
+    its own, but equal calls in one turn share a record.
     """
 
     support_online_step = True
@@ -199,7 +200,7 @@ class ToolSkip(BaseSkip):
 
     @functools.cached_property
     def _tools(self) -> str:
-        """The tools' code and configuration, without limits of calls and a server's environment."""
+        """The fingerprint of the tools' code and configuration, without limits of calls and servers' environments."""
         tools = []
         for tool in self.run.rollout.multi_turn.tools:
             server = None if tool.mcp is None else [tool.mcp.command, tool.mcp.url]
@@ -235,14 +236,14 @@ def _outcome(text: Any, reward: Any, metrics: Any, status: Any, done: Any) -> To
 
 
 def _row_tokens(trajectory: Trajectory) -> Any:
-    """Return the response tokens; with several rows their prompts, too, which differ from the sample's."""
+    """Return the response tokens; if there are several rows, also their prompts, which differ from the sample's."""
     if len(trajectory.rows) == 1:
         return trajectory.rows[0].response_ids
     return [[row.prompt_ids, row.response_ids] for row in trajectory.rows]
 
 
 def _conversations(trajectories: Sequence[Trajectory]) -> Fingerprint:
-    """Return the other values that rewards of conversations depend on, which exclude durations."""
+    """Return the further values that rewards of conversations depend on, without durations."""
     if not any(trajectory.messages for trajectory in trajectories):
         return {}
     each = [
@@ -263,7 +264,7 @@ def _turn(turn: TurnInfo) -> list[Any]:
 
 
 def _other_sources(config: Config) -> Fingerprint:
-    """Return the sources besides the function and the reward model, where a run has any."""
+    """Return the fingerprint of the run's reward sources other than the function and the reward model."""
     reward, judge, sources = config.reward, config.reward.judge, {}
     if reward.functions:
         each = [[_source_digest(entry.function), entry.model_dump()] for entry in reward.functions]
@@ -288,7 +289,7 @@ def _score(reward: Any, extra: Any, turns: Any, *, num_turns: int) -> Score:
 
 
 def _source_digest(function: str) -> str:
-    """Return the digest of the file with `function` (`module:name` or `path/file.py:name`); empty: there is none."""
+    """Return the digest of the file of `function` (`module:name` or `path/file.py:name`); empty: there is no file."""
     location = function.rpartition(":")[0]
     if not location:
         return ""

@@ -39,7 +39,7 @@ from asyncrl.storage.segments import read_segment, write_all
 from skip.record import MANIFEST, TENSORS, Record, from_files, to_files
 
 ABANDONED_S = 3600.0
-"""The writer of an older temporary directory has died."""
+"""The writer of a temporary directory that is older than this counts as dead."""
 _NAME = re.compile(r"(0|[1-9]\d*)(-[0-9a-f]{8,32})?")
 _TEMPORARY = re.compile(r"\..*\.(new|old)")
 NOTE = "note.json"
@@ -97,9 +97,9 @@ def is_record(path: Path) -> bool:
 
 
 def _files_in(path: str | Path) -> list[os.DirEntry[str]] | None:
-    """Return the files of a directory; None: it contains directories, or is none.
+    """Return the files of a directory; None: it contains directories, or is not a directory.
 
-    Projects and experiments may have names of records, too, but contain directories, which no record does.
+    Projects and experiments may also have names of records, but they contain directories, which records never do.
     """
     try:
         with os.scandir(path) as inside:
@@ -128,8 +128,8 @@ class RecordFiles:
         """Return a record after verifying all checksums.
 
         Raises:
-            FileNotFoundError: there is none.
-            DamageError: there is something else, or the record is damaged.
+            FileNotFoundError: there is no record.
+            DamageError: something else has this name, or the record is damaged.
             OSError: it cannot be read.
         """
         while True:
@@ -159,12 +159,12 @@ class RecordFiles:
         """Write the record, replacing an existing one. After an error, no part of it remains.
 
         Args:
-            name: of the record.
-            record: to be written.
-            allows: whether that many bytes may be written.
+            name: name of the record.
+            record: the record to write.
+            allows: returns whether that many bytes may be written.
 
         Returns:
-            Its bytes; None: they were not allowed.
+            The number of bytes; None: `allows` refused them.
 
         Raises:
             TypeError, ValueError: see `to_files`.
@@ -190,10 +190,11 @@ class RecordFiles:
         return num_bytes
 
     def note(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write `values` (JSON types) atomically as the note of the record, which they do not change.
+        """Write `values` (JSON types) atomically as the note of the record; the record itself does not change.
 
         Raises:
-            OSError: there is no record, or it cannot be written. TypeError, ValueError: the values are not JSON.
+            OSError: there is no record, or the note cannot be written.
+            TypeError, ValueError: the values are not JSON.
         """
         data = json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
         temporary = f".{NOTE}.{token_hex(4)}"
@@ -278,7 +279,7 @@ class RecordFiles:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange both names atomically; False: the system or file system cannot, or one of them is not there."""
+    """Exchange both names atomically; False: the system or file system cannot, or one of them does not exist."""
     rename = _renameat2()
     return rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0
 
@@ -402,12 +403,12 @@ def select_for_removal(
     """Return the records that any of the given criteria selects. Pure.
 
     Args:
-        records: to select from.
-        now: Unix seconds.
-        older_than_s: selects those written longer ago.
-        max_bytes: selects the oldest until the rest has no more bytes.
-        steps: selects those of these steps.
-        damaged: are selected.
+        records: the records to select from.
+        now: current time in Unix seconds.
+        older_than_s: selects records that were written longer ago.
+        max_bytes: selects the oldest records until the others together have at most this many bytes.
+        steps: selects the records of these steps.
+        damaged: records that are selected in any case.
     """
     damaged_paths = {record.path for record in damaged}
     selected = {

@@ -109,7 +109,7 @@ def judge(
 
 
 def stale_token_mask(spans: Sequence[Span], num_tokens: int, trainer_version: int, max_staleness: int | None) -> Mask:
-    """Return bool `[num_tokens]`: True for tokens beyond the bound, which `stale_action: mask` takes out of the loss."""
+    """Return bool `[num_tokens]`, True for tokens beyond the bound. `stale_action: mask` removes them from the loss."""
     if max_staleness is None:
         return np.zeros(num_tokens, dtype=np.bool_)
     return trainer_version - versions_per_token(spans, num_tokens) > max_staleness

@@ -100,7 +100,7 @@ class SampleQueue(ABC):
         await self.call(ReleaseLease(lease_id))
 
     async def requeue(self, sample_id: SampleId) -> None:
-        """READY or LEASED → to be fed again, under the same id, because its payload is lost or damaged."""
+        """READY or LEASED → to be fed again under the same id, because its payload is lost or damaged."""
         await self.call(RequeueSample(sample_id))
 
     async def mark(self, step: int) -> QueueSnapshot:
@@ -117,7 +117,7 @@ class SampleQueue(ABC):
         await self.call(ConfirmCheckpoint(step))
 
     async def covered(self, step: int) -> None:
-        """Note that the checkpoint of `step` is on disk; payloads of samples that ended before its mark may be deleted."""
+        """Note that the checkpoint of `step` is on disk; payloads of samples that ended before it may be deleted."""
         await self.call(CoverCheckpoint(step))
 
     # Either side's
@@ -138,8 +138,8 @@ class SampleQueue(ABC):
     async def attach(self, part: PartName, incarnation: int) -> None:
         """Begin a new incarnation of a part; calls of older ones raise `FencedError` from now on.
 
-        The samples that the old one held are given back. Rollouter: RUNNING → to be fed again, before all others, and READY
-        as well if payloads die with their process. Trainer: LEASED → READY.
+        The samples that the old one held are given back. Rollouter: RUNNING → to be fed again, before all others, and
+        READY as well if payloads die with their process. Trainer: LEASED → READY.
         """
         await self.call(AttachPart(part, incarnation))
 

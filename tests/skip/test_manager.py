@@ -137,7 +137,7 @@ def test_sessions_share_nothing(tmp_path: Path) -> None:
     assert SkipManager.get("looped") is None
     with (
         SkipManager.session(configure(tmp_path, "looped")),
-        pytest.raises(BugError, match=r"skip\.looped: which step is it\? Call SkipManager\.set_step"),
+        pytest.raises(BugError, match=r"skip\.looped: the step is unknown; call SkipManager\.set_step"),
     ):
         Stage().loop(4)
 

@@ -424,7 +424,7 @@ async def test_a_rewind_to_the_checkpoint_that_a_journal_begins_with(tmp_path: P
 
 
 def test_other_data_is_refused(broken: Path) -> None:
-    with pytest.raises(ConfigError, match="of a run over 7 prompts, this one has 8"):
+    with pytest.raises(ConfigError, match="belongs to a run over 7 prompts, this one has 8"):
         Journal.open(broken / "journal.db", num_prompts=8, identity={})
 
 

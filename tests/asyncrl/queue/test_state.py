@@ -161,7 +161,7 @@ async def test_a_rewind_sets_version_and_total_and_begins_a_lineage() -> None:
     assert (await queue.status()).version == 0, "a version of an older lineage is ignored"
     with pytest.raises(BugError, match="lineage 2 applied in lineage 1"):
         await queue.set_applied_version(1, lineage=2)
-    with pytest.raises(FencedError, match="after lineage 1 began"):
+    with pytest.raises(FencedError, match="lineage 1 has begun"):
         await queue.rewind(1, version=0, lineage=0, total_samples=8)
     with pytest.raises(BugError, match="rewind into lineage 1 out of lineage 1"):
         await queue.rewind(1, version=7, lineage=1, total_samples=8)
