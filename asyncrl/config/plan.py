@@ -230,7 +230,7 @@ def shortages(plan: ResourcePlan) -> Iterator[ConfigProblem]:
 
 
 def quantity_rows(plan: ResourcePlan) -> list[tuple[str, str]]:
-    """Return the plan's quantities for people, as name and value."""
+    """Return the plan's quantities as pairs of name and value, in words for users."""
 
     def number(value: int | None, source: str = "the data") -> str:
         return f"not known before {source} is read" if value is None else f"{value:,}"

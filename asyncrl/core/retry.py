@@ -20,7 +20,7 @@ class RestartBudget:
         self._window_s = window_s
         self._failed_at: deque[float] = deque()
         self._excused = 0
-        """Number of future failures that do not count."""
+        """Number of coming failures that do not count."""
         self._furthest = -1
         self._without_progress = 0
         """Failures since the run last made progress."""

@@ -1,6 +1,6 @@
 """A trajectory: all turns of one conversation, before it is scored. Pure.
 
-    messages   system, user ─▶ assistant ─▶ tool ─▶ assistant …        for people and reward functions
+    messages   system, user ─▶ assistant ─▶ tool ─▶ assistant …        for users and reward functions
     rows       prompt_ids │ turn 0 │ tool's tokens │ turn 1 …          what the policy saw and sampled, token by token
 
 A chat template may rewrite history when a message is added (reasoning of earlier turns is stripped, say). Then the
@@ -88,7 +88,7 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(turn.num_tokens for turn in self.turns)
 
     @property

@@ -11,8 +11,8 @@ Rollouter  permit      an admission          slot        a place in generation
            apply       replicas to load a version        validation  the validation set's answers
 Trainer    model       ranks to start and load           samples     a lease and its payloads
            experience, critic, train                     calls to the ranks
-           publish     a version to be fetchable         checkpoint  one to be read or written
-           trace       ranks to write what a profiler saw of a step
+           publish     a version to become available     checkpoint  reading or writing a checkpoint
+           trace       ranks to write the profiler's trace of a step
            served      the last version to be applied and validated, because the ranks hold its weights
 """
 

@@ -1,1 +1,1 @@
-"""The sections of the configuration: each module has the keys of a section and the rules between them."""
+"""The sections of the configuration. Each module has the keys of related sections and the rules between the keys."""

@@ -72,7 +72,8 @@ class RolloutCorrectionConfig(ConfigSection):
     """Rejection: leave out tokens, or whole responses, whose divergence between behaviour and proximal policy is out
     of bounds. `geometric` rejects responses by the geometric mean of their token ratios."""
     rollout_rs_threshold: Annotated[float, Field(gt=0)] | None = None
-    """Upper bound: of the ratio for `geometric` (null: 1.001), of |k1|, k2 or k3 in nats otherwise (required)."""
+    """Upper bound. For `geometric` it is a ratio, and null means 1.001; otherwise it bounds |k1|, k2 or k3 in nats and
+    is required."""
     rollout_rs_threshold_low: Annotated[float, Field(ge=0)] = 0.0
     """Lower bound of the ratio for `geometric`; 0: one over the upper bound."""
 
@@ -89,14 +90,14 @@ class RolloutCorrectionConfig(ConfigSection):
 
 
 class AlgorithmConfig(ConfigSection):
-    """Advantages and losses. docs/algorithms/ has a page for each name."""
+    """Advantages and losses. docs/algorithms/ has a page for each estimator and loss."""
 
     adv_estimator: Literal[
         "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gae"
     ] = "grpo"
     """How rewards become advantages. `gae` trains a critic (see `critic`)."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation (GRPO); false: only subtract the mean (Dr.GRPO)."""
+    """Divide advantages by the group's standard deviation (GRPO); false: only subtract the mean (Dr.GRPO)."""
     gamma: Share = 1.0
     """Discount per token of `gae` and `reinforce_plus_plus`."""
     lam: Share = 1.0

@@ -54,7 +54,7 @@ class RewardFunctionConfig(ConfigSection):
     """A further reward function."""
 
     name: str
-    """Name of its part among the extras and metrics: `reward/extra/<name>`."""
+    """Name of the function's score among extras and metrics: `reward/extra/<name>`."""
     function: str
     """A function in the form of reward.function, except `none`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -114,7 +114,7 @@ class RewardConfig(ConfigSection):
     weight: float = 1.0
     """Weight of the function's score in the reward."""
     functions: tuple[RewardFunctionConfig, ...] = ()
-    """More functions: {name, function, kwargs, batch, weight}."""
+    """Further functions, each as {name, function, kwargs, batch, weight}."""
     tool_weight: float = 1.0
     """Weight of the rewards that tools (`calc_reward`) and environments (`score`) give a whole trajectory."""
     turn_weight: float = 1.0

@@ -64,7 +64,7 @@ class ValSamplingConfig(SamplingConfig):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature; 0: greedy decoding."""
     n: Positive = 1
-    """Responses per validation prompt."""
+    """Number of responses per validation prompt."""
 
 
 class McpServerConfig(ConfigSection):
@@ -100,7 +100,7 @@ class ToolConfig(ConfigSection):
     timeout_s: Seconds = 30.0
     """Deadline of one call, of `create`, and of `calc_reward`."""
     max_concurrency: Positive = 64
-    """Concurrent calls, over all trajectories."""
+    """Maximum number of concurrent calls, over all trajectories."""
     max_per_s: Annotated[float, Field(gt=0)] | None = None
     """Maximum number of calls per second, over all trajectories; null: no limit."""
     on_error: Literal["message", "drop", "stop"] = "message"
@@ -122,7 +122,7 @@ class InteractionConfig(ConfigSection):
     timeout_s: Seconds = 60.0
     """Deadline of one `reset`, `step` or `score`."""
     max_concurrency: Positive = 64
-    """Concurrent calls, over all trajectories."""
+    """Maximum number of concurrent calls, over all trajectories."""
     on_error: Literal["drop", "stop"] = "stop"
     """Treatment of a call that raises or times out: drop the sample, up to reward.max_errors times, or stop the run."""
 
@@ -194,7 +194,7 @@ class RolloutConfig(ConfigSection):
     """Generation: the engines and their requests."""
 
     n: Positive = 8
-    """Responses per prompt (the GRPO group)."""
+    """Number of responses per prompt (the GRPO group)."""
     response_length: Positive = 256
     """Maximum number of tokens in a response: all its turns, and the messages of tools and users between them."""
     sampling: SamplingConfig = SamplingConfig()
@@ -204,7 +204,7 @@ class RolloutConfig(ConfigSection):
     num_replicas: Positive = 1
     """Number of vLLM engines behind Ray Serve."""
     tensor_parallel_size: Positive = 1
-    """GPUs (or CPU processes) of one engine."""
+    """Number of GPUs (or CPU processes) of one engine."""
     max_concurrent_samples: Positive = 64
     """Maximum number of samples in generation at the same time, over all replicas."""
     max_num_seqs: Positive = 256

@@ -28,7 +28,7 @@ class AsyncTrainingConfig(ConfigSection):
     trigger_parameter_sync_step: Positive = 1
     """Leases that the Trainer trains on for each published version."""
     require_batches: Positive = 1
-    """Mini-batches per lease; each is one optimizer step."""
+    """Mini-batches per lease; each is one optimizer step in every pass over the lease."""
     partial_rollout: bool = True
     """Responses in flight at a weight sync continue under the new weights; false: the sync waits for them."""
     partial_mode: Literal["keep", "abort"] = "keep"

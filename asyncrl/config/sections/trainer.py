@@ -118,8 +118,8 @@ class RewardModelConfig(ConfigSection):
     """off: no reward model; serve: a Ray Serve deployment that the Rollouter calls; worker: a model of the Trainer,
     which scores training samples but not validation."""
     path: str | None = None
-    """Sequence-classification model with one label, in Hugging Face format (safetensors), with its own tokenizer and
-    chat template."""
+    """Directory of a sequence-classification model with one label, in Hugging Face format (safetensors), including its
+    tokenizer and chat template."""
     weight: float = 1.0
     """Weight of the model's score in the reward; with `placement: serve` also in validation."""
     num_replicas: Positive = 1
@@ -246,7 +246,7 @@ def _warm_ups(config: Config, steps: int) -> Iterator[ConfigProblem]:
         consequence = f"the run has {steps} steps, and only the critic would learn in all of them"
         yield ConfigProblem(key, alone, consequence, f"set it below {steps}")
     elif alone * 2 > steps:
-        consequence = f"in {alone} of the run's {steps} steps only the critic learns, the policy learns in the others"
+        consequence = f"only the critic learns in {alone} of the run's {steps} steps, and the policy in {steps - alone}"
         yield warning(key, alone, consequence, f"set it to {steps // 2} or less, or make the run longer")
     warmup = config.trainer.optim.warmup_steps
     if warmup >= steps - alone > 0:
