@@ -34,7 +34,7 @@ class StepDifference(NamedTuple):
 
 
 def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
-    """Print the first difference; return exit code 1 if a common step differs.
+    """Print the first difference between two runs; return exit code 1 if a common step differs.
 
     Raises:
         ConfigError: one of them is not a run with steps, or they have none in common.

@@ -178,7 +178,7 @@ class SupervisedRollouter(_SupervisedActor):
     """The `SupervisedPart` of the Rollouter."""
 
     rollout_start: Callable[[], RolloutStart]
-    """Returns what the next process has to validate first."""
+    """Returns the start values of the next process, such as what it validates first."""
     name: PartName = field(default="rollouter", init=False)
     prepared: Mapping[str, int] = field(default_factory=dict, init=False)
     """The answer of `RolloutActor.prepare`."""
@@ -236,7 +236,7 @@ class SupervisedTrainer(_SupervisedActor):
 
     @property
     def total_samples(self) -> int:
-        """Samples that the whole run trains on."""
+        """Number of samples that the whole run trains on."""
         at = self._progress
         return total_samples(
             self.config, self.total_steps, self.num_prompts, step=at.step, trained_samples=at.trained_samples

@@ -267,7 +267,7 @@ class Run:
         return False
 
     def _rollout_start(self) -> RolloutStart:
-        """Return what the next Rollouter validates first; version 0 is validated once in a run, resumes included."""
+        """Return the start values of the next Rollouter. Version 0 is validated once in a run, resumes included."""
         step = self._recorder.validated_step
         validate_first = self._config.trainer.val_before_train and self._validated is None and step is None
         return RolloutStart(validate_first, self._validated, step or 0, self._status.has_engines)

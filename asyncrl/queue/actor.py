@@ -210,7 +210,7 @@ def start_queue(
 class QueueClient(SampleQueue):
     """Client of the actor that implements `SampleQueue`. Create one per event loop.
 
-    Every call ends within `call_timeout_s`, on top of its own `timeout_s` if it has one. While the queue's process
+    Every call ends within `call_timeout_s`, plus its `timeout_s` if it has one. While the queue's process
     is being replaced, the call is repeated within that time; its effect happens only once.
 
     Args:

@@ -1,4 +1,4 @@
-"""The journal's file format, and all readers of it, for resuming and for inspecting a live run. Read-only.
+"""The journal's file format and its readers, which resume a run or inspect a live one. Read-only.
 
 meta         the asyncrl version and the run that wrote it
 operations   seq, at (wall clock), kind, body (JSON array, see `asyncrl.queue.operation_rows`), crc (of the row and the

@@ -37,7 +37,7 @@ class QueueOptions:
     prompts_per_epoch: int
     pacing: Pacing
     max_staleness: int | None = None
-    """Bound on `trainer version at lease - oldest version of any token`; None: none."""
+    """Maximum of `trainer version at lease - oldest version of any token`; None: no bound."""
     stale_action: StaleAction = "drop"
     """`drop` evicts at lease; with `mask` and `keep` the sample is leased, and the Trainer handles its stale tokens."""
     in_feed_order: bool = False
@@ -186,7 +186,7 @@ def apply(operation: Operation, state: QueueState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdmitSamples(Operation):
-    """Wait for permits; answered with an `Admission`, never `closed` while a drop could admit a replacement."""
+    """Wait for permits; answered with an `Admission`, which is not `closed` while a drop could admit a replacement."""
 
     max_samples: int
     request_id: str = ""
@@ -338,8 +338,8 @@ class SetAppliedVersion(Operation):
 class LeaseSamples(Operation):
     """Wait for READY samples; answered with a full `Lease`, or with a smaller or empty one if the stream has ended.
 
-    `ended` comes with fewer samples than asked for, never with a full lease. Samples that the caller still holds are
-    not considered: if it releases or drops them, more samples may follow.
+    `ended` is true only if the lease has fewer samples than requested. It does not consider samples that the caller
+    still holds: if the caller releases or drops them, more samples may follow.
     """
 
     num_samples: int

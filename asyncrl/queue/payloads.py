@@ -4,9 +4,9 @@
                   │                                                                            ▲
                   └─ SampleMeta + FileRef or PayloadRef ─▶ sample queue ─ lease of references ─┘
 
-With files, a finished sample is on disk before the queue learns of it, and a dead process loses none. A *segment* is
-one file with every sample that finished while the one before was being written. Both sides see the same run directory.
-The queue deletes segments once checkpoints cover all of their samples.
+With files, a finished sample is on disk before the queue receives its metadata, and a process that dies loses none. A
+*segment* is one file with every sample that finished while the previous segment was being written. Rollouter and
+Trainer share the run directory. The queue deletes segments once checkpoints cover all of their samples.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class SampleQueue(ABC):
         return await self.call(AwaitSurplus(known), timeout_s=timeout_s)
 
     async def offer(self, meta: SampleMeta, payload: Any) -> None:
-        """RUNNING → READY. Never waits: the permit already holds the place. Ignored once the queue is closed."""
+        """Make a RUNNING sample READY. This never waits, because the permit has reserved its place. It is ignored once
+        the queue is closed."""
         [error] = await self.call(OfferSamples((QueuedSample(meta, payload),)))
         if error is not None:
             raise error
@@ -92,15 +93,15 @@ class SampleQueue(ABC):
         return await self.call(LeaseSamples(num_samples, trainer_version), timeout_s=timeout_s)
 
     async def commit(self, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
-        """LEASED → TRAINED for these samples of the lease, whose gradient is in an optimizer step."""
+        """Make these samples of the lease TRAINED, because their gradient is in an optimizer step."""
         await self.call(CommitSamples(lease_id, tuple(sample_ids)))
 
     async def release(self, lease_id: int) -> None:
-        """LEASED → READY for the uncommitted samples of the lease."""
+        """Make the uncommitted samples of the lease READY again."""
         await self.call(ReleaseLease(lease_id))
 
     async def requeue(self, sample_id: SampleId) -> None:
-        """READY or LEASED → to be fed again under the same id, because its payload is lost or damaged."""
+        """Feed a READY or LEASED sample again, under the same id, because its payload is lost or damaged."""
         await self.call(RequeueSample(sample_id))
 
     async def mark(self, step: int) -> QueueSnapshot:
@@ -123,7 +124,7 @@ class SampleQueue(ABC):
     # Either side's
 
     async def drop(self, sample_id: SampleId, reason: DropReason) -> None:
-        """Any live state → DROPPED."""
+        """Drop a sample in any live state."""
         await self.call(DropSamples(reason, (sample_id,)))
 
     async def close(self) -> None:
@@ -138,8 +139,9 @@ class SampleQueue(ABC):
     async def attach(self, part: PartName, incarnation: int) -> None:
         """Begin a new incarnation of a part; calls of older ones raise `FencedError` from now on.
 
-        The samples that the old one held are given back. Rollouter: RUNNING → to be fed again, before all others, and
-        READY as well if payloads die with their process. Trainer: LEASED → READY.
+        The samples that the old one held are given back. Those of a Rollouter, which are RUNNING, are fed again before
+        all others, and so are READY ones if payloads die with their process. Those of a Trainer, which are LEASED,
+        become READY.
         """
         await self.call(AttachPart(part, incarnation))
 

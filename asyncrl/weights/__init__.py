@@ -1,1 +1,1 @@
-"""The versioned weight store between Trainer and engines: publish and pull, never push."""
+"""The versioned weight store: the Trainer publishes versions, and the engines' replicas fetch them."""

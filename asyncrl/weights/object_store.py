@@ -219,7 +219,7 @@ class ObjectStorePublisher:
     async def publish(
         self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
     ) -> Publication:
-        """Copy `tensors` into the object store, once, off the loop; then announce the version.
+        """Copy `tensors` into the object store in a thread, once for all replicas, then announce the version.
 
         Raises:
             InfraError: the object store has no room, or failed.
