@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Side = Literal["left", "middle", "right"]
 
 _CHARACTERS_PER_TOKEN = 128
-"""An upper bound for useful text: a longer text is cut before it is tokenized."""
+"""Upper bound on the characters per token of useful text. Longer texts are cut before they are tokenized."""
 _CUT_MARKS = ("…", "...", "")
 """Marks of a cut; the first one that the tokenizer can represent is used."""
 
@@ -48,10 +48,10 @@ def cut_text(
     encode: Callable[[str], Sequence[int]],
     decode: Callable[[Sequence[int]], Any],
 ) -> str:
-    """Return `text` in at most `max_tokens`, including the mark where it is cut; characters stay whole.
+    """Shorten `text` to at most `max_tokens` tokens, including a mark at the cut. No character is split.
 
-    `side` is where it is cut: `left` keeps the end. The work is bounded: texts longer than some kilobytes take no
-    longer.
+    `side` is where the text is cut: `left` keeps the end. The work is bounded: beyond some kilobytes, longer texts
+    take no more time.
     """
     window = _CHARACTERS_PER_TOKEN * max_tokens
     if len(text) <= window and len(encode(text)) <= max_tokens:
@@ -77,11 +77,11 @@ def cut_text(
 MARK = "\ufdd0"
 """A noncharacter of Unicode; it is removed from messages."""
 _PLAIN_KEYS = frozenset({"role", "type", "id", "tool_call_id"})
-"""Keys of a message by which the template decides, and whose values the model does not write."""
+"""Keys of a message that the template uses for decisions, and whose values the model does not write."""
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, int]:
-    """Return the ids by text of all special tokens, and of those added tokens that the template itself writes."""
+    """Map texts to ids for all special tokens, and for those added tokens that the template itself writes."""
     added = tokenizer.added_tokens_decoder.items()
     return {
         token.content: number
@@ -94,9 +94,9 @@ class SpecialTokenEscaper:
     """Escapes the names of special tokens in messages, so that they stay plain text.
 
     A tool's answer may contain `<|im_end|>`. Templates paste it unchanged, and a tokenizer would turn it into the very
-    token that ends a turn. So a mark that no tokenizer knows is put behind the first character of every lookalike
-    before the template renders the message, and `TemplateTextEncoder` encodes the text piece by piece between the
-    marks: no piece contains a lookalike.
+    token that ends a turn. To prevent this, the escaper inserts a mark that no tokenizer knows behind the first
+    character of every lookalike, before the template renders the message. `TemplateTextEncoder` encodes the pieces of
+    text between the marks separately; no piece contains a lookalike.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -128,8 +128,8 @@ class TemplateTextEncoder:
     """Encodes text that a template has rendered from escaped messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, anchor: str) -> None:
-        """`anchor` is the name of a special token that stands before text whose predecessor is unknown; it may be
-        empty."""
+        """`anchor` is the name of the special token that is assumed before text whose predecessor is unknown; it may
+        be empty."""
         self._tokenizer = tokenizer
         self._anchor = anchor
 
@@ -141,8 +141,8 @@ class TemplateTextEncoder:
     def behind(self, text: str, token: str = "") -> list[int]:
         """Return the tokens of `text` behind the special token of that name.
 
-        They depend on it: some tokenizers put a space before the first text of a sequence only, and some special
-        tokens absorb the blanks behind them.
+        The tokens depend on the special token: some tokenizers put a space before the first text of a sequence only,
+        and some special tokens absorb the blanks behind them.
         """
         return self._pieces(text.split(MARK), token or self._anchor)
 
@@ -161,14 +161,14 @@ class ChatExtension:
     """The tokens by which new messages extend a row."""
 
     ids: list[int]
-    """Tokens that follow the sampled turn: its end if that is missing, the messages, and the header of the assistant's
-    next turn. With `rewritten`: the whole conversation, the prompt of a new row."""
+    """Tokens that follow the sampled turn: its end-of-turn token if that is missing, the messages, and the header of
+    the assistant's next turn. With `rewritten`, the tokens of the whole conversation, as the prompt of a new row."""
     rewritten: bool
-    """The template now renders the earlier conversation differently from what the model has seen."""
+    """Whether the template now renders the earlier conversation differently from what the model has seen."""
 
 
 class ChatTokenizer:
-    """One chat template with its tools and its tokenizer. It keeps no conversation and may be shared."""
+    """One chat template with its tools and its tokenizer. It has no state and may be shared by conversations."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         end_ids: Collection[int] = (),
     ) -> None:
-        """`end_ids` are tokens that end a turn besides the tokenizer's own, see `chat_template.end_token_ids`."""
+        """`end_ids` are end-of-turn tokens in addition to the tokenizer's, see `chat_template.end_token_ids`."""
         self._tokenizer = tokenizer
         self._tools = tools
         self._template_kwargs = template_kwargs
@@ -214,8 +214,8 @@ class ChatTokenizer:
     def extend(self, before: Sequence[Message], new: Sequence[Message], sampled: Sequence[int]) -> ChatExtension:
         """Return the tokens of `new` messages behind an assistant's turn.
 
-        The row continues if the template still renders all that the model has seen, including its turn. What the
-        template writes behind the end of that turn may change, since it is no longer the last turn.
+        The row continues if the template still renders everything that the model has seen, including its last turn.
+        The text that the template writes behind the end of that turn may change, since it is no longer the last turn.
 
         Args:
             before: The conversation up to and including the assistant's turn as it was parsed.
@@ -265,8 +265,8 @@ class ChatTokenizer:
     def first_difference(self, row_ids: Sequence[int], expected: Sequence[int]) -> str | None:
         """Describe position and surroundings of the first token that differs, or return None.
 
-        All end-of-turn tokens are equal. `expected` may continue with one and what the template writes behind it,
-        because generation stops before.
+        All end-of-turn tokens count as equal. `expected` may continue with an end-of-turn token and the template's
+        text behind it, because generation stops before them.
         """
         row, expected = [int(token) for token in row_ids], [int(token) for token in expected]
         pairs = enumerate(zip(row, expected, strict=False))
@@ -344,7 +344,7 @@ class ChatTokenizer:
         rendered = self._render(messages, generation_prompt=False)
         begin = _shared(context, rendered)
         text, end = self._up_to_end(rendered, begin)
-        # A difference in the header's last blanks needs no new row.
+        # A difference in the trailing blanks of the header needs no new row.
         seen = context.rstrip()
         complete = begin >= len(seen) and _holds(
             rendered[begin:], self._fit_template(self._escape_ends.message(messages[-1]))
@@ -398,7 +398,7 @@ class _LastTurn:
     end: str
     """The token that ends the turn."""
     complete: bool
-    """The conversation contains context and turn unchanged."""
+    """Whether the rendered conversation contains context and turn unchanged."""
 
 
 def _shared(one: str, two: str) -> int:

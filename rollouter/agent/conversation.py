@@ -1,4 +1,4 @@
-"""Conversations: the port through which agents hold them, the state machine of one, and its tokens. Pure."""
+"""The agent interface, and the state machine and tokens of a conversation. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TurnRequest(NamedTuple):
     """int32: all tokens before the turn."""
     max_tokens: int
     stop: tuple[str, ...] = ()
-    """Texts that end the turn, besides those of the run."""
+    """Texts that end the turn, in addition to the run's."""
 
 
 AskTurn = Callable[[TurnRequest], Awaitable[Turn]]
@@ -33,7 +33,7 @@ AskTurn = Callable[[TurnRequest], Awaitable[Turn]]
 
 
 class ConversationAgent(Protocol):
-    """Runs any number of conversations at a time: the built-in loop, or an agent of the user's."""
+    """Runs any number of conversations at a time; implemented by the built-in agent and by external agents."""
 
     async def converse(self, sample_id: SampleId | str, number: int, prompt: Prompt, ask: AskTurn) -> Trajectory:
         """Run one conversation from the prompt to its end.
@@ -44,15 +44,16 @@ class ConversationAgent(Protocol):
             ask: Gets a turn from the engines.
 
         Raises:
-            UserCodeError: code of the user's failed.
-            DataError: the prompt cannot be used; and what `ask` raises.
+            UserCodeError: user code failed.
+            DataError: the prompt cannot be used.
+            Others: whatever `ask` raises.
         """
 
     def identity(self) -> Mapping[str, Any]:
-        """Return what conversations depend on besides prompt and sampling, as JSON values by name."""
+        """Return everything that conversations depend on besides prompt and sampling, as JSON values by name."""
 
     def watch(self, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Report waits from now on: `waiting("tool")` surrounds each wait."""
+        """Report waits from now on, by entering a context such as `waiting("tool")` around each of them."""
 
     def status(self) -> Mapping[str, float]:
         """Return cumulative counts of this process by the names of their metrics (`rollouter/…`)."""
@@ -79,11 +80,11 @@ class TrajectoryLimits:
     max_assistant_turns: int
     max_user_turns: int
     max_model_len: int
-    """Tokens of prompt and response in any one row."""
+    """Maximum number of tokens of prompt and response in any one row."""
     max_response_tokens: int
-    """Tokens of all turns and of the answers between them."""
+    """Maximum number of tokens of all turns and of the answers between them."""
     has_environment: bool = False
-    """An environment answers turns that call no tool."""
+    """Whether an environment answers turns that call no tool."""
 
 
 class TrajectoryStateMachine:
@@ -107,11 +108,11 @@ class TrajectoryStateMachine:
         self.context_tokens = 0
         self.response_tokens = 0
         self._last_reason: FinishReason | None = None
-        """Why there will be no further turn; the environment may still judge the last one."""
+        """The reason why there will be no further turn; the environment may still judge the last one."""
 
     @property
     def room(self) -> int:
-        """Largest number of tokens of the next turn; not positive if there is no room for one."""
+        """The maximum number of tokens of the next turn; zero or negative if there is no room for one."""
         limits = self.limits
         return min(limits.max_response_tokens - self.response_tokens, limits.max_model_len - self.context_tokens)
 
@@ -125,8 +126,8 @@ class TrajectoryStateMachine:
         """The policy has completed a turn: RUNNING → TOOL_CALLING, INTERACTING or COMPLETED.
 
         A turn that was cut by its length ends the trajectory: its calls may be cut as well. Calls also end it if the
-        policy has no turn left to read their results. An environment judges every turn that calls no tool, the last
-        one too.
+        policy has no turn left to read their results. An environment judges every turn that calls no tool, including
+        the last one.
         """
         self._require(TrajectoryPhase.RUNNING)
         if finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -150,7 +151,7 @@ class TrajectoryStateMachine:
             self._complete(FinishReason.STOP)
 
     def answered(self, num_tokens: int, *, rewritten: bool = False) -> bool:
-        """Tools or the user have answered: TOOL_CALLING or INTERACTING → RUNNING, or COMPLETED where no turn is left.
+        """Tools or the user have answered: TOOL_CALLING or INTERACTING → RUNNING, or COMPLETED if no turn is left.
 
         Args:
             num_tokens: Tokens that the answer adds, up to where the next turn begins.
@@ -239,7 +240,7 @@ class _OpenRow:
 
 
 class _Piece(NamedTuple):
-    """Tokens that the policy has sampled, or those between two of its turns."""
+    """Tokens of one turn of the policy, or the tokens between two turns."""
 
     ids: NDArray[np.int32]
     log_probs: NDArray[np.float32]
@@ -247,7 +248,7 @@ class _Piece(NamedTuple):
 
 
 class ConversationTokens:
-    """Rows of one trajectory, the last of them open. Arrays passed in or returned are never changed."""
+    """The rows of one trajectory; the last row is open. Arrays passed in or returned are never changed."""
 
     def __init__(self, prompt_ids: TokenIds) -> None:
         self._rows = [_OpenRow(prompt_ids)]
@@ -272,7 +273,7 @@ class ConversationTokens:
         self._rows[-1].pieces.append(piece)
 
     def fork(self, prompt_ids: Sequence[int]) -> None:
-        """Continue behind another prompt, because the template has rewritten history."""
+        """Begin a new row with another prompt, because the template has rewritten history."""
         self._rows[-1].trim()
         self._rows.append(_OpenRow(np.asarray(prompt_ids, dtype=np.int32)))
 

@@ -1,4 +1,4 @@
-"""The built-in agent: turns of the policy, and what tools and users answer between them.
+"""The built-in agent: alternates turns of the policy with answers of tools, users and environments.
 
     reset ─▶ ask for a turn ─▶ parse ─┬─ calls ─▶ tools, all at once ─▶ their answers as tokens ──┐
              ▲                        ├─ no calls, but an environment ─▶ step ─▶ its reply ───────┤
@@ -6,7 +6,7 @@
              └────────────────────────────────────────────────────────────────────────────────────┘
 
 Each conversation is one task, so a slow tool delays its own conversation only. `rollouter.agent.conversation` decides
-what happens next, and `rollouter.agent.chat` which tokens that makes.
+what happens next, and `rollouter.agent.chat` converts messages to tokens.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class AgentCounts:
     rewrites: int = 0
     """Conversations that were forked into rows because the template rewrote history."""
     mismatches: int = 0
-    """Conversations that differ from a full re-tokenization."""
+    """Conversations whose tokens differ from a full re-tokenization."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Conversations by finish reason; `failed` where an exception ended one."""
+    """Conversations by finish reason, or by `failed` if an exception ended them."""
 
 
 class BuiltInAgent:
-    """Runs any number of conversations at a time. Its tools are open while it is entered."""
+    """Runs any number of conversations at a time. Use it as an async context manager: its tools are open inside."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class BuiltInAgent:
         interactions: InteractionSet | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`schemas` are those of `tools`; without `interactions` a turn that calls no tool ends its conversation."""
+        """`schemas` describe `tools`. Without `interactions`, a turn that calls no tool ends its conversation."""
         self.settings: MultiTurnConfig = config.rollout.multi_turn
         self.limits = TrajectoryLimits(
             max_assistant_turns=self.settings.max_assistant_turns,
@@ -155,7 +155,8 @@ class BuiltInAgent:
             ToolFailedError: a tool or an environment failed, and its `on_error` is `drop` or `stop`.
             TooLongError: no turn was completed in `multi_turn.timeout_s`.
             MismatchError: see `tokenization_sanity_check_mode`.
-            DataError: the template refuses a message, or the prompt leaves no room; and what `ask` raises.
+            DataError: the template refuses a message, or the prompt leaves no room.
+            Others: whatever `ask` raises.
         """
         context = TrajectoryContext(
             sample_id, number, prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info
@@ -192,7 +193,7 @@ class BuiltInAgent:
             self.counts.ended[str(machine.finish_reason or "failed")] += 1
 
     async def off_loop(self, num_tokens: int, work: Callable[[], T]) -> T:
-        """Work on texts: at once, or in a thread, one at a time, where the texts are long."""
+        """Call `work` directly, or, for texts of `LONG_TOKENS` or more, in the one thread that handles long texts."""
         if num_tokens < LONG_TOKENS:
             return work()
         return await to_thread.run_sync(work, limiter=self._text_thread)
@@ -211,7 +212,7 @@ class BuiltInAgent:
             scores,
             dict(conversation.metrics),
         )
-        # The messages hold only a part of a turn that its length has cut short.
+        # A turn that was cut by its length is only partly in the messages, so its tokens cannot be compared.
         comparable = reason is not FinishReason.LENGTH and not conversation.has_media
         if comparable and self.settings.tokenization_sanity_check_mode != "off":
             await self._check_tokens(trajectory)
@@ -230,21 +231,21 @@ class BuiltInAgent:
 
 
 def report_mismatch(settings: MultiTurnConfig, difference: str, *, name: str = "", reported: bool) -> bool:
-    """Log that a conversation's tokens are not those of the chat template; only the first one as a warning.
+    """Log that a conversation's tokens differ from the chat template's; only the first report is a warning.
 
     Raises:
         MismatchError: `tokenization_sanity_check_mode` is `strict`.
     """
-    text = f"{name}a conversation has other tokens than the chat template gives it: {difference}"
+    text = f"{name}a conversation's tokens differ from those that the chat template gives: {difference}"
     if settings.tokenization_sanity_check_mode == "strict":
         raise MismatchError(f"{text} (rollout.multi_turn.tokenization_sanity_check_mode=strict)")
     log = logger.debug if reported else logger.warning
-    log("%s. What is trained on are the tokens that were sampled; such conversations are counted", text)
+    log("%s. The sampled tokens are trained on; such conversations are counted", text)
     return True
 
 
 class _Conversation:
-    """One conversation of the built-in agent as it grows."""
+    """One running conversation of the built-in agent."""
 
     def __init__(self, agent: BuiltInAgent, prompt: Prompt, ask: AskTurn) -> None:
         self.machine = TrajectoryStateMachine(agent.limits)
@@ -254,7 +255,7 @@ class _Conversation:
         self.metrics: dict[str, float] = {}
         self.forks = 0
         self.has_media = bool(prompt.media)
-        """The prompt's tokens are those of a processor, which the chat template alone does not give."""
+        """Whether the prompt has images or videos, so that the chat template alone cannot reproduce its tokens."""
         self.tools: ToolSession | None = None
         self.user: InteractionSession | None = None
         self._agent = agent
@@ -265,7 +266,7 @@ class _Conversation:
         prompt_ids = self._prompt_ids
         opening = await self.user.reset() if self.user is not None else ()
         if opening:
-            self._refuse_media("an environment that speaks first makes the prompt anew")
+            self._refuse_media("the environment's opening messages require a new prompt")
             self.messages += opening
             with profile.span("turn.tokenize") as span:
                 ids = await self._agent.off_loop(len(prompt_ids), lambda: self._agent.chat.prompt(self.messages))
@@ -351,7 +352,7 @@ class _Conversation:
             return
         self.messages += new
         if more.rewritten:
-            self._refuse_media("the chat template rewrites history, which makes the prompt anew")
+            self._refuse_media("the chat template rewrites history, which requires a new prompt")
             self.tokens.fork(more.ids)
             self.forks += 1
         else:
@@ -370,4 +371,4 @@ class _Conversation:
 
     def _refuse_media(self, why: str) -> None:
         if self.has_media:
-            raise DataError(f"a conversation about images or videos: {why}, and that is done for text only")
+            raise DataError(f"a conversation about images or videos: {why}, which is supported for text only")

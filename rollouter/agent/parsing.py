@@ -1,7 +1,7 @@
 """Parses sampled turns into content, reasoning and tool calls with vLLM's own parsers, chosen by name.
 
-Text of a model never raises here. A broken call makes its turn `malformed`, so that the model can be informed, and the
-turn does not count as an answer.
+No text of a model raises an exception here. A broken call makes its turn `malformed`, so that the model can be
+informed, and the turn does not count as an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_TOOLS = "no_tools"
-"""The format of models without tools: everything is content."""
+"""The format for models without tools: the whole text is content."""
 KEY = "rollout.multi_turn.format"
 
 
@@ -45,15 +45,15 @@ class ParsedTurn:
     """The text without reasoning, calls and end-of-turn token. With `malformed`, all of it."""
     calls: tuple[ParsedCall, ...] = ()
     malformed: bool = False
-    """It contains something that looks like a call and cannot be parsed."""
+    """Whether the turn contains text that looks like a call but cannot be parsed."""
     reasoning: str = ""
     """The text of a leading `<think>…</think>`, or before `</think>` if the prompt has opened it."""
     text: str = ""
-    """Everything but the end-of-turn token, as written."""
+    """The unparsed text without the end-of-turn token."""
 
 
 class ToolCallParser:
-    """Parses the turns of one model. Each turn gets a vLLM parser of its own, since they keep state."""
+    """Parses the turns of one model. Each turn gets a new vLLM parser, because parsers have state."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ToolCallParser:
     ) -> None:
         """Load vLLM's parser `format`; the first time takes seconds.
 
-        `tools` are OpenAI function schemas, `end_ids` tokens that end a turn besides the tokenizer's own.
+        `tools` are OpenAI function schemas. `end_ids` are end-of-turn tokens in addition to the tokenizer's.
 
         Raises:
             ConfigError: there is no parser of that name, or it needs another tokenizer.
@@ -86,7 +86,7 @@ class ToolCallParser:
             return ParsedTurn(content, reasoning=reasoning, text=text)
         try:
             rest, calls = self._vllm.extract(content)
-        except Exception as error:  # noqa: BLE001  # of a parser, on a model's text
+        except Exception as error:  # noqa: BLE001  # parsers may raise anything on a model's text
             kind = type(error).__name__
             if kind not in self._warned:
                 self._warned.add(kind)
@@ -114,7 +114,7 @@ class _VllmParser:
         from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        # vLLM's parsers log a traceback for each malformed call; here these are counted.
+        # vLLM's parsers log a traceback for each malformed call; `ToolCallParser` marks such turns instead.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._class = ToolParserManager.get_tool_parser(name)
         self._tokenizer = get_cached_tokenizer(tokenizer)
@@ -161,9 +161,9 @@ _SHAPES = {
     "olmo3": (_PYTHON_CALL,),
     "xlam": (r"\[TOOL_CALLS\]", r"<tool_call>", r"\A\s*\[?\s*\{\s*\"name\""),
 }
-"""Patterns at the beginning of calls, for families whose calls need no token of their own."""
+"""Patterns that match the beginning of calls, for model families whose calls begin without a special token."""
 _ANY = r"<\W{0,3}(?:tool|function|plugin|action|invoke)"
-"""The beginning of calls for parsers that do not expose theirs."""
+"""The pattern for parsers whose attributes do not show how calls begin."""
 
 
 def _markers(parser: Any) -> list[str]:
@@ -179,7 +179,7 @@ def _markers(parser: Any) -> list[str]:
 
 
 def known_formats() -> list[str]:
-    """Return the names of vLLM's parsers, read from its source, because importing it is slow; empty without it."""
+    """Return the names of vLLM's parsers, or none without vLLM. Read from its source, because importing it is slow."""
     spec = importlib.util.find_spec("vllm")
     for place in (spec.submodule_search_locations or []) if spec else []:
         source = Path(place, "tool_parsers", "__init__.py")
@@ -204,10 +204,10 @@ def check_format(format: str) -> None:
 
 
 def assistant_message(parsed: ParsedTurn, *, turn: int = 0) -> dict[str, Any]:
-    """Return the turn as a message. A call whose arguments are no JSON object stays text in the content.
+    """Return the turn as a message. A call whose arguments are not a JSON object stays text in the content.
 
-    `turn` is the turn's number, from which the ids of its calls are derived. The key `text`, present if the turn is
-    more than its content, is the whole text: `ChatTokenizer` needs it where a template cannot render the rest.
+    `turn` is the turn's number, from which the ids of its calls are derived. If the turn has reasoning or calls, the
+    key `text` contains its whole text: `ChatTokenizer` needs it if a template cannot render them.
     """
     content, calls = parsed.content, []
     for number, call in enumerate(parsed.calls):
@@ -228,7 +228,7 @@ def assistant_message(parsed: ParsedTurn, *, turn: int = 0) -> dict[str, Any]:
 
 
 def call_arguments(call: ParsedCall) -> dict[str, Any] | None:
-    """Return the arguments, or None if they are no JSON object."""
+    """Return the arguments, or None if they are not a JSON object."""
     try:
         arguments = json.loads(call.arguments_json)
     except ValueError:
@@ -247,7 +247,7 @@ def tool_message(call_id: str, name: str, text: str) -> dict[str, Any]:
 
 
 def _split_reasoning(text: str) -> tuple[str, str]:
-    """Split into reasoning and the rest; unfinished reasoning takes everything."""
+    """Split `text` into reasoning and the rest. If the reasoning is unfinished, all of `text` is reasoning."""
     begin = re.match(r"\s*<think>", text)
     head, close, tail = text.partition("</think>")
     if begin:

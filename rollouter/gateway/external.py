@@ -1,4 +1,4 @@
-"""External agents: each trajectory is one run of the user's program, which has a key of its own.
+"""External agents: each trajectory is one run of the user's program, with a key that identifies its requests.
 
 capacity ─▶ key, session ─▶ the program runs, its requests are turns ─▶ session closed ─▶ Trajectory
 """
@@ -31,7 +31,7 @@ from rollouter.gateway.task import AgentTask, PostReward
 SCORE = "agent"
 """Name of the posted reward among `Trajectory.scores`."""
 AFTER_DONE_S = 5.0
-"""How long a program that has reported `done` may take to end by itself."""
+"""How long a program may continue after it has reported `done`, before it is ended."""
 
 
 class ExternalAgent:
@@ -64,7 +64,7 @@ class ExternalAgent:
         self.gateway = AgentGateway(incarnation)
 
     def identity(self) -> Mapping[str, Any]:
-        """See `ConversationAgent`. The program counts by its name: rename one whose behaviour has changed."""
+        """See `ConversationAgent`. Only its name identifies a program, so rename one whose behaviour has changed."""
         return {
             "program": self._settings.program,
             "command": list(self._settings.command),
@@ -89,9 +89,10 @@ class ExternalAgent:
         """Run the program once, see `ConversationAgent.converse`.
 
         Raises:
-            UserCodeError: the program failed, asked for no turn, or gave no reward where nothing else gives one.
+            UserCodeError: the program failed, requested no turn, or gave no reward although nothing else gives one.
             TooLongError: no turn was complete, or no reward posted, within `rollout.agent.timeout_s`.
-            MismatchError: see `tokenization_sanity_check_mode`; and what `ask` raises.
+            MismatchError: see `tokenization_sanity_check_mode`.
+            Others: whatever `ask` raises.
         """
         name = f"{sample_id}, trajectory {number}"
         training = isinstance(sample_id, SampleId)
@@ -112,7 +113,7 @@ class ExternalAgent:
     ) -> tuple[UserCodeError | None, bool]:
         """Run the program to its end. Return its failure, and whether it ran out of time."""
         if not self._base_url:
-            raise BugError("an agent is run before its endpoint is up")
+            raise BugError("an agent runs before its endpoint is up")
         key = self.gateway.open(session)
         task = AgentTask(
             base_url=self._base_url,
@@ -154,12 +155,12 @@ class ExternalAgent:
         if not recording.completed and late:
             raise TooLongError(
                 f"{name}: no turn was complete within rollout.agent.timeout_s = {self._settings.timeout_s:g} s; "
-                "raise it"
+                "raise the limit"
             )
         if not recording.completed:
             raise UserCodeError(
-                f"{name}: the agent ended without a turn of the model, so there is nothing to train on; it has to call "
-                "the endpoint at AgentTask.base_url with AgentTask.api_key"
+                f"{name}: the agent ended without a turn of the model, so there is nothing to train on; the agent has "
+                "to call the endpoint at AgentTask.base_url with AgentTask.api_key"
             )
         if session.reward is None and self._needs_reward:
             self._no_reward(name, failure, late=late)
@@ -196,8 +197,8 @@ class ExternalAgent:
         after = ""
         if failure is not None:
             after = (
-                ": it failed when it was refused a turn for lack of room. Let it catch that (openai.BadRequestError, "
-                "code context_length_exceeded) and then return or post the trajectory's reward"
+                ": it failed when the endpoint refused a turn for lack of room. Catch this error in the agent "
+                "(openai.BadRequestError, code context_length_exceeded), then return or post the trajectory's reward"
             )
         raise UserCodeError(
             f"{name}: the agent gave no reward, and nothing else in the run scores trajectories{after}. Return or post "

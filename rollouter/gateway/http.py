@@ -22,12 +22,12 @@ Call = Callable[[str, str, Mapping[str, Any]], Awaitable[GatewayResponse]]
 """Takes key, path after `/v1/` and body."""
 MAX_BODY_BYTES = 32 << 20
 _FINAL = {"x-should-retry": "false"}
-"""Stops the official clients from retrying refusals that would stay the same."""
+"""Stops the official clients from retrying requests that would be refused again."""
 _POSTED = frozenset({"chat/completions", "completions", "reward"})
 
 
 class TrajectoryKeyMiddleware:
-    """ASGI middleware. Must be the outermost one: trajectory keys are no API keys."""
+    """ASGI middleware, which must be the outermost one, because trajectory keys are not valid as API keys."""
 
     def __init__(self, app: ASGIApp, *, call: Call) -> None:
         self._app = app
@@ -71,9 +71,10 @@ async def _each(chunks: list[bytes]) -> Any:
 
 
 async def _read(request: Request) -> dict[str, Any]:
-    """
+    """Read the body of a request.
+
     Raises:
-        RequestError: the body is no JSON object, or too long.
+        RequestError: the body is not a JSON object, or too long.
     """
     data = bytearray()
     async for piece in request.stream():
@@ -83,7 +84,7 @@ async def _read(request: Request) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except ValueError as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
+        raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     return body

@@ -1,4 +1,4 @@
-"""The user's agent as a function or as a command: loaded once, run once per trajectory, its result checked."""
+"""Loads the user's agent, a function or a command, runs it once per trajectory, and checks its result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AgentProgram(Protocol):
     """Runs the user's agent."""
 
     async def run(self, task: AgentTask) -> Any:
-        """Run one trajectory. Return its reward, see `read_result`, or None.
+        """Run one trajectory. Return its reward (see `read_result`) or None.
 
         Raises:
             UserCodeError: the agent failed.
@@ -40,8 +40,8 @@ def load_program(settings: AgentConfig) -> AgentProgram:
     """Load the configured function or command.
 
     Raises:
-        ConfigError: it does not exist, or its signature does not take one task.
-        UserCodeError: its module raised when it was imported.
+        ConfigError: the program does not exist, or the function's signature does not accept one task.
+        UserCodeError: the function's module raised when it was imported.
     """
     if settings.command:
         return CommandProgram(settings.command)
@@ -65,10 +65,10 @@ class FunctionProgram:
         self._threads = anyio.CapacityLimiter(max_concurrency)
 
     async def run(self, task: AgentTask) -> Any:
-        """See `AgentProgram`. A cancelled thread cannot be ended; it is abandoned, and its key no longer works.
+        """See `AgentProgram`. A cancelled thread cannot be ended: it is abandoned, and its key no longer works.
 
         Raises:
-            UserCodeError: the function raised. Our own errors pass through: `DataError` drops the sample.
+            UserCodeError: the function raised. Every `AsyncRLError` passes through; a `DataError` drops the sample.
         """
         try:
             if self._is_async:
@@ -92,34 +92,36 @@ def read_result(result: Any) -> PostedReward:
     try:
         if isinstance(result, Mapping):
             if unknown := result.keys() - {"reward", "metrics"}:
-                raise ValueError(f"the key {min(map(str, unknown))!r} means nothing; there are reward and metrics")
+                raise ValueError(f"the key {min(map(str, unknown))!r} is unknown; the keys are reward and metrics")
             reward, metrics = result.get("reward"), result.get("metrics") or {}
         return checked_reward(reward, metrics, False)
     except (ValueError, AttributeError) as error:
         raise UserCodeError(
-            f"{KEY}: an agent returned what is no reward: {error}. It may return None, a finite number, or a mapping "
+            f"{KEY}: the agent's result is not a reward: {error}. It may return None, a finite number, or a mapping "
             "with reward and metrics"
         ) from error
 
 
 COMMAND_KEY = "rollout.agent.command"
 TERM_S = 2.0
-"""From SIGTERM to SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 DRAIN_S = 1.0
 """How long to read remaining output once the process has ended."""
 TAIL_BYTES = 16 << 10
-"""How much of the end of each output is kept for error messages."""
+"""The number of last bytes of each output that are kept for error messages."""
 
 
 class CommandProgram:
     """Runs `rollout.agent.command`, once per trajectory.
 
-    The process gets the task as JSON on its standard input, and in its environment what OpenAI clients read. It has a
-    process group of its own, which is killed as a whole when the program ends, is out of time or is cancelled.
+    The process receives the task as JSON on its standard input, and its environment has the variables that OpenAI
+    clients read. It runs in a new process group, which is killed as a whole when the program ends, exceeds its time
+    limit or is cancelled.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        """
+        """Check that the program exists.
+
         Raises:
             ConfigError: there is no such program.
         """
@@ -134,7 +136,7 @@ class CommandProgram:
         """Run the command to its end; a cancellation ends its process group.
 
         Raises:
-            UserCodeError: it could not be started, or its exit code is not 0.
+            UserCodeError: the command could not be started, or its exit code is not 0.
         """
         try:
             process = await anyio.open_process(self._command, env=environment(task), start_new_session=True)
@@ -148,7 +150,7 @@ class CommandProgram:
                 group.start_soon(_read_tail, process.stdout, output)
                 group.start_soon(_read_tail, process.stderr, errors)
                 code = await process.wait()
-                _signal(process, signal.SIGKILL)  # processes that it has left behind
+                _signal(process, signal.SIGKILL)  # kill processes that the command has left behind
                 group.cancel_scope.deadline = anyio.current_time() + DRAIN_S
         finally:
             with anyio.CancelScope(shield=True):
@@ -160,7 +162,7 @@ class CommandProgram:
 
 
 def environment(task: AgentTask) -> dict[str, str]:
-    """Return our environment and the variables that OpenAI clients read."""
+    """Return this process's environment with the variables that OpenAI clients read."""
     return {
         **os.environ,
         "OPENAI_BASE_URL": task.base_url,

@@ -16,7 +16,7 @@ NO_ROOM = "context_length_exceeded"
 
 
 class RequestError(Exception):
-    """Refuses a request, as the OpenAI API does. Refused requests are not recorded."""
+    """A refused request, in the form of the OpenAI API's errors. Refused requests are not recorded."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RequestError(Exception):
 
 def unknown_key() -> RequestError:
     return RequestError(
-        "no trajectory has this key: the Rollouter that gave it may have been replaced, or it is long over",
+        "no trajectory has this key: its Rollouter may have been replaced, or the trajectory ended long ago",
         status=401,
         kind="authentication_error",
         code="invalid_api_key",
@@ -50,7 +50,7 @@ def unknown_key() -> RequestError:
 
 def closed() -> RequestError:
     return RequestError(
-        "the trajectory of this key is over: its agent has ended, was out of time, or reported that it was done",
+        "the trajectory of this key is over: its agent has ended, exceeded its time limit, or reported that it is done",
         status=409,
         kind="conflict_error",
         code="trajectory_over",
@@ -59,7 +59,7 @@ def closed() -> RequestError:
 
 def engines_failed() -> RequestError:
     return RequestError(
-        "the turn could not be made; why is in the run's own log",
+        "the turn could not be generated; the log of the run has the reason",
         status=503,
         kind="server_error",
         code="engines_failed",
@@ -69,7 +69,7 @@ def engines_failed() -> RequestError:
 def no_room(context_tokens: int, max_model_len: int, response_length: int) -> RequestError:
     return RequestError(
         f"there is no room for another turn behind these {context_tokens} tokens: a conversation may have "
-        f"{max_model_len} (rollout.max_model_len), and {response_length} of them behind what it began with "
+        f"{max_model_len} tokens (rollout.max_model_len), of which at most {response_length} may follow its prompt "
         "(rollout.response_length)",
         code=NO_ROOM,
         param="messages",
@@ -83,12 +83,12 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 def to_template(messages: Any) -> list[Message]:
-    """Convert a request's messages for chat templates: contents become strings, arguments of calls objects.
+    """Convert a request's messages for chat templates: contents become strings, and arguments of calls objects.
 
     A tool's message gets the name of the call that it answers. Fields that no template knows are dropped.
 
     Raises:
-        RequestError: they are malformed, or contain something other than text.
+        RequestError: the messages are malformed, or contain something other than text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError("'messages' must be a list with at least one message", param="messages")
@@ -107,8 +107,9 @@ def to_template(messages: Any) -> list[Message]:
 def fingerprint(message: Mapping[str, Any]) -> str:
     """Return a key that equal messages share.
 
-    Clients return our messages in many shapes: `content` null or empty, `refusal` and `annotations` added, arguments
-    with other blanks, tool-call ids renamed, reasoning dropped. Messages are equal if role, text and calls are.
+    Clients send generated messages back in many shapes: `content` null or empty, `refusal` and `annotations` added,
+    arguments with different blanks, tool-call ids renamed, reasoning dropped. Messages are equal if their roles, texts
+    and calls are.
     """
     role, text = message["role"], message["content"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
@@ -116,7 +117,7 @@ def fingerprint(message: Mapping[str, Any]) -> str:
 
 
 def arguments_of(written: Any) -> Any:
-    """Return a call's arguments as an object if they are the JSON of one, else unchanged."""
+    """Parse a call's arguments if they are the JSON of an object; return all others unchanged."""
     if not isinstance(written, str):
         return written
     try:
@@ -148,7 +149,7 @@ def _message(message: Any, where: str) -> Message:
 def _call(call: Any, where: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where} is no call of a function", param=where)
+        raise RequestError(f"{where} is not a function call", param=where)
     arguments = arguments_of(function.get("arguments") or "{}")
     return {
         "type": "function",
@@ -181,10 +182,10 @@ _NEUTRAL: Mapping[str, Any] = {
     "top_logprobs": 0, "min_tokens": 0, "use_beam_search": False, "echo": False, "suffix": "", "ignore_eos": False,
     "continue_final_message": False, "add_generation_prompt": True, "prompt_logprobs": 0,
 }  # fmt: skip
-"""Fields with the only value that is accepted: any other would change what is sampled, or what it means."""
+"""The only accepted value of each field: any other would change the sampling or the meaning of the response."""
 _NO_STRUCTURE = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                  "structured_outputs", "functions", "function_call", "bad_words", "allowed_token_ids")  # fmt: skip
-_WHY = "what is trained on must be sampled as the run samples, or its log-probs would be wrong; leave this out"
+_WHY = "responses that are trained on must be sampled as the run samples, or their log-probs are wrong; leave this out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +202,12 @@ class ChatRequest:
     """`POST /v1/chat/completions`."""
 
     messages: tuple[Message, ...]
-    """In a template's form."""
+    """In the form that chat templates read, see `to_template`."""
     tools: tuple[Mapping[str, Any], ...]
     template_kwargs: Mapping[str, Any]
     parse_calls: bool
     one_call: bool
-    """Return only the first of several calls in a turn."""
+    """Whether to return only the first of several calls in a turn."""
     options: TurnOptions
 
     @property
@@ -217,7 +218,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """`POST /v1/completions`: exactly one of the two prompts."""
+    """`POST /v1/completions`, with exactly one of `text` and `ids`."""
 
     text: str | None
     ids: tuple[int, ...] | None
@@ -237,15 +238,16 @@ class RequestReader:
     """Reads requests for one run's model."""
 
     def __init__(self, model: str, sampling: SamplingConfig | None) -> None:
-        """`sampling` is how training samples: a request may not ask for another distribution. None ignores
-        the sampling settings of requests, as in validation, which has its own."""
+        """`sampling` is the distribution of training, which requests must not change. In validation, which has
+        separate settings, it is None: the sampling settings of requests are then ignored."""
         self._model = model
         self._sampling = sampling
 
     def chat(self, body: Mapping[str, Any]) -> ChatRequest:
-        """
+        """Read the body of `POST /v1/chat/completions`.
+
         Raises:
-            RequestError: why it is not served.
+            RequestError: the request is refused; the message says why.
         """
         self._check(body)
         tools = _tools(body.get("tools"))
@@ -256,7 +258,9 @@ class RequestReader:
         if not isinstance(kwargs, Mapping):
             raise RequestError("'chat_template_kwargs' must be an object", param="chat_template_kwargs")
         if kwargs.keys() & {"tools", "add_generation_prompt", "tokenize", "conversation"}:
-            raise RequestError("'chat_template_kwargs' sets what the endpoint sets", param="chat_template_kwargs")
+            raise RequestError(
+                "'chat_template_kwargs' sets an argument that the endpoint sets", param="chat_template_kwargs"
+            )
         return ChatRequest(
             messages=tuple(to_template(body.get("messages"))),
             tools=tools,
@@ -267,9 +271,10 @@ class RequestReader:
         )
 
     def completion(self, body: Mapping[str, Any]) -> CompletionRequest:
-        """
+        """Read the body of `POST /v1/completions`.
+
         Raises:
-            RequestError: why it is not served.
+            RequestError: the request is refused; the message says why.
         """
         self._check(body)
         prompt = body.get("prompt")
@@ -285,7 +290,7 @@ class RequestReader:
     def _check(self, body: Mapping[str, Any]) -> None:
         if (model := body.get("model")) not in (None, self._model):
             raise RequestError(
-                f"there is no model {model!r} here; the run trains {self._model!r}", status=404,
+                f"there is no model {model!r}; the run trains {self._model!r}", status=404,
                 code="model_not_found", param="model",
             )  # fmt: skip
         for name, neutral in _NEUTRAL.items():
@@ -350,7 +355,7 @@ def _turn_options(body: Mapping[str, Any], *limits: str) -> TurnOptions:
     log_probs = body.get("logprobs")
     if not isinstance(log_probs, bool) and log_probs not in (None, 0):
         raise RequestError(
-            f"logprobs={_shown(log_probs)}: only those of the sampled tokens are known; send true or 0",
+            f"logprobs={_shown(log_probs)}: only log-probs of the sampled tokens are known; send true or 0",
             param="logprobs",
         )
     return TurnOptions(
@@ -366,7 +371,9 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"tools[{place}] is no function; this endpoint knows no other tools", param="tools")
+            raise RequestError(
+                f"tools[{place}] is not a function; this endpoint supports no other tools", param="tools"
+            )
     return tuple(tools)
 
 

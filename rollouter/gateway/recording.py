@@ -1,4 +1,4 @@
-"""Records one trajectory of an external agent: a tree of turns, and the rows of tokens that it makes. Pure.
+"""Records one trajectory of an external agent as a tree of turns, and as rows of tokens to train on. Pure.
 
     request ─▶ find: which turn do these messages continue? ─▶ TurnPosition: the tokens to ask with ─▶ turn ─▶ add
 
@@ -6,7 +6,7 @@
     … a turn in the middle of a row              a new row; its prompt repeats the earlier tokens
     … no recorded turn                           a new row; its prompt is the template's
 
-So each turn is in one row only, behind the very context that it was sampled with.
+So each turn is in exactly one row, and follows the context with which it was sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ConversationTurn:
     number: int
     """Position in the order in which turns were completed."""
     scheme: str | None
-    """The template's inputs besides messages; None: no template was used, and no request can continue this turn."""
+    """The template's inputs besides messages. None if no template was used: no request can continue such a turn."""
     messages: tuple[Message, ...]
     """The conversation up to and including the turn, in the template's form."""
     prints: tuple[str, ...]
@@ -40,7 +40,7 @@ class ConversationTurn:
     """int32: the tokens of the turn."""
     parent: ConversationTurn | None
     faithful: bool
-    """The messages contain everything that was sampled."""
+    """Whether the messages contain everything that was sampled."""
 
     @property
     def tokens(self) -> TokenIds:
@@ -57,7 +57,7 @@ class TurnPosition:
     """The messages that the turn answers."""
     parent: ConversationTurn | None
     delta: tuple[int, ...] | None
-    """The tokens between the parent's tokens and the turn; None: the turn begins a row."""
+    """The tokens between the parent's tokens and the turn, or None if the turn begins a row."""
     context: TokenIds
     """int32: all tokens before the turn."""
 
@@ -73,16 +73,17 @@ class _RecordedRow:
 
 @dataclass(slots=True)
 class TrajectoryRecording:
-    """The completed turns of one trajectory. Another turn may have taken a position before its own turn completes."""
+    """The completed turns of one trajectory. If concurrent turns continue the same turn, the first to complete stays in
+    its row, and the others begin new rows."""
 
     completed: list[ConversationTurn] = field(default_factory=list)
     _rows: list[_RecordedRow] = field(default_factory=list)
     _infos: list[TurnInfo] = field(default_factory=list)
     forks: int = 0
-    """Rows that were begun because the template rewrote history."""
+    """Number of rows that were begun because the template rewrote history."""
 
     def find(self, scheme: str, messages: Sequence[Message]) -> ConversationTurn | None:
-        """Return the turn that `messages` continue: the longest conversation that is a prefix, the latest of equals."""
+        """Return the turn that `messages` continue: the end of the longest recorded prefix, the latest if several."""
         prints = tuple(fingerprint(message) for message in messages)
         found: ConversationTurn | None = None
         for one in self.completed:
@@ -94,7 +95,7 @@ class TrajectoryRecording:
         return found
 
     def tokens_left(self, position: TurnPosition, response_length: int) -> int:
-        """Return the largest length of a turn at `position` if a row's response may have `response_length` tokens."""
+        """Return how many tokens a turn at `position` may have if a row's response is limited to `response_length`."""
         row = self._row_at(position)
         taken = 0 if row is None else row.end - row.prompt_tokens + len(position.delta or ())
         return response_length - taken
@@ -105,9 +106,9 @@ class TrajectoryRecording:
         """Record the completed turn at `position`.
 
         Args:
-            info: Facts about the turn; this method fills in its row and its place there.
-            message: The turn as the agent received it.
-            faithful: The message contains everything that was sampled.
+            info: Facts about the turn; this method fills in its row and its position in the row.
+            message: The message that the agent received.
+            faithful: Whether the message contains everything that was sampled.
         """
         messages, parent = (*position.messages, message), position.parent
         known = parent.prints if parent is not None else ()
@@ -147,7 +148,7 @@ class TrajectoryRecording:
         return tuple(row.last for row in self._rows)
 
     def main(self) -> tuple[ConversationTurn, ...]:
-        """Return the conversation that ends with the turn completed last, from its first turn on."""
+        """Return the turns of the conversation that ends with the turn completed last, in order."""
         chain: list[ConversationTurn] = []
         one = self.completed[-1] if self.completed else None
         while one is not None:
@@ -156,13 +157,13 @@ class TrajectoryRecording:
         return tuple(reversed(chain))
 
     def turns(self) -> tuple[TurnInfo, ...]:
-        """Return all turns, those of the main conversation at the end."""
+        """Return all turns; the turns of the main conversation come last."""
         main = {one.number for one in self.main()}
         others = [info for number, info in enumerate(self._infos) if number not in main]
         return (*others, *(self._infos[number] for number in sorted(main)))
 
     def ended_by_length(self) -> bool:
-        """Return whether the turn completed last was cut short."""
+        """Return whether the last turn of the main conversation was cut by its length."""
         turns = self.turns()
         return bool(turns) and turns[-1].finish_reason is FinishReason.LENGTH
 
@@ -173,7 +174,7 @@ class TrajectoryRecording:
         return next((row for row in self._rows if row.last is position.parent), None)
 
     def _add_call_results(self, turn: ConversationTurn, new: Sequence[Message]) -> None:
-        """Add the results of a turn's calls, which people read."""
+        """Add the results of a turn's calls. They are only for display."""
         info = self._infos[turn.number]
         ids = [call["id"] for call in turn.messages[-1].get("tool_calls", ())]
         results = {message.get("tool_call_id"): message["content"] for message in new if message["role"] == "tool"}

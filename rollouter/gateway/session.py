@@ -1,6 +1,6 @@
-"""Sessions at the endpoint: the requests of one trajectory's agent become recorded turns.
+"""Sessions at the endpoint: turn the requests of one trajectory's agent into recorded turns.
 
-A session asks for turns inside the trajectory's own task group (`begin`), so that the trajectory's deadline,
+A session requests turns from the engines in the trajectory's task group (`begin`), so that the trajectory's deadline,
 cancellation and engine failures also apply to them. A client that disconnects cancels its turn.
 """
 
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 def cut_at(turn: Turn, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Turn:
     """Return `turn` up to the token that completes the first of `stops`, with the finish reason `stop`.
 
-    The engine stops by itself; this cuts turns that come out of the turn log, or from an engine that decodes
-    differently. The tokens that remain were sampled with the same log-probs.
+    Engines usually stop there themselves. This function cuts turns from the turn log, and turns of engines that decode
+    differently. The log-probs of the remaining tokens stay valid.
     """
     ids = turn.response_ids.tolist()
 
@@ -88,7 +88,7 @@ def text_before(text: str, stops: Sequence[str]) -> str:
 
 
 MAX_CHATS = 256
-"""Number of formats in the cache; one that has been evicted is built again when a request needs it."""
+"""Number of formats in the cache; an evicted format is built again when a request needs it."""
 
 
 class ChatFormat(NamedTuple):
@@ -111,7 +111,7 @@ class ChatCache:
     ) -> None:
         """Load the parser of `format`, so that the first request need not wait for vLLM. Blocks for some seconds.
 
-        A parser that does not fit the tokenizer is an error of the first request with tools: a run may have none.
+        If the parser does not fit the tokenizer, only the first request with tools fails: a run may have no tools.
         """
         self._tokenizer = tokenizer
         self._format = format
@@ -126,7 +126,7 @@ class ChatCache:
             self._unfit = error
 
     async def get(self, request: ChatRequest) -> ChatFormat:
-        """Return the format of a request, which may have to be built first.
+        """Return the format of a request, and build it if necessary.
 
         Raises:
             ConfigError: the request has tools, and `rollout.multi_turn.format` does not fit the model.
@@ -143,13 +143,13 @@ class ChatCache:
         return self._known[key]
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Decode tokens; with `special` including the names of special tokens."""
+        """Decode tokens. With `special`, the text includes the names of special tokens."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         assert isinstance(text, str)
         return text
 
     def tokens(self, text: str) -> list[int]:
-        """Encode a prompt that is no conversation, with the tokenizer's own prefix."""
+        """Encode a prompt that is not a conversation, with the special tokens that the tokenizer adds."""
         ids: list[int] = self._tokenizer(text)["input_ids"]
         return ids
 
@@ -179,7 +179,7 @@ class TokenBudget:
 
 
 class GatewaySession:
-    """The requests of one trajectory, see `AgentGateway.open`. After `close` its recording no longer changes."""
+    """The requests of one trajectory, see `AgentGateway.open`. Its recording does not change after `close`."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class GatewaySession:
         self.done = anyio.Event()
         """Set when the agent has reported that the trajectory is over."""
         self.full = False
-        """A request was refused because there was no room for a turn."""
+        """Whether a request was refused because there was no room for a turn."""
         self._model = model
         self._ask_turn = ask
         self._cache = cache
@@ -212,10 +212,10 @@ class GatewaySession:
         self._group: TaskGroup | None = None
         self._asked = 0
         self._chats: dict[str, ChatTokenizer] = {}
-        """By scheme."""
+        """Chat tokenizers by `ChatRequest.scheme`."""
 
     def begin(self, group: TaskGroup) -> None:
-        """Ask for turns in `group` from now on; the group must outlive the session."""
+        """Request turns in `group` from now on; the group must outlive the session."""
         self._group = group
 
     def close(self) -> None:
@@ -269,8 +269,8 @@ class GatewaySession:
             case _ if path == f"models/{self._model}":
                 return model_card(self._model)
         raise RequestError(
-            f"/v1/{path} is not served with a trajectory's key; there are chat/completions, completions, models and "
-            "reward", status=404, code="not_found",
+            f"/v1/{path} is not served with a trajectory's key; available are chat/completions, completions, models "
+            "and reward", status=404, code="not_found",
         )  # fmt: skip
 
     async def _chat(self, request: ChatRequest) -> Body:
@@ -325,7 +325,7 @@ class GatewaySession:
         return TurnPosition(request.scheme, before, parent, tuple(more.ids), context)
 
     def _message(self, chat_format: ChatFormat, request: ChatRequest, turn: Turn) -> tuple[Message, bool]:
-        """Return the turn as the agent receives it, and whether that contains everything that was sampled."""
+        """Return the message that the agent receives, and whether it contains everything that was sampled."""
         parsed = chat_format.parser.parse(turn.response_ids.tolist())
         faithful = turn.finish_reason is not FinishReason.LENGTH
         if request.one_call and len(parsed.calls) > 1:
@@ -403,11 +403,11 @@ class GatewaySession:
 
 _KEY = re.compile(r"asyncrl-(\d+)-[A-Za-z0-9_-]{43}")
 REMEMBERED = 10_000
-"""Number of keys of finished trajectories that are remembered, to refuse late requests with the right reason."""
+"""Number of finished trajectories whose keys are kept, to refuse late requests with the right reason."""
 
 
 def incarnation_of(key: str) -> int | None:
-    """Return the incarnation of the Rollouter that issued the key, or None if it is no trajectory's key."""
+    """Return the incarnation of the Rollouter that issued the key, or None if it is not a trajectory's key."""
     match = _KEY.fullmatch(key)
     return int(match[1]) if match else None
 
@@ -421,7 +421,7 @@ class AgentGateway:
         self._over: OrderedDict[str, None] = OrderedDict()
 
     def open(self, session: GatewaySession) -> str:
-        """Return a key for the session's requests. All that it reveals is which Rollouter issued it."""
+        """Return a key for the session's requests. It reveals only which Rollouter has issued it."""
         key = f"asyncrl-{self._incarnation}-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
         return key

@@ -1,4 +1,4 @@
-"""The task that the user's program gets for one trajectory: plain values only."""
+"""The task that the user's program receives for one trajectory. It contains plain values only."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class AgentTask:
         Args:
             reward: The trajectory's reward; None leaves it unchanged.
             metrics: Further numbers about the trajectory.
-            done: The trajectory is over and gets no more turns.
+            done: Whether the trajectory is over and gets no more turns.
 
         Raises:
-            ValueError: a number is not finite. RuntimeError: the trajectory is over already.
+            ValueError: a number is not finite.
+            RuntimeError: the trajectory is over already.
         """
         self.post(reward, metrics or {}, done)
 

@@ -1,4 +1,4 @@
-"""The built-in environments that need no endpoint and no further package."""
+"""The built-in environments that need neither an endpoint nor another package."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class ScriptedUser(Environment):
         except re.error as error:
             raise ConfigError(f"stop_when: {settings.stop_when!r} is not a regular expression: {error}") from error
         if "" in settings.replies:
-            raise ConfigError("replies: one of them is empty, and the model cannot answer it; remove it")
+            raise ConfigError("replies: one reply is empty, and the model cannot answer it; remove it")
         return {"settings": settings}
 
     async def reset(self, context: EpisodeContext, replies: Sequence[str] | None = None) -> Sequence[Message]:
-        """`replies` of the row replace those of the configuration.
+        """Begin with the `replies` of the row, or else with those of the configuration.
 
         Raises:
-            DataError: they are not a list of texts.
+            DataError: the row's `replies` are not a list of texts.
         """
         if replies is None:
             self._replies = self._settings.replies
@@ -56,7 +56,7 @@ class ScriptedUser(Environment):
             replies = replies.tolist()
         listed = isinstance(replies, Sequence) and not isinstance(replies, str)
         if not listed or not all(isinstance(reply, str) and reply for reply in replies):
-            raise DataError(f"interaction_kwargs.replies: {replies!r} is no list of texts")
+            raise DataError(f"interaction_kwargs.replies: {replies!r} is not a list of texts")
         self._replies = tuple(replies)
         return ()
 
@@ -75,8 +75,8 @@ class AnswerScorer:
         """Load the function.
 
         Raises:
-            ConfigError: there is none of that name, or it cannot be called with the arguments.
-            UserCodeError: its module raised when it was imported.
+            ConfigError: there is no function of that name, or it cannot be called with the arguments.
+            UserCodeError: the function's module raised when it was imported.
         """
         try:
             self._function = load_reward_function(RewardConfig(function=function, kwargs=dict(kwargs)))
@@ -85,7 +85,7 @@ class AnswerScorer:
             raise ConfigError(error.message.removeprefix("reward."), error.cause) from error
         if "trajectory" in self._function.arguments:
             raise ConfigError(
-                f"function: {function} takes the whole trajectory, and here it scores answers in the middle of one"
+                f"function: {function} needs the whole trajectory, but it must score answers before the trajectory ends"
             )
 
     async def score(self, text: str, context: EpisodeContext) -> float:
@@ -93,7 +93,7 @@ class AnswerScorer:
 
         Raises:
             ValueError: the result is neither a finite number nor a mapping with one under `score`.
-            Exception: what the function raises.
+            Exception: whatever the function raises.
         """
         function = self._function
         row = {
@@ -114,27 +114,27 @@ class AnswerScorer:
 
 class RetrySettings(ConfigSection):
     function: str = "exact_match"
-    """A reward function, as in `reward.function`: it scores each answer."""
+    """The reward function that scores each answer, named as in `reward.function`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
     threshold: float = 1.0
-    """The score from which on an answer is right."""
+    """The lowest score of a right answer."""
     max_tries: Positive = 3
-    """Answers; the last one ends the trajectory, right or wrong."""
+    """Maximum number of answers; the last one ends the trajectory, right or wrong."""
     wrong: Annotated[str, Field(min_length=1)] = "That is wrong, try again."
     """The reply to a wrong answer."""
     right_reward: float = 1.0
-    """Reward of the turn with the right answer, times `discount` for each wrong answer before it."""
+    """Reward of the turn with the right answer, multiplied by `discount` for each earlier wrong answer."""
     discount: Share = 1.0
     wrong_reward: float = 0.0
     """Reward of each turn with a wrong answer."""
 
 
 class RetryUser(Environment):
-    """A user that knows the answer and asks for another try while it is wrong: `class_name: retry`.
+    """A user that knows the answer and asks for another try after each wrong one: `class_name: retry`.
 
-    It rewards turns. The run's reward function also scores the last answer: give one of the two a weight of 0, or a
-    right answer counts twice. Metrics at the end: `tries`, and `solved`, 0 or 1.
+    The user rewards turns, and the run's reward function also scores the last answer. Give one of the two a weight of
+    0, or a right answer counts twice. The last turn has the metrics `tries` and `solved` (0 or 1).
     """
 
     def __init__(self, settings: RetrySettings, check: AnswerScorer) -> None:
@@ -166,11 +166,11 @@ class RetryUser(Environment):
 
 class ReasoningGymSettings(ConfigSection):
     max_tries: Positive = 3
-    """Answers; the last one ends the trajectory, right or wrong."""
+    """Maximum number of answers; the last one ends the trajectory, right or wrong."""
     tag: Annotated[str, Field(min_length=1)] = "answer"
     """The answer is the text of the last `<tag>…</tag>`, or else the whole turn."""
     full_score: float = 1.0
-    """The score from which on an answer is right."""
+    """The lowest score of a right answer."""
     feedback: Annotated[str, Field(min_length=1)] = "That is not right. Try again."
     """The reply to any other answer; `{score}` becomes the task's score."""
 
@@ -178,8 +178,8 @@ class ReasoningGymSettings(ConfigSection):
 class ReasoningGymEnvironment(Environment):
     """A reasoning-gym task with several tries: `class_name: reasoning_gym`, for the rows of `data.reasoning_gym`.
 
-    The task's own `score_answer` scores each turn; the trajectory's score is the best of them. Metrics at the end:
-    `tries`, `solved` (0 or 1) and `best_score`.
+    The task's `score_answer` scores each turn, and the best of these scores is the trajectory's. The last turn has the
+    metrics `tries`, `solved` (0 or 1) and `best_score`.
     """
 
     def __init__(self, settings: ReasoningGymSettings, check: AnswerScorer) -> None:
@@ -195,16 +195,17 @@ class ReasoningGymEnvironment(Environment):
         return {"settings": settings, "check": AnswerScorer("reasoning_gym", {"tag": settings.tag})}
 
     async def reset(self, context: EpisodeContext) -> Sequence[Message]:
-        """
+        """Begin with the task entry of the row.
+
         Raises:
-            DataError: the row is not one of a reasoning-gym task.
+            DataError: the row does not belong to a reasoning-gym task.
         """
         entry = context.extra_info.get("entry")
         metadata = entry.get("metadata") if isinstance(entry, Mapping) else None
         if not isinstance(metadata, Mapping) or "source_dataset" not in metadata:
             raise DataError(
-                "the row has no extra_info.entry with metadata.source_dataset; take rows of data.reasoning_gym, or "
-                "rows that carry the task's entry"
+                "the row has no extra_info.entry with metadata.source_dataset; use rows of data.reasoning_gym, or "
+                "rows that contain the task's entry"
             )
         self._context = context
         return ()
@@ -221,5 +222,5 @@ class ReasoningGymEnvironment(Environment):
         return Reply(done=True, metrics=metrics)
 
     async def score(self) -> float:
-        """0.0 if there was no turn to score."""
+        """Return the best score of a turn, or 0.0 if there was no turn to score."""
         return self._best or 0.0

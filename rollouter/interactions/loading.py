@@ -36,20 +36,20 @@ class InteractionSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in the order of the configuration; rows that choose none use the first."""
+        """The names in the order of the configuration; rows that name no interaction use the first."""
         return tuple(self._by_name)
 
     def session(self, context: EpisodeContext) -> InteractionSession:
         """Return the session with the environment that the row chooses by `extra_info.interaction_kwargs.name`.
 
-        None values there are dropped: parquet stores them for missing keys.
+        None values in `interaction_kwargs` are dropped, because parquet stores them for missing keys.
 
         Raises:
-            DataError: none has that name, or `interaction_kwargs` is no mapping.
+            DataError: no interaction has that name, or `interaction_kwargs` is not a mapping.
         """
         given = context.extra_info.get("interaction_kwargs")
         if given is not None and not isinstance(given, Mapping):
-            raise DataError(f"extra_info.interaction_kwargs: {given!r} is no mapping")
+            raise DataError(f"extra_info.interaction_kwargs: {given!r} is not a mapping")
         kwargs = _without_none(given or {})
         name = kwargs.pop("name", self.names[0])
         if name not in self._by_name:
@@ -78,8 +78,8 @@ def load_interactions(
     """Load the classes and prepare them. It may block, for example if a class loads a data set.
 
     Raises:
-        ConfigError: a duplicate name, no such class, a class that is no `Environment`, or a wrong `config`.
-        UserCodeError: its module or its `prepare` raised.
+        ConfigError: a name occurs twice, a class does not exist or is not an `Environment`, or its `config` is wrong.
+        UserCodeError: the module or the `prepare` of a class raised.
     """
     interactions: list[ConfiguredInteraction] = []
     keys: dict[str, str] = {}
@@ -87,8 +87,8 @@ def load_interactions(
         here = f"{key}[{number}]"
         if config.name in keys:
             raise ConfigError(
-                f"{here}.name: {config.name!r} is taken by {keys[config.name]}, so rows could not choose between them; "
-                "give each a name of its own"
+                f"{here}.name: {config.name!r} is also the name of {keys[config.name]}, so rows could not choose "
+                "between them; give each interaction a different name"
             )
         keys[config.name] = here
         kind = _class(config.class_name, f"{here}.class_name")
@@ -101,14 +101,14 @@ def load_interactions(
 def _class(name: str, key: str) -> type[Environment]:
     kind = load_registered(name, key, BUILT_IN, "Class")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
-        raise ConfigError(f"{key}: {name} is no subclass of rollouter.interactions.Environment; derive it from that")
+        raise ConfigError(f"{key}: {name} is not a subclass of rollouter.interactions.Environment; derive it from that")
     for method in METHODS:
         if not inspect.iscoroutinefunction(inspect.unwrap(getattr(kind, method))):
             raise ConfigError(
                 f"{key}: {kind.__name__}.{method} is not async, so it would block all trajectories; write `async def`"
             )
     if kind.step is Environment.step:
-        raise ConfigError(f"{key}: {kind.__name__} has no step of its own, so it could not answer; write one")
+        raise ConfigError(f"{key}: {kind.__name__} does not define step, so it cannot answer turns; define it")
     return kind
 
 

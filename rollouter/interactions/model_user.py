@@ -1,11 +1,11 @@
 """A user played by another model, behind an OpenAI-compatible endpoint: `class_name: model`.
 
-the run's conversation       what the model that plays the user is asked
-system                       system: its part, of `system_prompt`
+the run's conversation       the request to the model that plays the user
+system                       system: its role, from `system_prompt`
 user: the question           user: `opening`
 assistant: …                 assistant: the question
-tool: …                      user: what the assistant said
-assistant: …                 … and it answers as the assistant: the next user message
+tool: …                      user: the last text of the assistant
+assistant: …                 … and its answer is the next user message
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ Once it is done, or the assistant is clearly not able to do it, say {stop_phrase
 
 class ModelUserSettings(ConfigSection):
     base_url: str
-    """Of the endpoint; most end in `/v1`."""
+    """URL of the endpoint; most end in `/v1`."""
     model: str
-    """Its name there."""
+    """The model's name at the endpoint."""
     api_key_env: str | None = None
-    """Environment variable that holds the key; null: none is needed."""
+    """Environment variable that contains the API key; null if the endpoint needs no key."""
     system_prompt: str = SYSTEM_PROMPT
     """The role to play. `{question}` becomes the prompt's last user message, `{ground_truth}` the row's,
     `{instruction}` the row's `interaction_kwargs.instruction` or nothing, `{stop_phrase}` the phrase below."""
     opening: str = "Hello, how can I help you?"
-    """A turn of the assistant before the question, or empty. Some chat templates require that the other side begins."""
+    """A turn of the assistant before the question, or empty. In the request it is the first `user` message, which some
+    chat templates require."""
     stop_phrase: Annotated[str, Field(min_length=1)] = "[[DONE]]"
-    """A message that contains it ends the trajectory and is not passed on."""
+    """A message that contains this phrase ends the trajectory and is not shown to the policy."""
     timeout_s: Seconds = 30.0
-    """Deadline of one request; all attempts lie within the interaction's own `timeout_s`."""
+    """Deadline of one request. All attempts together have the deadline of the interaction, its `timeout_s`."""
     max_concurrency: Positive = 64
-    """Requests at once."""
+    """Maximum number of concurrent requests."""
     max_attempts: Positive = 3
-    """Tries of one request."""
+    """Maximum number of attempts per request."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request: `temperature`, `max_tokens`, …."""
 
@@ -71,7 +72,7 @@ class ModelUser(Environment):
         settings = parse_settings(ModelUserSettings, config)
         for name in _PLACEHOLDER.findall(settings.system_prompt):
             if name not in PLACEHOLDERS:
-                raise ConfigError(f"system_prompt: nothing fills {{{name}}}{nearest(name, list(PLACEHOLDERS))}")
+                raise ConfigError(f"system_prompt: no value for {{{name}}}{nearest(name, list(PLACEHOLDERS))}")
         endpoint = ChatEndpoint(
             settings.base_url,
             settings.model,
@@ -84,7 +85,7 @@ class ModelUser(Environment):
         return {"settings": settings, "endpoint": endpoint}
 
     async def reset(self, context: EpisodeContext, instruction: str = "") -> Sequence[Message]:
-        """`instruction` is the row's text for the system prompt.
+        """Fill in the system prompt; `instruction` is the row's text for it.
 
         Raises:
             DataError: the system prompt needs a question or a ground truth that the row lacks.
@@ -100,15 +101,16 @@ class ModelUser(Environment):
         def filled(match: re.Match[str]) -> str:
             filling = fillings[match[1]]
             if filling is None:
-                raise DataError(f"config.system_prompt has {match[0]}, and the row has nothing for it")
+                raise DataError(f"config.system_prompt has {match[0]}, but the row has no value for it")
             return filling
 
-        # In one pass, so that braces in a question stay.
+        # All placeholders are replaced in one pass, so that braces in a question stay.
         self._part = _PLACEHOLDER.sub(filled, self._settings.system_prompt)
         return ()
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
-        """
+        """Ask the model for the next user message.
+
         Raises:
             InfraError, DataError, ConfigError: see `ChatEndpoint.ask`.
         """

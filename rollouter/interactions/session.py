@@ -1,4 +1,4 @@
-"""The environment of one trajectory: created, called within its limits, its answers checked, and always closed.
+"""Runs the environment of one trajectory: creates it, limits its calls, checks its answers, and always closes it.
 
 async with ─▶ reset ─▶ step ─▶ … ─▶ score ─▶ close
 """
@@ -22,7 +22,7 @@ from rollouter.user_code import call_problem, describe, finite, shown
 T = TypeVar("T")
 
 CLOSE_S = 10.0
-"""Deadline of `close`, unless `timeout_s` is less: it also runs while the run is being cancelled."""
+"""Upper bound on the deadline of `close`, which also runs while the run is being cancelled."""
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class ConfiguredInteraction:
     """A checked entry of `rollout.multi_turn.interactions`."""
 
     key: str
-    """`rollout.multi_turn.interactions[0]`."""
+    """The configuration key, such as `rollout.multi_turn.interactions[0]`."""
     config: InteractionConfig
     kind: type[Environment]
     arguments: Mapping[str, Any]
@@ -42,14 +42,14 @@ class ConfiguredInteraction:
 
 
 class InteractionSession:
-    """The environment of one trajectory; entering creates it, leaving closes it. Use it from one task.
+    """An async context manager that creates the environment of one trajectory and closes it. Use it from one task.
 
-    Its `DataError` and `ConfigError` keep their class; any other exception becomes a `ToolFailedError` with the
-    interaction's `on_error` and the original traceback.
+    A `DataError` or `ConfigError` of the environment keeps its class. Any other exception becomes a `ToolFailedError`
+    with the interaction's `on_error` and the original traceback.
     """
 
     def __init__(self, interaction: ConfiguredInteraction, context: EpisodeContext, kwargs: Mapping[str, Any]) -> None:
-        """`kwargs` are the row's arguments of `reset`."""
+        """`kwargs` are the row's arguments for `reset`."""
         self._interaction = interaction
         self._context = context
         self._kwargs = kwargs
@@ -63,7 +63,7 @@ class InteractionSession:
         """Create the environment.
 
         Raises:
-            ToolFailedError: its `__init__` raised.
+            ToolFailedError: `__init__` of the environment raised.
         """
         try:
             self._environment = self._interaction.kind(**self._interaction.arguments)
@@ -74,10 +74,10 @@ class InteractionSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the environment, under cancellation too.
+        """Close the environment, even under cancellation.
 
         Raises:
-            ToolFailedError: `close` failed without an earlier failure; otherwise its failure is only logged.
+            ToolFailedError: `close` failed and there was no earlier error; after an earlier error it is only logged.
         """
         timeout_s = min(CLOSE_S, self._interaction.config.timeout_s)
         try:
@@ -89,11 +89,11 @@ class InteractionSession:
             logger.warning("%s", failure)
 
     async def reset(self) -> Sequence[Message]:
-        """Begin, and return the messages that follow the prompt, before the model's first turn.
+        """Begin the episode, and return the messages to insert between the prompt and the model's first turn.
 
         Raises:
-            DataError: `reset` does not take the row's `interaction_kwargs`.
-            ToolFailedError: it raised, took too long or returned no messages.
+            DataError: `reset` does not accept the row's `interaction_kwargs`.
+            ToolFailedError: `reset` raised, took too long or returned something other than messages.
         """
         reset = self._environment.reset
         if problem := call_problem(reset, self._context, **self._kwargs):
@@ -105,10 +105,10 @@ class InteractionSession:
         return self._messages(result)
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
-        """Return the answer to the assistant's turn, the last of `messages`; its numbers are finite floats.
+        """Return the answer to the assistant's turn, which is the last of `messages`. Its numbers are finite floats.
 
         Raises:
-            ToolFailedError: it raised, took too long or returned no proper `Reply`.
+            ToolFailedError: `step` raised, took too long or returned an invalid `Reply`.
         """
         return self._reply(await self._call("step", lambda: self._environment.step(text, messages)))
 
@@ -116,7 +116,7 @@ class InteractionSession:
         """Return the finite score of the whole trajectory, or None if the environment gives none.
 
         Raises:
-            ToolFailedError: it raised, took too long or returned something else.
+            ToolFailedError: `score` raised, took too long or returned something else.
         """
         result = await self._call("score", self._environment.score)
         if result is None:
@@ -140,7 +140,7 @@ class InteractionSession:
         assert deadline.cancelled_caught
         raise self._failed(
             method,
-            f"did not return within {timeout_s:g} s; raise {self._interaction.key}.timeout_s, or bound what it does",
+            f"did not return within {timeout_s:g} s; raise {self._interaction.key}.timeout_s, or bound its work",
         )
 
     def _raised(self, method: str, error: Exception) -> AsyncRLError:
@@ -178,7 +178,7 @@ class InteractionSession:
         if not isinstance(result.text, str):
             raise self._failed("step", f"returned the text {shown(result.text)}; expected a str")
         if not result.done and not result.text:
-            raise self._failed("step", "returned neither a text nor done; the conversation could not go on")
+            raise self._failed("step", "returned neither a text nor done, so the conversation cannot continue")
         reward = finite(result.reward)
         if reward is None:
             raise self._failed("step", f"returned the reward {shown(result.reward)}; expected a finite number")

@@ -22,7 +22,7 @@ from rollouter.interactions.base import Environment, EpisodeContext, Message, Re
 from rollouter.user_code import parse_settings
 
 SUPPORTED = "0.1.10"
-"""Later versions require other versions of our dependencies; earlier ones have another interface."""
+"""Later versions conflict with our other dependencies, and earlier versions have a different interface."""
 _INSTALL = f"pip install 'verifiers=={SUPPORTED}'"
 
 
@@ -30,11 +30,11 @@ class VerifiersSettings(ConfigSection):
     env_id: str
     """The module of an installed environment, for `verifiers.load_environment`."""
     env_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of its `load_environment`."""
+    """Keyword arguments of the module's `load_environment`."""
 
 
 class VerifiersEnvironment(Environment):
-    """One rollout of a `verifiers.MultiTurnEnv`, with its rubric's reward as score, and its metrics.
+    """One rollout of a `verifiers.MultiTurnEnv`, with its rubric's reward as the score, and with its metrics.
 
     Rows come from the environment's own data set (`rows` yields them). The environment sees only the policy's text:
     `response` and `tokens` of a trajectory step are None. Rubrics that compare the rollouts of a group, and tools of
@@ -65,10 +65,11 @@ class VerifiersEnvironment(Environment):
         return ()
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
-        """
+        """Add the policy's turn to the rollout, and return the environment's answer.
+
         Raises:
             ValueError: the environment answers with anything but a user's text.
-            Exception: an error that it reports in its state.
+            Exception: an error that the environment reports in its state.
         """
         state = self._state
         said = {
@@ -103,7 +104,7 @@ class VerifiersEnvironment(Environment):
             await self._complete()
 
     async def _complete(self) -> None:
-        """End the rollout from outside; the environment's clean-up runs once."""
+        """End the rollout from outside, so that the environment's clean-up runs exactly once."""
         if not self._state["is_completed"]:
             if self._state.get("final_env_response") is None:
                 self._state["final_env_response"] = []  # a stop condition of every MultiTurnEnv
@@ -119,11 +120,11 @@ class VerifiersEnvironment(Environment):
 
 
 def load_environment(env_id: str, env_args: Mapping[str, Any]) -> Any:
-    """Load a `verifiers.MultiTurnEnv` for `VerifiersEnvironment`, which may load a data set.
+    """Load a `verifiers.MultiTurnEnv` for `VerifiersEnvironment`. Loading it may also load a data set.
 
     Raises:
-        ConfigError: `verifiers` is missing or of another version, it cannot load the environment, or that is of a kind
-            that is not supported.
+        ConfigError: `verifiers` is missing or has another version, it cannot load the environment, or the environment
+            is of an unsupported kind.
     """
     verifiers = _package()
     with _no_signal_handlers():
@@ -133,13 +134,13 @@ def load_environment(env_id: str, env_args: Mapping[str, Any]) -> Any:
             raise ConfigError.wrap(f"env_id: {error}", error) from error
     if not isinstance(environment, verifiers.MultiTurnEnv):
         kind = type(environment).__name__
-        raise ConfigError(f"env_id: {env_id!r} is a {kind}, and only kinds of MultiTurnEnv take turns with the policy")
+        raise ConfigError(f"env_id: {env_id!r} is a {kind}; only subclasses of MultiTurnEnv are supported")
     if environment.message_type != "chat":
-        raise ConfigError(f"env_id: {env_id!r} wants message_type {environment.message_type!r}; only chat is supported")
+        raise ConfigError(f"env_id: {env_id!r} has message_type {environment.message_type!r}; only chat is supported")
     if getattr(environment, "oai_tools", None):
         raise ConfigError(
-            f"env_id: {env_id!r} has tools of its own, which the model would not be shown; give them in "
-            "rollout.multi_turn.tools, and use an environment without"
+            f"env_id: {env_id!r} has tools, which the model would not see; list them in rollout.multi_turn.tools, and "
+            "use an environment without tools"
         )
     if type(environment).get_prompt_messages is not verifiers.MultiTurnEnv.get_prompt_messages:
         raise ConfigError(f"env_id: {env_id!r} rewrites the conversation between turns, which is not supported")
@@ -147,7 +148,7 @@ def load_environment(env_id: str, env_args: Mapping[str, Any]) -> Any:
 
 
 def rows(env_id: str, env_args: Mapping[str, Any], *, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yield the environment's own data set (`split`: `train` or `eval`) as JSON rows for `data.train_files`.
+    """Yield the environment's data set as JSON rows for `data.train_files`. `split` is `train` or `eval`.
 
     Raises:
         ConfigError: see `load_environment`.
@@ -168,18 +169,18 @@ def _package() -> ModuleType:
         verifiers = importlib.import_module("verifiers")
     except ImportError as error:
         raise ConfigError.wrap(
-            f"env_id: environments of verifiers need that package, which cannot be imported: {error}; {_INSTALL}", error
+            f"env_id: the package verifiers is required and cannot be imported: {error}; {_INSTALL}", error
         ) from error
     version = str(getattr(verifiers, "__version__", "without a version"))
     if version != SUPPORTED and not version.startswith(f"{SUPPORTED}."):
-        raise ConfigError(f"env_id: verifiers {version} is installed, whose interface is another one; {_INSTALL}")
+        raise ConfigError(f"env_id: verifiers {version} is installed, which has a different interface; {_INSTALL}")
     return verifiers
 
 
 @contextmanager
 def _no_signal_handlers() -> Iterator[None]:
-    """Keep environments of verifiers from installing handlers for SIGINT and SIGTERM, which belong to the run; outside
-    of the main thread that would also raise."""
+    """Keep environments of verifiers from installing handlers for SIGINT and SIGTERM. These signals belong to the run,
+    and outside of the main thread the installation would raise."""
     home = importlib.import_module("verifiers.envs.environment")
 
     class Signals:
@@ -203,6 +204,6 @@ def _user_text(answers: Any) -> str:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if message["role"] != "user" or any(part["type"] != "text" for part in parts):
-            raise ValueError(f"the environment answers {message!r}; only text of role user can be said to the policy")
+            raise ValueError(f"the environment answers {message!r}; the policy accepts only text of the role user")
         texts += [part["text"] for part in parts]
     return "\n\n".join(texts)

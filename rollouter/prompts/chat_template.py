@@ -1,4 +1,4 @@
-"""Renders chat messages and tokenizes them, once. All later stages work with token ids."""
+"""Renders chat messages and tokenizes them. This happens once; all later stages work with token ids."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             raise ConfigError(f"model.chat_template: {model.chat_template!r} cannot be read: {error}") from error
     if tokenizer.chat_template is None:
         raise ConfigError(
-            f"model.chat_template: null, and the tokenizer of {name!r} has no chat template; prompts cannot become "
-            "tokens. Name a file with a Jinja template"
+            f"model.chat_template: null, and the tokenizer of {name!r} has no chat template, so prompts cannot be "
+            "rendered. Name a file with a Jinja template"
         )
     return tokenizer
 
@@ -133,7 +133,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 def fit(ids: list[int], max_tokens: int, overlong: Overlong, where: str) -> list[int] | None:
-    """Return at most `max_tokens` of `ids`, or None if the prompt is filtered out. `left` cuts the beginning.
+    """Cut `ids` to at most `max_tokens`; return None if the prompt is filtered out. `left` cuts the beginning.
 
     Raises:
         DataError: the prompt is too long and `overlong` is `error`.
@@ -153,5 +153,5 @@ def fit(ids: list[int], max_tokens: int, overlong: Overlong, where: str) -> list
         case "error":
             raise DataError(
                 f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length = {max_tokens}; raise "
-                "it, or set data.overlong_prompts to filter, left, right or middle"
+                "the limit, or set data.overlong_prompts to filter, left, right or middle"
             )

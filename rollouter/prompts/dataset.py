@@ -1,7 +1,7 @@
-"""Rows of the data set, from files or from reasoning-gym, and the check of a row.
+"""Reads the rows of the data set, from files or from reasoning-gym, and checks them.
 
-`datasets` reads the files and keeps them memory-mapped in the run's own cache; nothing is written next to the files,
-and nothing is downloaded. Field names are verl's, so its files load unchanged.
+`datasets` reads the files and keeps them memory-mapped in the run's cache. Nothing is written next to the files, and
+nothing is downloaded. The field names are verl's, so verl's files load unchanged.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ class RowSource(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """Raises `DataError` if the row cannot be read."""
+        """Return one row.
+
+        Raises:
+            DataError: the row cannot be read.
+        """
 
     def where(self, index: int) -> str:
         """Return file and row number, for messages."""
 
     def directory(self, index: int) -> Path | None:
-        """Return the base of relative paths in the row; None: the working directory."""
+        """Return the base of relative paths in the row, or None for the working directory."""
 
 
 class PromptRow(NamedTuple):
@@ -57,10 +61,10 @@ def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = No
 
     Args:
         directory: The base of relative paths of images and videos (`rollouter.prompts.media`).
-        checked: The row was parsed before, so its images need not be decoded again.
+        checked: Whether the row was parsed before, so that its images need not be decoded again.
 
     Raises:
-        DataError: a field is missing or of the wrong type; names the row and the field.
+        DataError: a field is missing or of the wrong type; the message names the row and the field.
     """
     source = row.get("data_source")
     reward_model = _mapping(row.get("reward_model"), "reward_model", where)
@@ -140,7 +144,7 @@ class FileRows:
         return self._ends[-1] if self._ends else 0
 
     def __iter__(self) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """Yield each row and its place, which is faster than access by number."""
+        """Yield each row with its location, see `where`. This is faster than access by number."""
         for file in self._files:
             yield from ((file.parsed(raw, at), file.where(at)) for at, raw in enumerate(file.dataset))
 
@@ -230,17 +234,17 @@ def _open(name: str, key: str, cache_dir: Path) -> _DataFile:
 
 
 class GymRows:
-    """Procedural prompts of one reasoning-gym task; a pure function of the task, its arguments and the seed."""
+    """Generated prompts of one reasoning-gym task. They depend only on the task, its arguments and the seed."""
 
     def __init__(self, config: ReasoningGymConfig, *, split: str, seed: int) -> None:
         """Generate the split's entries.
 
-        reasoning-gym derives entry `i` from `seed + i`, so nearby seeds share almost all entries: the two splits are
-        2**31 apart.
+        reasoning-gym derives entry `i` from `seed + i`, so nearby seeds share almost all entries. The seeds of the two
+        splits are therefore 2**31 apart.
 
         Raises:
-            ConfigError: no such task, or arguments that it refuses.
-            UserCodeError: the task fails while it generates.
+            ConfigError: there is no such task, or it refuses the arguments.
+            UserCodeError: the task fails to generate its entries.
         """
         base = int(np.random.SeedSequence(seed).generate_state(1)[0]) % 2**31
         size, start = (config.train_size, base) if split == "train" else (config.val_size, base + 2**31)

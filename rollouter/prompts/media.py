@@ -1,8 +1,8 @@
-"""Images and videos of the data set: found in a row, read, checked, and encoded for the model.
+"""Finds images and videos in the rows of the data set, reads and checks them, and encodes them for the model.
 
     row ─▶ messages with parts {"type": "image" | "video"}, and their bytes ─▶ tokens
 
-Accepted are OpenAI's content parts (`image`, `image_url`, `video`, `video_url`), and verl's columns `images` and
+A row may use OpenAI's content parts (`image`, `image_url`, `video`, `video_url`), or verl's columns `images` and
 `videos` with `<image>` and `<video>` in the text. Nothing is fetched from the network.
 """
 
@@ -47,13 +47,13 @@ _PARTS: Mapping[str, tuple[Kind, str]] = {
     "video": ("video", "video"),
     "video_url": ("video", "video_url"),
 }
-"""Kind and key of the content by type of part."""
+"""For each type of part, the kind of the medium and the key under which the part contains it."""
 _PLACE = re.compile(r"(<image>|<video>)")
 _NPY = b"\x93NUMPY"
 
 
 class MessagesWithMedia(NamedTuple):
-    """Messages whose parts only name their media, and the media."""
+    """Messages whose parts refer to media by name, and the media themselves."""
 
     messages: tuple[Message, ...]
     media: tuple[Media, ...]
@@ -77,8 +77,8 @@ def extract(
     """Read the media of a row. Paths are relative to `directory`; `checked` media are not decoded again.
 
     Raises:
-        DataError: a medium is malformed, unreadable, too large or on the network, or the number of placeholders in
-            the text is not that of the columns.
+        DataError: a medium is malformed, unreadable, too large or on the network, or the text and the columns do not
+            contain the same number of media.
     """
     columns = {kind: iter(_items(row, f"{kind}s", where)) for kind in ("image", "video")}
     media: list[Media] = []
@@ -108,7 +108,7 @@ def extract(
                 continue
             kind = cast(Kind, piece[1:-1])
             if (item := next(columns[kind], None)) is None:
-                raise DataError(f"{at}: it has more {piece} than the column '{kind}s' has items")
+                raise DataError(f"{at}: the text has more {piece} than the column '{kind}s' has items")
             yield add(kind, item, f"{where}: field '{kind}s'")
 
     def add(kind: Kind, value: Any, at: str) -> Mapping[str, Any]:
@@ -117,10 +117,10 @@ def extract(
             if not checked and len(one.data) <= MAX_MEDIA_BYTES:
                 frames_of(one)
         except (ValueError, TypeError, OSError) as error:
-            raise DataError(f"{at}: its value is no {kind}: {error}") from error
+            raise DataError(f"{at}: the value is not a valid {kind}: {error}") from error
         media.append(one)
         if (total := sum(len(each.data) for each in media)) > MAX_MEDIA_BYTES:
-            raise DataError(f"{at}: the row's media have {total} bytes by now; {MAX_MEDIA_BYTES} are allowed")
+            raise DataError(f"{at}: the row's media have at least {total} bytes; {MAX_MEDIA_BYTES} are allowed")
         return {"type": kind, kind: name or f"blake2b:{digest(one)}"}
 
     given = any(_is_some(row.get(column)) for column in ("images", "videos"))
@@ -148,10 +148,10 @@ def _items(row: Mapping[str, Any], column: str, where: str) -> Sequence[Any]:
 
 
 def _read(kind: Kind, value: Any, directory: Path | None) -> tuple[Media, str]:
-    """Return the medium and its name: its path as written, or "".
+    """Return the medium and its name, which is its path as written, or "" without a path.
 
     Raises:
-        ValueError, TypeError, OSError: the value contains none.
+        ValueError, TypeError, OSError: the value contains no readable medium.
     """
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("bytes", "url", "path", kind) if value.get(key) is not None), None)
@@ -172,7 +172,7 @@ def _of_text(text: str, directory: Path | None) -> tuple[bytes, str]:
         except binascii.Error as error:
             raise ValueError(f"its base64 is damaged: {error}") from error
     if scheme not in ("", "file"):
-        raise ValueError(f"{text[:80]!r} lies on the network, and nothing is fetched; give a file or its bytes")
+        raise ValueError(f"{text[:80]!r} is on the network, but nothing is fetched; give a file or its bytes")
     path = Path(text.removeprefix("file://"))
     path = path if path.is_absolute() or directory is None else directory / path
     with path.open("rb") as file:
@@ -194,7 +194,7 @@ def _of_object(kind: Kind, value: Any) -> bytes:
 
 
 def _frame(frame: Any) -> Image:
-    """Convert one frame of a list: an image, its bytes, or uint8 `[height, width, 3]`."""
+    """Convert one frame of a list, which may be an image, its bytes, or a uint8 array `[height, width, 3]`."""
     if isinstance(frame, np.ndarray):
         return _images_of(frame[None])[0]
     return frames_of(Media("image", _of_object("image", frame)))[0]
@@ -206,7 +206,7 @@ def _images_of(frames: np.ndarray) -> list[Image]:
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
         raise ValueError(f"frames are {frames.dtype} {list(frames.shape)}; expected uint8 [frames, height, width, 3]")
     if frames.size > 3 * MAX_PIXELS:
-        raise ValueError(f"it has {frames.size // 3} pixels; {MAX_PIXELS} are allowed")
+        raise ValueError(f"the frames have {frames.size // 3} pixels; {MAX_PIXELS} are allowed")
     return [Image.fromarray(frame) for frame in frames]
 
 
@@ -225,15 +225,15 @@ class VisionEncoder:
     def _processor(self) -> ProcessorMixin | None:
         processor = load_processor(self._model)
         if processor is not None:
-            processor.tokenizer = self._tokenizer  # the run's own
+            processor.tokenizer = self._tokenizer  # use the run's tokenizer
         return processor
 
     def fitted(self, found: MessagesWithMedia, where: str) -> MessagesWithMedia:
-        """Convert messages and media to what this model takes, videos to frames if necessary.
+        """Convert messages and media to the kinds that this model accepts; videos become frames if necessary.
 
         Raises:
-            DataError: the model takes text only.
-            ConfigError: its processor cannot be loaded.
+            DataError: the model accepts text only.
+            ConfigError: the model's processor cannot be loaded.
         """
         processor = self._processor
         if processor is None:

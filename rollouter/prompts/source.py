@@ -1,6 +1,6 @@
-"""The prompts of a run: rows that are rendered and tokenized once, in a seeded order.
+"""The prompts of a run: renders and tokenizes all rows once, and yields them in a seeded order.
 
-The order is a pure function of data, seed and feed index, so the cursor of a run is one integer.
+The order is a pure function of data, seed and feed index, so one integer describes the position of a run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ CUTTING = ("left", "right", "middle")
 
 
 class PromptSet:
-    """Prompts by row number, after filtering. Token ids are kept in one flat array; the rest stays in the rows."""
+    """The prompts that remain after filtering, by number. One flat array contains all token ids; the rows have the
+    rest."""
 
     def __init__(
         self,
@@ -53,14 +54,14 @@ class PromptSet:
         """Check and tokenize every row.
 
         Args:
-            train_sampling: How training samples; None for a validation set.
+            train_sampling: The sampling configuration of training; None for a validation set.
             tools: Schemas of the tools, for the chat template.
             template_kwargs: `model.chat_template_kwargs`.
-            vision: Encodes images and videos; without it, rows that contain any are refused.
+            vision: Encodes images and videos. Without it, rows with images or videos are refused.
 
         Raises:
             DataError: a row is malformed, asks for another distribution than `train_sampling`, is too long and
-                `overlong` is `error`, or would have images cut; names file, row and field.
+                `overlong` is `error`, or has media and would be cut; the message names file, row and field.
             ConfigError: rows have images, and the model's processor cannot be loaded.
         """
         self._rows = rows
@@ -85,7 +86,7 @@ class PromptSet:
             if row.media and overlong in CUTTING and len(full) > max_prompt_length:
                 raise DataError(
                     f"{where}: the prompt has {len(full)} tokens, more than data.max_prompt_length = "
-                    f"{max_prompt_length}, and one with images or videos cannot be cut; raise it, or set "
+                    f"{max_prompt_length}, and a prompt with images or videos cannot be cut; raise the limit, or set "
                     "data.overlong_prompts to filter"
                 )
             ids = fit(full, max_prompt_length, overlong, where)
@@ -126,7 +127,7 @@ class PromptSet:
 
 
 class ShuffledPrompts:
-    """A `PromptSource` that repeats the training set, each epoch in another seeded order."""
+    """A `PromptSource` that repeats the training set, with a different seeded order in each epoch."""
 
     def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
         self._prompts = prompts
@@ -140,13 +141,14 @@ class ShuffledPrompts:
         """Return the prompt of this id.
 
         Raises:
-            ConfigError: the id was made for a data set of another size.
+            ConfigError: the id belongs to a data set of another size.
         """
         epoch, position = divmod(sample_id.index - 1, len(self._prompts))
         if epoch != sample_id.epoch:
             raise ConfigError(
-                f"{sample_id} would lie in epoch {epoch} of these {len(self._prompts)} prompts: the run was started on "
-                "other data, or with other data.* settings; resume it with the same ones, or start with resume=none"
+                f"{sample_id} would be in epoch {epoch} of these {len(self._prompts)} prompts: the run was started "
+                "with other data, or with other data.* settings; resume it with the same data and settings, or start "
+                "with resume=none"
             )
         return self._prompts[int(self._order(epoch)[position])]
 
@@ -161,7 +163,7 @@ def epoch_order(num_prompts: int, seed: int, epoch: int, *, shuffle: bool) -> ND
 class LoadedPrompts(NamedTuple):
     train: ShuffledPrompts
     val: PromptSet | None
-    """None: no validation set is configured."""
+    """None if no validation set is configured."""
     num_filtered: int
     num_val_filtered: int
 
@@ -173,11 +175,14 @@ def load_prompts(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> LoadedPrompts:
-    """Open, check and tokenize the training and the validation set. `tools`: schemas for the template. Blocking.
+    """Open, check and tokenize the training set and the validation set. Blocking.
+
+    Args:
+        tools: Schemas of the tools, for the chat template.
 
     Raises:
-        ConfigError: no data, a missing file, or nothing left after filtering.
-        DataError: a malformed row, or one with sampling of its own.
+        ConfigError: there is no data, a file is missing, or no prompt is left after filtering.
+        DataError: a row is malformed, or changes the sampling distribution.
     """
     data = config.data
     vision = VisionEncoder(config.model, tokenizer)
@@ -214,7 +219,7 @@ def load_prompts(
             )
         if not len(prompts):
             raise ConfigError(
-                f"{key}: no prompt is left of {prompts.num_filtered} rows; the run would have nothing to do. Raise "
+                f"{key}: no prompt is left of {prompts.num_filtered} rows, so the run has nothing to do. Raise "
                 f"data.max_prompt_length = {data.max_prompt_length}, or check the files"
             )
         return prompts

@@ -1,1 +1,1 @@
-"""Scoring responses: the built-in functions, how a user's is found, and how either is called."""
+"""Scores trajectories with reward functions, tools, environments, judges and reward models."""

@@ -1,4 +1,4 @@
-"""A client of one model behind an OpenAI-compatible endpoint, with its own deadlines and retries.
+"""A client of one model behind an OpenAI-compatible endpoint, with deadlines and retries.
 
 ask ─▶ limiter ─▶ one try, within timeout_s ─▶ text
           ▲              │ no connection, no answer in time, 429, 5xx
@@ -19,16 +19,16 @@ from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraEr
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_RETRY_AFTER_S = 60.0
-"""A longer `Retry-After` is cut to this."""
+"""Upper bound on the wait that a `Retry-After` header may ask for."""
 CLOSE_S = 5.0
 _RESERVED_FIELDS = ("model", "messages", "stream", "n")
 _MISCONFIGURED = (401, 403, 404)
 _LONGEST_REPLY = 300
-"""Characters of a server's message that an error repeats."""
+"""Maximum number of characters of a server's message that an error quotes."""
 
 
 class ChatEndpoint:
-    """One model of one endpoint; simulated users and judges share it."""
+    """One model of one endpoint. Simulated users and judges use this class."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class ChatEndpoint:
         """Check the arguments; nothing is sent yet.
 
         Args:
-            api_key_env: The environment variable that holds the key; None: the endpoint needs no key.
-            timeout_s: Deadline of one try, seconds, after it has passed the limiter.
+            api_key_env: The environment variable that contains the key; None if the endpoint needs no key.
+            timeout_s: Deadline of one try in seconds, counted from its passing the limiter.
             params: Further fields of the request's body: `temperature`, `max_tokens`, ….
 
         Raises:
-            ConfigError: `base_url` is no http(s) address, the environment variable is not set, a number is not
-                positive, or `params` has a field that this class sets itself.
+            ConfigError: `base_url` is not an http(s) address, the environment variable is not set, a number is not
+                positive, or `params` has a field that this class sets.
         """
         if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url: {base_url!r} is no address; write http://host:port/v1")
+            raise ConfigError(f"base_url: {base_url!r} is not an address; write http://host:port/v1")
         if not (timeout_s > 0 and max_concurrency >= 1 and max_attempts >= 1):
             raise ConfigError(
                 f"timeout_s = {timeout_s}, max_concurrency = {max_concurrency}, max_attempts = {max_attempts}: all "
@@ -71,11 +71,11 @@ class ChatEndpoint:
         self._params = dict(params)
         self._sleep = sleep
         self._tries = anyio.CapacityLimiter(max_concurrency)
-        # The package's own retries and timeouts are off: `ask` has its own.
+        # The retries and timeouts of the package are off, because `ask` implements both.
         self._client = AsyncOpenAI(base_url=base_url, api_key=_key(api_key_env), max_retries=0, timeout=None)
 
     async def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the model's answer to the conversation, which is not empty.
+        """Return the model's answer to the conversation. The answer is not empty.
 
         Raises:
             InfraError: all tries failed; `DeadlineError` if the last one took too long.
@@ -120,20 +120,20 @@ class ChatEndpoint:
         raise _RetryableError(f"no answer within timeout_s = {self._timeout_s:g} s", late=True)
 
     def _status_error(self, error: Any) -> Exception:
-        """Return our error for an `openai.APIStatusError`."""
+        """Convert an `openai.APIStatusError` to a `_RetryableError` or an `AsyncRLError`."""
         status: int = error.status_code
         reason = f"status {status}, {_cut(error.message)}"
         if status in (408, 409, 429) or status >= 500:
             return _RetryableError(reason, after_s=_retry_after_s(error.response.headers))
         if status in _MISCONFIGURED:
-            fix = "give the model's name and address as the endpoint has them" if status == 404 else "check the key"
+            fix = "check base_url and the model's name" if status == 404 else "check the key"
             return ConfigError.wrap(f"{self._about} cannot be asked: {reason}; {fix}", error)
         return DataError.wrap(f"{self._about} refuses the conversation: {reason}", error)
 
     def _text(self, answer: Any) -> str:
         if not hasattr(answer, "choices"):
             raise ConfigError(
-                f"{self._about} answers with something else than a chat completion: {_cut(repr(answer))}; most "
+                f"{self._about} answers with something other than a chat completion: {_cut(repr(answer))}; most "
                 "base_urls end in /v1"
             )
         if not answer.choices:
@@ -169,7 +169,7 @@ def _key(variable: str | None) -> str:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the header's seconds; its other form, a date, would need synchronized clocks."""
+    """Return the seconds of the header. A date, its other form, is ignored: it would need synchronized clocks."""
     try:
         seconds = float(headers.get("retry-after", 0.0))
     except ValueError:

@@ -26,33 +26,33 @@ FIX = "name a sequence-classification model with one label, saved by save_pretra
 
 
 class EncodedConversation(NamedTuple):
-    """A conversation as input of the model."""
+    """The model's input for one conversation."""
 
     ids: list[int]
     types: list[int]
-    """The part of a pair that each token belongs to (`token_type_ids`); all 0 if the tokenizer gives none."""
+    """The part of the pair of prompt and response to which each token belongs (`token_type_ids`), or all 0."""
 
 
 class RewardClassifier:
     """Scores conversations with one model on one device."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Wrap a model with one label, on its device, and its own tokenizer."""
+        """Wrap a model with one label, which is on its device already, and its tokenizer."""
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._pad_id: int | None = model.config.pad_token_id
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
         self.max_tokens: int = min((limit for limit in limits if limit is not None), default=2**31)
-        """The longest conversation that the model takes."""
+        """The number of tokens of the longest conversation that the model accepts."""
 
     @classmethod
     def load(cls, config: RewardModelConfig) -> RewardClassifier:
-        """Load and check the model: on a GPU, if available, in the dtype of its files, on CPU in float32.
+        """Load and check the model: in the dtype of its files on a GPU, or in float32 on CPU if there is no GPU.
 
         Raises:
-            ConfigError: no path, no model there, no tokenizer, no safetensors, more than one label, or an untrained
-                head; in one line.
+            ConfigError: the path is null, or has no model, no tokenizer or no safetensors, or the model has several
+                labels or an untrained head. The message is one line.
         """
         import transformers
 
@@ -82,13 +82,13 @@ class RewardClassifier:
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(
                 f"{KEY}={config.path}: its files have no {', '.join(missing[:3])}, which would be random numbers: "
-                f"this is no trained reward model; {FIX}"
+                f"this is not a trained reward model; {FIX}"
             )
         return cls(model.to(device), tokenizer)
 
     @torch.inference_mode()
     def score(self, conversations: Sequence[ScoredConversation]) -> list[float | DataError]:
-        """Return the model's output for each from one forward pass, or an error for one that cannot be scored."""
+        """Score all conversations in one forward pass. Those that cannot be scored get an error instead of a number."""
         results: list[float | DataError] = [0.0] * len(conversations)
         encoded: dict[int, EncodedConversation] = {}
         for number, conversation in enumerate(conversations):
@@ -98,15 +98,15 @@ class RewardClassifier:
                 results[number] = error
         if encoded:
             for number, value in zip(encoded, self._forward(list(encoded.values())), strict=True):
-                finite = DataError(f"the reward model's score of a conversation is {value}, no finite number")
+                finite = DataError(f"the reward model's score of a conversation is {value}, which is not finite")
                 results[number] = value if math.isfinite(value) else finite
         return results
 
     def encode(self, conversation: ScoredConversation) -> EncodedConversation:
-        """Encode with the model's own chat template, or without one as the pair of prompt text and response.
+        """Encode with the model's chat template. Without a template, encode the pair of prompt text and response.
 
         Raises:
-            DataError: the template refuses the messages, or the model has no room for so many tokens.
+            DataError: the template refuses the messages, or the conversation is too long for the model.
         """
         tokenizer = self._tokenizer
         if tokenizer.chat_template is not None:
@@ -124,15 +124,15 @@ class RewardClassifier:
             types = pair.get("token_type_ids", [0] * len(ids))
         if not 0 < len(ids) <= self.max_tokens:
             raise DataError(
-                f"a conversation of {len(ids)} tokens cannot be scored: the reward model takes 1 to {self.max_tokens}; "
-                "lower data.max_prompt_length or rollout.response_length"
+                f"a conversation of {len(ids)} tokens cannot be scored: the reward model takes 1 to {self.max_tokens} "
+                "tokens; lower data.max_prompt_length or rollout.response_length"
             )
         return EncodedConversation(ids, types)
 
     def _forward(self, rows: list[EncodedConversation]) -> list[float]:
-        """Run one padded forward pass; each row gets the same number as alone."""
-        # The head reads the last token that is not padding. A model without a padding token gets one that no row
-        # contains, so that the head reads each row's last token, as for a single row.
+        """Run one padded forward pass. Padding does not change a row's score."""
+        # The head reads the last token that is not padding. A model without a padding token is given one that no row
+        # contains, so that the head reads each row's last token.
         used = {token for row in rows for token in row.ids}
         pad = self._pad_id if self._pad_id is not None else next(token for token in range(2**31) if token not in used)
         self._model.config.pad_token_id = pad

@@ -1,4 +1,4 @@
-"""Trajectories as text, for reward models and judges. Pure."""
+"""Converts trajectories to messages and text, for reward models and judges. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScoredConversation(NamedTuple):
     messages: tuple[Message, ...]
     """All chat messages before the assistant's last turn."""
     response: str
-    """The text of that turn."""
+    """The text of the assistant's last turn."""
 
 
 def conversation(prompt: Prompt, trajectory: Trajectory, response: str) -> ScoredConversation:
@@ -41,7 +41,7 @@ def transcript(conversation: ScoredConversation) -> str:
 
 
 def text_of(message: Message) -> str:
-    """Return a message's content, or the text parts of one in parts."""
+    """Return a message's content; if it consists of parts, join the text parts."""
     content = message.get("content")
     if isinstance(content, str):
         return content

@@ -1,4 +1,4 @@
-"""Reward functions: the built-in ones, how a configured one is loaded, called, and its result read."""
+"""The built-in reward functions, and how the configured functions are loaded, called, and their results checked."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def exact_match(
     extra_infos: Sequence[Mapping[str, Any]],
     pattern: str | None = None,
 ) -> list[float]:
-    """1.0 where the answer is the ground truth as text, else 0.0; surrounding white space does not count.
+    """Score 1.0 if the answer equals the ground truth as text, else 0.0. Surrounding white space does not count.
 
     `pattern` is a regular expression: the answer is group 1 of its last match, and a response without a match scores
-    0.0. Without one the answer is what follows the last `#`, as in `#### 42` (GSM8K), or the whole response.
+    0.0. Without a pattern, both the whole response and the text after its last `#`, as in `#### 42` (GSM8K), count as
+    answers.
     """
     truths = [_text(truth) for truth in ground_truths]
     if pattern is not None:
@@ -52,10 +53,11 @@ def _last_group(pattern: str, text: str) -> str | None:
 def math_verify(
     *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], timeout_s: int = 5
 ) -> float:
-    """1.0 where math-verify finds the response's last answer equal to the ground truth, else 0.0.
+    """Score 1.0 if math-verify finds the response's last answer equal to the ground truth, else 0.0.
 
-    The ground truth is LaTeX or a plain expression. `timeout_s` bounds each parse and the comparison, by a signal: the
-    function only runs in the main thread of a process. What takes longer (a response may well say 9^9^9^9) scores 0.0.
+    The ground truth is LaTeX or a plain expression. `timeout_s` bounds each parse and the comparison. A response that
+    takes longer scores 0.0, for example one with 9^9^9^9. The timeout uses a signal, so the function runs only in the
+    main thread of a process.
 
     Raises:
         ValueError: the ground truth itself cannot be parsed.
@@ -86,7 +88,7 @@ def reasoning_gym(
     extra_infos: Sequence[Mapping[str, Any]],
     tag: str = "answer",
 ) -> list[float]:
-    """The task's own `score_answer` of the text in the last `<tag>…</tag>`, or else of the whole response.
+    """Score the text in the last `<tag>…</tag>`, or else the whole response, with the task's `score_answer`.
 
     Raises:
         ValueError: a row has no `extra_info.entry` with the task's name in its metadata.
@@ -100,7 +102,7 @@ def reasoning_gym(
         if not isinstance(metadata, Mapping) or "source_dataset" not in metadata:
             raise ValueError(
                 "the row has no extra_info.entry with metadata.source_dataset; the reasoning_gym reward scores prompts "
-                "made by data.reasoning_gym, or rows that carry the task's entry"
+                "made by data.reasoning_gym, or rows that contain the task's entry"
             )
         answer = extract_answer(text, tag_name=tag)
         scores.append(
@@ -128,9 +130,9 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym,
 }
 BATCH = frozenset({"exact_match", "reasoning_gym"})
-"""Built-in functions that score a whole group in one call, since each response takes microseconds."""
+"""Built-in functions that score a whole group in one call, because a response takes them only microseconds."""
 IN_PROCESS = frozenset({"math_verify"})
-"""Built-in functions for a worker process: math_verify needs a main thread, and sympy can block the interpreter."""
+"""Built-in functions that run in a worker process: math_verify needs a main thread, and sympy can block Python."""
 
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -139,11 +141,12 @@ NO_FUNCTION = "none"
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function and how it is called. Its arguments are given by name; they are verl's.
+    """A reward function and the way it is called. All arguments are passed by name, with verl's names.
 
-    Single: `f(data_source, solution_str, ground_truth, extra_info, **kwargs)` returns a number, or a mapping with
-    `score` and further numbers. Batch: `f(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)`, lists of
-    one group, returns a list of those. A function with a parameter `trajectory`, or `trajectories`, gets these too.
+    A single function, `f(data_source, solution_str, ground_truth, extra_info, **kwargs)`, returns a number, or a
+    mapping with `score` and further numbers. A batch function, `f(data_sources, solution_strs, ground_truths,
+    extra_infos, **kwargs)`, receives lists with one item per trajectory of a group, and returns a list of such results.
+    A function that has a parameter `trajectory` (or, with batch, `trajectories`) receives these as well.
     """
 
     name: str
@@ -153,12 +156,12 @@ class RewardFunction:
 
     @property
     def whole_group(self) -> bool:
-        """Whether all trajectories of a prompt must be in one call: a user's batch function may compare them."""
+        """Whether one call must receive all trajectories of a prompt: a user's batch function may compare them."""
         return self.batch and self.name not in BUILT_IN
 
     @cached_property
     def arguments(self) -> Mapping[str, str]:
-        """The names of its arguments besides `kwargs`, by their names in a row."""
+        """The names of the function's arguments besides `kwargs`, by the names that `row_of` uses."""
         names = {name: f"{name}s" if self.batch else name for name in ROW_ARGUMENTS}
         trajectory = "trajectories" if self.batch else "trajectory"
         signature = signature_of(self.call)
@@ -167,19 +170,20 @@ class RewardFunction:
 
     @cached_property
     def slots(self) -> AbstractAsyncContextManager[Any]:
-        """Enter it around `invoke`: it limits worker processes. A deadline kills these, but not threads."""
+        """A context to enter around `invoke`, which limits the number of worker processes. A deadline kills such a
+        process, but not a thread."""
         return anyio.CapacityLimiter(os.cpu_count() or 1) if self.name in IN_PROCESS else nullcontext()
 
     @cached_property
     def threads(self) -> anyio.CapacityLimiter:
-        """No limit: its callers bound the calls, and an abandoned thread must not occupy capacity for good."""
+        """A limiter without a limit: callers bound the calls, and an abandoned thread must not occupy capacity."""
         return anyio.CapacityLimiter(math.inf)
 
     async def invoke(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        """Call the function, off the event loop unless it is async, and return its result. Raises what it raises.
+        """Call the function, off the event loop unless it is async. Return its result, or raise its exception.
 
         Args:
-            rows: The arguments by name of one trajectory; with `batch`, of several.
+            rows: The arguments by name, see `row_of`, of one trajectory or, with `batch`, of several.
         """
         given = {own: [row[name] for row in rows] for name, own in self.arguments.items()}
         arguments = given if self.batch else {own: values[0] for own, values in given.items()}
@@ -195,7 +199,7 @@ def load_reward_functions(config: RewardConfig) -> dict[str, RewardFunction]:
     """Return all functions of a run by the names of their parts; `rule` is `reward.function`.
 
     Raises:
-        ConfigError, UserCodeError: as `load_reward_function`.
+        ConfigError, UserCodeError: see `load_reward_function`.
     """
     functions = {} if config.function == NO_FUNCTION else {"rule": load_reward_function(config)}
     for number, entry in enumerate(config.functions):
@@ -204,10 +208,10 @@ def load_reward_functions(config: RewardConfig) -> dict[str, RewardFunction]:
 
 
 def load_reward_function(config: RewardConfig | RewardFunctionConfig, key: str = "reward") -> RewardFunction:
-    """Load the function and check that it can be called. `key` is its section, for errors.
+    """Load the function and check that it can be called. `key` is the function's configuration section, for errors.
 
     Raises:
-        ConfigError: nothing of that name, not callable, or a signature that does not take the arguments.
+        ConfigError: the function does not exist, is not callable, or does not accept the arguments.
         UserCodeError: the module raised when it was imported.
     """
     name, kwargs = config.function, config.kwargs
@@ -218,7 +222,7 @@ def load_reward_function(config: RewardConfig | RewardFunctionConfig, key: str =
     names = list(function.arguments.values())
     for given in kwargs:
         if given in names:
-            raise ConfigError(f"{key}.kwargs.{given}: the function gets it for each response; leave it out")
+            raise ConfigError(f"{key}.kwargs.{given}: each call sets this argument; leave it out")
     if problem := call_problem(target, **dict.fromkeys(names), **kwargs):
         raise ConfigError(
             f"{key}.function: {name} cannot be called with {', '.join(names)} (by name, since {key}.batch is "
@@ -250,7 +254,7 @@ def row_of(prompt: Prompt, trajectory: Trajectory, text: str) -> Mapping[str, An
 
 
 def extra_info(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
-    """Return the row's columns and, for a conversation, its events. The function gets a shallow copy of its own."""
+    """Return a copy of the row's `extra_info` and, for a conversation, its messages, counts, scores and rewards."""
     columns = dict(prompt.extra_info)
     if not trajectory.messages:
         return columns
@@ -265,12 +269,12 @@ def extra_info(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def score_of(result: Any, about: str, *, num_turns: int) -> Score:
-    """Read the score of one trajectory with `num_turns` turns. Extras that are no finite numbers are dropped.
+    """Read the score of one trajectory with `num_turns` turns. Extras that are not finite numbers are dropped.
 
     `about` describes the call, for errors.
 
     Raises:
-        UserCodeError: `result` is no score.
+        UserCodeError: `result` is not a score.
     """
     if not isinstance(result, Mapping):
         return Score(_score(result, about))
@@ -286,7 +290,7 @@ def listed(results: Any, about: str, *, length: int) -> Sequence[Any]:
     """Return the result of a batch function as a sequence: a list, or an array or tensor of one dimension.
 
     Raises:
-        UserCodeError: it is no sequence of that length.
+        UserCodeError: the result is not a sequence of that length.
     """
     items = _sequence(results)
     if items is None or len(items) != length:

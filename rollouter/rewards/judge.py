@@ -20,7 +20,7 @@ from rollouter.user_code import shown
 
 NO_TRUTH = "(not given)"
 ENDING = 100
-"""How many characters of an answer's end an error quotes: that is where the number should be."""
+"""Number of last characters of an answer that an error quotes, because the rating is expected there."""
 _FIELD = re.compile(r"\{(question|response|conversation|ground_truth)\}")
 
 
@@ -30,7 +30,8 @@ class JudgeScorer:
     whole_group = False
 
     def __init__(self, config: JudgeConfig, decode: Decode) -> None:
-        """
+        """Check the configuration. Nothing is sent yet.
+
         Raises:
             ConfigError: see `ChatEndpoint`.
         """
@@ -61,7 +62,7 @@ class JudgeScorer:
 
         Raises:
             UserCodeError: the endpoint failed or gave no valid rating in `max_attempts` attempts.
-            ConfigError: it knows no such model, or refuses the key.
+            ConfigError: the endpoint has no such model, or refuses the key.
         """
 
         async def rate(trajectory: Trajectory) -> Score:
@@ -78,7 +79,7 @@ class JudgeScorer:
             "conversation": transcript(conversation(prompt, trajectory, response)),
             "ground_truth": NO_TRUTH if truth is None else str(truth),
         }
-        # One pass, so that braces in the conversation are not taken for fields.
+        # All fields are replaced in one pass, so that braces in the conversation do not count as fields.
         return _FIELD.sub(lambda match: values[match[1]], self._config.template)
 
     async def _rate(self, question: str) -> float:

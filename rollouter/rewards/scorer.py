@@ -1,4 +1,4 @@
-"""Scorers: reward functions, tools, users, judge and reward model, combined into one weighted reward."""
+"""Combines the scores of reward functions, tools, users, judge and reward model into one weighted reward."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from rollouter.user_code import describe, shown
 
 
 class FunctionScorer:
-    """A `RewardScorer` on one reward function.
+    """A `RewardScorer` that calls one reward function.
 
-    A sync function runs in a worker thread. A thread cannot be killed: one that exceeds its deadline fails its sample
-    and is abandoned. Async functions run on the event loop and must not block it.
+    A sync function runs in a worker thread. A thread cannot be killed: if the call exceeds its deadline, the sample
+    fails and the thread is abandoned. Async functions run on the event loop and must not block it.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class FunctionScorer:
                     raise UserCodeError.wrap(f"{about} raised {describe(error)}", error) from error
             assert deadline.cancelled_caught
         raise UserCodeError(
-            f"{about} did not return within reward.timeout_s = {self._timeout_s:g} s; raise it, or bound what the "
-            "function does"
+            f"{about} did not return within reward.timeout_s = {self._timeout_s:g} s; raise the limit, or bound the "
+            "function's work"
         )
 
     def _about(self, prompt: Prompt, text: str) -> str:
@@ -79,7 +79,7 @@ class FunctionScorer:
 
 
 class ToolScorer:
-    """A `RewardScorer` that sums `Trajectory.scores`."""
+    """A `RewardScorer` that sums `Trajectory.scores`: the scores of tools, environments and agents."""
 
     whole_group = False
 
@@ -88,7 +88,7 @@ class ToolScorer:
 
 
 class TurnRewardScorer:
-    """A `RewardScorer` that returns the rewards of the turns themselves."""
+    """A `RewardScorer` that returns the rewards that tools and environments gave to turns."""
 
     whole_group = False
 
@@ -112,7 +112,7 @@ class RewardModelPort(Protocol):
 
 
 class ModelRewardScorer:
-    """A `RewardScorer` on a reward model; raises what the model raises: InfraError, DataError."""
+    """A `RewardScorer` that calls a reward model. It raises the model's InfraError or DataError."""
 
     whole_group = False
 
@@ -131,13 +131,13 @@ class WeightedSource(NamedTuple):
     """One part of a reward."""
 
     name: str | None
-    """The part's name in `Score.extra`; None: the scorer adds the names of its parts itself."""
+    """The part's name in `Score.extra`; None if the scorer adds the names of its parts."""
     weight: float
     scorer: RewardScorer
 
 
 class WeightedScorer:
-    """A `RewardScorer` that sums weighted sources, and their rewards of turns turn by turn. Sources run at once."""
+    """A `RewardScorer` that sums the weighted scores and turn rewards of several sources, which run concurrently."""
 
     def __init__(self, sources: Sequence[WeightedSource], *, report_parts: bool) -> None:
         """With `report_parts`, `Score.extra` contains each source's score before its weight, by the source's name."""
@@ -152,8 +152,8 @@ class WeightedScorer:
         """Return one score per trajectory.
 
         Raises:
-            UserCodeError: two sources use the same name for an extra; and what the sources raise (UserCodeError from
-                functions, tools and the judge, InfraError or DataError from the model), the first failure alone.
+            UserCodeError: two sources use the same name for an extra; or a function, a tool or the judge failed.
+            InfraError, DataError: the reward model failed. Only the first failure of any source is raised.
         """
         by_source = await gather(lambda source: source.scorer.score(prompt, trajectories), self._sources)
         return [self._sum([scores[number] for scores in by_source]) for number in range(len(trajectories))]
@@ -177,14 +177,14 @@ def _add_extras(extra: dict[str, float], more: Mapping[str, float]) -> None:
     if clash := extra.keys() & more.keys():
         name = min(clash)
         raise UserCodeError(
-            f"two numbers of one response are called {name!r}: parts of the reward (reward.functions.name) and what "
-            "functions return beside 'score' need names of their own; rename one"
+            f"two numbers of one response are called {name!r}: parts of the reward (reward.functions.name) and the "
+            "extras that functions return with 'score' need different names; rename one"
         )
     extra.update(more)
 
 
 def function_scorer(config: Config, functions: Mapping[str, RewardFunction], decode: Decode) -> WeightedScorer:
-    """Return one scorer on all functions of the run, which `load_reward_functions` returns by part name."""
+    """Return one scorer for all functions of the run. `functions` is the result of `load_reward_functions`."""
     weights, reward = part_weights(config), config.reward
     capacity = anyio.CapacityLimiter(reward.max_concurrency)
     sources = [
@@ -205,7 +205,7 @@ class CombinedScorer(WeightedScorer):
     """
 
     def __init__(self, functions: RewardScorer, config: Config, decode: Decode, model: RewardModelPort | None) -> None:
-        """`functions` is a `function_scorer`, already weighted; `model` is the served reward model, if there is one.
+        """`functions` is the result of `function_scorer`, already weighted. `model` is the served reward model, if any.
 
         Raises:
             ConfigError: the endpoint of `reward.judge` cannot be used.

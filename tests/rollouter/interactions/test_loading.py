@@ -30,7 +30,7 @@ def test_rows_choose_by_name_and_the_first_is_for_the_others() -> None:
         chosen(name="chil")
     with pytest.raises(DataError, match="no interaction 7; there is child, tutor"):
         chosen(name=7)
-    with pytest.raises(DataError, match="interaction_kwargs: 'child' is no mapping"):
+    with pytest.raises(DataError, match="interaction_kwargs: 'child' is not a mapping"):
         loaded.session(context(extra_info={"interaction_kwargs": "child"}))
 
 
@@ -60,12 +60,12 @@ def test_built_in_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"class_name": "scriptd"}, r"class_name: 'scriptd' is no built-in; did you mean 'scripted'\?"),
+        ({"class_name": "scriptd"}, r"class_name: 'scriptd' is not built in; did you mean 'scripted'\?"),
         ({"class_name": f"{HERE}:Ownn"}, r"class_name: .* has no 'Ownn'; did you mean 'Own'\?"),
-        ({"class_name": "NotOne"}, "NotOne is no subclass of rollouter.interactions.Environment"),
-        ({"class_name": f"{HERE}:interaction"}, "interaction is no subclass"),
+        ({"class_name": "NotOne"}, "NotOne is not a subclass of rollouter.interactions.Environment"),
+        ({"class_name": f"{HERE}:interaction"}, "interaction is not a subclass"),
         ({"class_name": "BlockingEnvironment"}, r"BlockingEnvironment\.step is not async.*write `async def`"),
-        ({"class_name": "Silent"}, "Silent has no step of its own"),
+        ({"class_name": "Silent"}, "Silent does not define step"),
         ({"config": {"call": []}}, r"config: it does not fit Own\(.*'call'; did you mean 'calls'\?"),
         ({"class_name": "Broken", "config": {"x": 1}}, "config: it does not fit Broken"),
         ({"class_name": "Sharing", "config": {"volume": 12}}, r"config\.volume: 12 is too loud"),
@@ -91,7 +91,7 @@ def test_a_module_that_raises_is_the_users(tmp_path: Path) -> None:
 
 def test_two_interactions_of_the_same_name_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"interactions\[2\]\.name: 'b' is taken by rollout\.multi_turn\.interactions\[1\]"
+        ConfigError, match=r"interactions\[2\]\.name: 'b' is also the name of rollout\.multi_turn\.interactions\[1\]"
     ):
         load(interaction(name="a"), interaction(name="b"), interaction(name="b"))
 
@@ -120,7 +120,7 @@ ENDPOINT = {"base_url": "http://localhost:1/v1", "model": "m"}
     [
         ("scripted", {"reply": ["a"]}, r"config\.reply: there is no such key.*did you mean 'replies'\?"),
         ("scripted", {"replies": [1]}, r"config\.replies\.0: 1 cannot be used"),
-        ("scripted", {"replies": ["a", ""]}, r"config\.replies: one of them is empty"),
+        ("scripted", {"replies": ["a", ""]}, r"config\.replies: one reply is empty"),
         ("scripted", {"stop_when": "(#"}, r"config\.stop_when: '\(#' is not a regular expression"),
         ("retry", {"max_tries": 0}, r"config\.max_tries: 0 cannot be used"),
         ("retry", {"wrong": ""}, r"config\.wrong: '' cannot be used"),
@@ -136,13 +136,13 @@ ENDPOINT = {"base_url": "http://localhost:1/v1", "model": "m"}
             {**ENDPOINT, "api_key_env": "NO_SUCH_KEY"},
             r"config\.api_key_env: the environment variable 'NO_SUCH_KEY' is not set",
         ),
-        ("model", {**ENDPOINT, "base_url": "localhost"}, r"config\.base_url: 'localhost' is no address"),
+        ("model", {**ENDPOINT, "base_url": "localhost"}, r"config\.base_url: 'localhost' is not an address"),
         ("model", {**ENDPOINT, "params": {"model": "x"}}, r"config\.params\.model: it is set for every request"),
         ("model", {**ENDPOINT, "stop_phrase": ""}, r"config\.stop_phrase: '' cannot be used"),
         (
             "model",
             {**ENDPOINT, "system_prompt": "ask {queston}"},
-            r"config\.system_prompt: nothing fills \{queston\}; did you mean 'question'",
+            r"config\.system_prompt: no value for \{queston\}; did you mean 'question'",
         ),
         ("model", {"base_url": "http://localhost:1/v1"}, r"config\.model: it is required here"),
     ],

@@ -83,7 +83,7 @@ async def test_the_system_prompt_is_filled_in_one_pass() -> None:
 )
 async def test_a_row_without_a_value_for_the_system_prompt_is_refused(template: str, given: EpisodeContext) -> None:
     async with talking([], given, system_prompt=template) as (session, _):
-        with pytest.raises(DataError, match=r"the row has nothing for it"):
+        with pytest.raises(DataError, match=r"the row has no value for it"):
             await session.reset()
 
 

@@ -57,7 +57,7 @@ async def test_a_row_has_a_script_of_its_own(replies: Any) -> None:
 
 @pytest.mark.parametrize("replies", ["how?", [1], ["how?", ""], {"a": "how?"}, 3])
 async def test_a_row_with_malformed_replies_is_refused(replies: Any) -> None:
-    with pytest.raises(DataError, match=r"interaction_kwargs\.replies: .* is no list of texts"):
+    with pytest.raises(DataError, match=r"interaction_kwargs\.replies: .* is not a list of texts"):
         await talk("scripted", {}, ["22"], row(replies=replies))
 
 

@@ -208,7 +208,7 @@ async def test_parts_are_one_message(game: Any) -> None:
         ("crash", "text", r"raised Error: the game crashed"),
         ("report", "text", r"raised Error: out of cards"),
         ("seven", "text", r"raised ValueError: invalid literal"),
-        ("5", "tool", r"raised ValueError: the environment answers .*'tool'.*only text of role user"),
+        ("5", "tool", r"raised ValueError: the environment answers .*'tool'.*only text of the role user"),
         ("slow", "text", r"did not return within 0\.5 s"),
     ],
 )
@@ -250,10 +250,10 @@ def test_it_can_be_loaded_beside_the_main_thread(game: Any) -> None:
 @pytest.mark.parametrize(
     ("env_args", "message"),
     [
-        ({"kind": "tools"}, "has tools of its own, which the model would not be shown"),
-        ({"kind": "completion"}, "wants message_type 'completion'"),
+        ({"kind": "tools"}, "has tools, which the model would not see"),
+        ({"kind": "completion"}, "has message_type 'completion'"),
         ({"kind": "rewriting"}, "rewrites the conversation between turns"),
-        ({"kind": "group"}, "is a EnvGroup, and only kinds of MultiTurnEnv"),
+        ({"kind": "group"}, "is a EnvGroup; only subclasses of MultiTurnEnv"),
         ({"kind": "raises"}, "no board"),
     ],
 )

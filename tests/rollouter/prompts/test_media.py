@@ -140,9 +140,9 @@ def test_frames_that_are_alike_stay_apart() -> None:
 @pytest.mark.parametrize(
     ("part", "why"),
     [
-        ({"type": "image", "image": "https://example.org/a.png"}, "lies on the network"),
+        ({"type": "image", "image": "https://example.org/a.png"}, "is on the network"),
         ({"type": "image_url", "image_url": {"url": "HTTP://example.org/a.png"}}, "nothing is fetched"),
-        ({"type": "image", "image": "s3://bucket/a.png"}, "lies on the network"),
+        ({"type": "image", "image": "s3://bucket/a.png"}, "is on the network"),
         ({"type": "image", "image": "missing.png"}, "No such file"),
         ({"type": "image", "image": b"no picture"}, "pillow cannot read it"),
         ({"type": "image", "image": PNG[:200]}, "pillow cannot read it"),

@@ -210,7 +210,7 @@ def test_a_feed_index_alone_determines_the_prompt(tmp_path: Path, tokenizer: Any
     again = ShuffledPrompts(prompts, seed=3, shuffle=True)
     assert [again.at(i).messages[0]["content"] for i in reversed(ids)] == in_order[::-1]
     assert [sorted(in_order[at : at + 7]) for at in (0, 7, 14)] == [sorted(map(str, range(7)))] * 3
-    with pytest.raises(ConfigError, match="sample_1_3 would lie in epoch 0 of these 7 prompts"):
+    with pytest.raises(ConfigError, match="sample_1_3 would be in epoch 0 of these 7 prompts"):
         again.at(SampleId(1, 3))
 
 

@@ -102,7 +102,7 @@ async def test_each_try_has_its_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "fix"), [(401, "check the key"), (403, "check the key"), (404, "the model's name and address")]
+    ("status", "fix"), [(401, "check the key"), (403, "check the key"), (404, "check base_url and the model's name")]
 )
 async def test_errors_of_every_request_are_config_errors(status: int, fix: str) -> None:
     async with endpoint([failed(status, "unknown")]) as setup:
@@ -113,7 +113,7 @@ async def test_errors_of_every_request_are_config_errors(status: int, fix: str) 
 
 async def test_a_server_without_chat_completions_is_a_config_error() -> None:
     async with endpoint([ServerAnswer("<html>welcome</html>", kind="text/html")]) as setup:
-        with pytest.raises(ConfigError, match=r"something else than a chat completion.*welcome.*base_urls end in /v1"):
+        with pytest.raises(ConfigError, match=r"something other than a chat completion.*welcome.*base_urls end in /v1"):
             await setup.endpoint.ask(QUESTION)
 
 
@@ -177,7 +177,7 @@ async def test_cancellation_ends_a_request() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"base_url": "localhost:8000/v1"}, "base_url: 'localhost:8000/v1' is no address"),
+        ({"base_url": "localhost:8000/v1"}, "base_url: 'localhost:8000/v1' is not an address"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env: the environment variable 'NO_SUCH_KEY' is not set"),
         ({"api_key_env": "EMPTY_KEY"}, "api_key_env: the environment variable 'EMPTY_KEY' is not set"),
         ({"timeout_s": 0.0}, r"timeout_s = 0\.0"),

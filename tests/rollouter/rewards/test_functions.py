@@ -144,7 +144,7 @@ async def test_a_function_from_a_module_in_the_working_directory(module: Path, m
         ("exact_match", {"patern": "x"}, "function: .*did you mean 'pattern'"),
         ("exact_match", {"pattern": "x"}, r"kwargs\.pattern: 'x' has no group"),
         ("exact_match", {"pattern": "("}, r"kwargs\.pattern: '\(' is not a regular expression"),
-        ("exact_match", {"solution_strs": "x"}, r"kwargs\.solution_strs: the function gets it for each response"),
+        ("exact_match", {"solution_strs": "x"}, r"kwargs\.solution_strs: each call sets this argument"),
     ],
 )
 def test_load_errors_name_key_and_value(module: Path, function: str, kwargs: dict[str, Any], expected: str) -> None:

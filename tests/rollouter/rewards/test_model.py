@@ -105,7 +105,7 @@ def test_a_score_that_is_not_finite_is_an_error(path: str) -> None:
         classifier._model.score.weight.fill_(torch.nan)
     (score,) = classifier.score(CONVERSATIONS[:1])
     assert isinstance(score, DataError)
-    assert "nan, no finite number" in score.message
+    assert "nan, which is not finite" in score.message
 
 
 def without_head(path: str) -> None:
