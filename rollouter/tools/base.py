@@ -16,7 +16,7 @@ ToolContext = TrajectoryContext
 
 @dataclass(frozen=True, slots=True)
 class ToolResponse:
-    """The result of a call. A plain string stands for a response with only a text."""
+    """The result of a call. A tool may return a plain string instead of a response that has only a text."""
 
     text: str
     """The answer that the model reads."""
@@ -24,32 +24,34 @@ class ToolResponse:
     """Reward of the turn that made the call."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     done: bool = False
-    """End the trajectory with this call; the model gets no answer."""
+    """Whether this call ends the trajectory; the model then gets no answer."""
 
 
 class ToolError(Exception):
-    """Raise it in `execute` to explain a mistake to the model. It is no failure of the tool and never ends the run; the
-    call counts as `refused`."""
+    """Raise this in `execute` to explain a mistake to the model. It is not a failure of the tool and never ends the
+    run; the call counts as `refused`."""
 
 
 class BadArgumentsError(ToolError):
-    """The arguments fit the schema but are still wrong; the call counts as `bad_arguments`."""
+    """Raise this in `execute` for arguments that fit the schema but are wrong. The call counts as `bad_arguments`."""
 
 
 class BaseTool(Generic[State]):
-    """One tool of a run. All trajectories share the object; `create` makes a state for each of them.
+    """One tool of a run. All trajectories share the object, and `create` returns a state for each of them.
 
     Methods may be `async`; others run in a worker thread. All have the deadline of `ToolConfig`, except `release`,
     which has 10 s. `create` runs before a trajectory's first call; if it fails, that call fails, and the next call
-    tries again. `release` is called once for every state, whatever happens. Calls of one turn run at once, on one
-    state. A thread cannot be killed: if one still runs after a deadline or cancellation, `release` waits up to 10 s
-    for it. A `calc_reward` that raises fails the sample according to `on_error`; with `message`, according to
+    tries again. Calls of one turn run concurrently, on the same state. `release` is called exactly once for every
+    state, even after a failure. A thread cannot be killed: if one still runs after a deadline or cancellation,
+    `release` waits up to 10 s for it.
+
+    If `calc_reward` raises, the sample fails according to `on_error`, or, if that is `message`, according to
     `reward.on_error`. `kwargs` are the row's
     `extra_info.tools_kwargs.<name>.{create,execute,calc_reward,release}_kwargs`.
     """
 
     name: ClassVar[str] = ""
-    """The tool's name for the model; empty: the name in the schema."""
+    """The tool's name for the model. If empty, the name in the schema applies."""
     schema: ClassVar[Mapping[str, Any]] = {}
     """An OpenAI schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
@@ -74,7 +76,7 @@ class BaseTool(Generic[State]):
         raise NotImplementedError
 
     def calc_reward(self, state: State, **kwargs: Any) -> float | Awaitable[float]:
-        """Return the trajectory's reward from this tool, `scores[name]`; called once, at the end."""
+        """Return this tool's reward for the trajectory, `scores[name]`. Called once, at the end."""
         return 0.0
 
     def release(self, state: State, **kwargs: Any) -> Awaitable[None] | None:

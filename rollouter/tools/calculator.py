@@ -14,7 +14,7 @@ from rollouter.tools.base import BaseTool, ToolError
 LONGEST = 200
 """Maximum length of an expression, in characters."""
 MAX_BITS = 1024
-"""Maximum size of integers, intermediate ones too (about 300 digits); it bounds the work and the answer."""
+"""Maximum size of all integers, including intermediate results: about 300 digits. It bounds the work and the answer."""
 _SIGNS = re.compile(r"[\s0-9.eE+\-*/%()]*")
 
 
@@ -22,7 +22,7 @@ class Calculator(BaseTool[None]):
     """`{"expression": "3 * (4 + 5)"}` gives `27`."""
 
     def __init__(self, name: str = "calculator", argument: str = "expression") -> None:
-        """Shorter names save tokens in small models."""
+        """Set the names that the model writes. Shorter names save tokens in small models."""
         self._name = name
         self._argument = argument
 
@@ -41,15 +41,15 @@ class Calculator(BaseTool[None]):
             },
         }
 
-    async def execute(self, state: None, arguments: Mapping[str, Any]) -> str:  # type: ignore[override]  # a row has nothing to add
+    async def execute(self, state: None, arguments: Mapping[str, Any]) -> str:  # type: ignore[override]  # no kwargs of a row
         return calculate(arguments[self._argument])
 
 
 def calculate(expression: str) -> str:
-    """Return the value of `expression`: an integer in full, another number with up to 12 significant digits.
+    """Return the value of `expression`: integers in full, other numbers with up to 12 significant digits.
 
     Raises:
-        ToolError: it has no value, or one that is too large.
+        ToolError: the expression is invalid, or has no value, or its value is too large.
     """
     if len(expression) > LONGEST:
         raise ToolError(f"the expression is longer than {LONGEST} characters")

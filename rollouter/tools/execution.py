@@ -1,6 +1,6 @@
-"""Execution of tool methods: worker threads, deadlines and rate limits, and one tool as one trajectory uses it.
+"""Executes tool methods in worker threads, with deadlines and rate limits, and manages a tool's state per trajectory.
 
-capacity, rate ─▶ create, once ─▶ repeat calls that records have answered ─▶ execute ─▶ outcome
+capacity, rate ─▶ create, once ─▶ repeat calls that were replayed from records ─▶ execute ─▶ outcome
                                                                   at the end ─▶ calc_reward ─▶ release
 """
 
@@ -35,18 +35,18 @@ from skip.stages import ToolOutcome
 logger = logging.getLogger(__name__)
 
 RELEASE_S = 10.0
-"""Deadline of a `release`, and how long it waits for a thread that still uses the state."""
+"""Deadline of `release`, and the time for which `release` waits for a thread that still uses the state."""
 
 OnLateResult = Callable[[Any], Coroutine[Any, Any, None]]
 
 
 class CallTimeoutError(Exception):
-    """A method did not return within its deadline. Not the `TimeoutError` that a tool may raise itself."""
+    """A method did not return within its deadline. This differs from a `TimeoutError` that a tool raises."""
 
 
 @dataclass(slots=True, eq=False)
 class ThreadCall:
-    """A sync method in a worker thread, which continues if its caller has been cancelled."""
+    """A call of a sync method in a worker thread. The thread continues if the caller is cancelled."""
 
     function: Callable[[], Any]
     on_late_result: OnLateResult | None
@@ -55,7 +55,8 @@ class ThreadCall:
     error: BaseException | None = None
     abandoned: bool = False
     scope: anyio.CancelScope = field(default_factory=lambda: anyio.CancelScope(shield=True))
-    """Without a deadline until the toolbox closes: a cancellation must not lose a thread's result."""
+    """Shields the thread, because a cancellation must not lose its result. It has no deadline until the toolbox
+    closes."""
 
 
 class MethodCaller:
@@ -63,15 +64,15 @@ class MethodCaller:
 
     def __init__(self, group: TaskGroup) -> None:
         self.group = group
-        """The toolbox waits for its tasks before it closes."""
+        """The task group of the toolbox, which waits for these tasks before it closes."""
         self._threads: set[ThreadCall] = set()
         self._closing = False
-        # Calls are bounded by their tools' limits; an abandoned thread must not occupy capacity for good.
+        # The tools' limits bound the calls, and an abandoned thread must not occupy capacity for ever.
         self._unbounded = anyio.CapacityLimiter(math.inf)
         self._starts = anyio.Semaphore(1)
 
     def close(self) -> None:
-        """Give running threads, and those that start later, `RELEASE_S` to end; then abandon them."""
+        """Give running threads, and threads that start later, `RELEASE_S` to end, and then abandon them."""
         self._closing = True
         for thread in self._threads:
             thread.scope.deadline = anyio.current_time() + RELEASE_S
@@ -90,13 +91,13 @@ class MethodCaller:
         Args:
             kwargs: Keyword arguments from the row.
             timeout_s: The deadline.
-            threads: Contains the thread, if the method needs one, until it ends.
-            on_late_result: Gets the result of a thread whose caller no longer waits, to release it.
+            threads: A set to which the call adds its thread, if the method needs one, until the thread ends.
+            on_late_result: Receives, and releases, the result of a thread whose caller no longer waits.
 
         Raises:
-            CallTimeoutError: it did not return in time.
-            UserCodeError: its signature does not take `kwargs`.
-            BaseException: what the method raises.
+            CallTimeoutError: the method did not return in time.
+            UserCodeError: the method's signature does not accept `kwargs`.
+            BaseException: whatever the method raises.
         """
         if kwargs and (problem := call_problem(method, *args, **kwargs)):
             raise UserCodeError(f"the row's tools_kwargs do not fit {problem}")
@@ -153,7 +154,8 @@ class MethodCaller:
 
 
 async def _await_tool(awaitable: Awaitable[Any]) -> Any:
-    """Await a tool's coroutine. One that is cancelled from inside has failed, without cancelling its caller."""
+    """Await a tool's coroutine. A cancellation from inside the tool counts as its failure, not as the caller's
+    cancellation."""
     task = asyncio.current_task()
     assert task is not None
     try:
@@ -165,7 +167,7 @@ async def _await_tool(awaitable: Awaitable[Any]) -> Any:
 
 
 class CallLimiter:
-    """Limits concurrent calls, first come, first served; calls start at least `1 / max_per_s` seconds apart."""
+    """Limits concurrent calls in the order of their arrival, and lets them start at least `1 / max_per_s` s apart."""
 
     def __init__(self, config: ToolConfig) -> None:
         self._capacity = anyio.CapacityLimiter(config.max_concurrency)
@@ -178,7 +180,7 @@ class CallLimiter:
         """Wait for capacity and, if `paced`, for the rate."""
         async with self._capacity:
             if paced and self._interval_s:
-                # Only the first waiter watches the clock: a cancelled waiter uses up no start.
+                # Only the first waiter sleeps, so a cancelled waiter does not use up a start.
                 async with self._pacing:
                     await anyio.sleep_until(self._next_start)
                     self._next_start = anyio.current_time() + self._interval_s
@@ -209,15 +211,15 @@ class TrajectoryTool:
     kwargs: Mapping[str, Mapping[str, Any]]
     """The row's keyword arguments by method."""
     replayed: list[str] = field(default_factory=list)
-    """Arguments of calls that records have answered; a later real call repeats them for the state."""
+    """Arguments of calls that records have answered. The next executed call repeats them first to restore the state."""
     _threads: set[ThreadCall] = field(default_factory=set)
     _created: bool = False
     _closed: bool = False
     _state: Any = None
     _failures: list[BaseException] = field(default_factory=list)
-    """What each failed `create` has raised."""
+    """The exceptions of failed calls of `create`."""
     _preparing: anyio.Lock = field(default_factory=anyio.Lock)
-    """Held while the state is created, and while it is brought up to what records have answered."""
+    """Held while the state is created, and while it is restored by repeating calls that records have answered."""
 
     @property
     def name(self) -> str:
@@ -227,11 +229,11 @@ class TrajectoryTool:
         return getattr(type(self.loaded.tool), method) is not getattr(BaseTool, method)
 
     async def call(self, arguments: str) -> ToolOutcome:
-        """Execute one call, creating the state first if necessary. `arguments` is checked JSON.
+        """Execute one call, creating the state first if necessary. `arguments` is valid JSON that fits the schema.
 
         Raises:
             ToolFailedError: the tool raised or took too long, and `on_error` is `drop` or `stop`.
-            UserCodeError: its result has the wrong type.
+            UserCodeError: the tool's result has the wrong type.
         """
         requested = anyio.current_time()
         async with self.limiter.slot():
@@ -250,7 +252,7 @@ class TrajectoryTool:
         """Return the result of `calc_reward`; its status is not `ok` if there is no state.
 
         Raises:
-            ToolFailedError, UserCodeError: it raised, took too long, or is not a finite number.
+            ToolFailedError, UserCodeError: `calc_reward` raised, took too long, or did not return a finite number.
         """
         if not self._created and not self.replayed:
             return ToolOutcome(status="raised")
@@ -270,7 +272,7 @@ class TrajectoryTool:
         raise UserCodeError(message, cause) if on_error == "message" else ToolFailedError(message, cause, on_error)
 
     async def release(self) -> None:
-        """Release the state, if there is one, within `RELEASE_S`; exceptions are only logged. Call it shielded."""
+        """Release the state, if any, within `RELEASE_S`. Exceptions are only logged. Call this method shielded."""
         self._closed = True
         if not self._created:
             return
@@ -287,7 +289,7 @@ class TrajectoryTool:
         return await self.caller.call(bound, *args, kwargs=self.kwargs[method], **options)
 
     async def _outcome(self, arguments: str, state: Any = None) -> ToolOutcome:
-        """Execute a call and turn exceptions of the tool into outcomes, unless `on_error` demands otherwise."""
+        """Execute a call, and convert exceptions of the tool to outcomes unless `on_error` is `drop` or `stop`."""
         try:
             state = await self._ready_state() if state is None else state[0]
             return _checked(await self._call("execute", state, parse_arguments(arguments)), self.name)
@@ -315,8 +317,8 @@ class TrajectoryTool:
     # ------------------------------------------------------------------------------------------------ the state
 
     async def _ready_state(self) -> Any:
-        """Return the state, which one `create` makes for all calls. Calls that wait for a `create` share its failure;
-        the next call tries again."""
+        """Return the state, and create it if necessary. If `create` fails, all calls that wait for it fail, and the
+        next call tries again."""
         failures = len(self._failures)
         async with self._preparing:
             if len(self._failures) > failures:
@@ -354,14 +356,14 @@ class TrajectoryTool:
             except CallTimeoutError:
                 logger.error("tool %s: release did not return within %g s, and is abandoned", self.name, RELEASE_S)
             except (Exception, SystemExit):
-                logger.exception("tool %s: release failed; what it held may still be held", self.name)
+                logger.exception("tool %s: release failed; its resources may not be freed", self.name)
 
 
 def _checked(result: Any, name: str) -> ToolOutcome:
     """Check the result of `execute`.
 
     Raises:
-        UserCodeError: it has the wrong type, or a number in it is not finite.
+        UserCodeError: the result has the wrong type, or contains a number that is not finite.
     """
     about = f"tool {name}: execute"
     if isinstance(result, str):
@@ -377,7 +379,7 @@ def _checked(result: Any, name: str) -> ToolOutcome:
 def _number(value: Any, about: str) -> float:
     number = finite(value)
     if number is None:
-        raise UserCodeError(f"{about}: {shown(value)} is no finite number")
+        raise UserCodeError(f"{about}: {shown(value)} is not a finite number")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Typed functions as tools: type hints and docstring become the schema.
+"""Turns typed functions into tools: type hints and docstring become the schema.
 
 @function_tool
 def forecast(city: str, days: int = 1) -> str:
@@ -38,16 +38,17 @@ _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(\([^)]*\))?\s*:\s*(.*)")
 
 
 class FunctionTool(BaseTool[ToolContext]):
-    """A sync function as a tool, run in a worker thread. It can still be called like the function.
+    """A tool that runs a sync function in a worker thread. The tool can still be called like the function.
 
-    A parameter annotated `ToolContext` gets the calling trajectory and is not in the schema. Arguments are converted
-    to the annotated types. A result that is neither text nor `ToolResponse` becomes JSON.
+    A parameter annotated with `ToolContext` receives the calling trajectory and is not in the schema. Arguments are
+    converted to the annotated types. A result that is neither a text nor a `ToolResponse` becomes JSON.
     """
 
     def __init__(
         self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
     ) -> None:
-        """Derive the schema; by default the name is the function's, the description its docstring before any section.
+        """Derive the schema. By default, the name is the function's, and the description is its docstring up to the
+        first section.
 
         Raises:
             ConfigError: no schema can be derived, because of a parameter without a type hint or a missing docstring.
@@ -59,10 +60,10 @@ class FunctionTool(BaseTool[ToolContext]):
         self._description = summary if description is None else description
         if not self._description:
             raise ConfigError(
-                f"tool function {self._name}: it has no docstring, so a model would not know what it is for; write one"
+                f"tool function {self._name}: it has no docstring, so a model would not know its purpose; write one"
             )
         self._context = ""
-        """The parameter for the context; empty without one."""
+        """The name of the parameter for the context; empty if the function has none."""
         collector = self._collector()
         try:
             self._adapter: TypeAdapter[Any] = TypeAdapter(collector)
@@ -104,7 +105,7 @@ class FunctionTool(BaseTool[ToolContext]):
         return bound | {self._context: context} if self._context else bound
 
     def _collector(self) -> Any:
-        """Return a function with the parameters that the model sees; it returns its arguments by name."""
+        """Return a function that has the parameters that the model sees, and that returns its arguments by name."""
 
         def collect(**arguments: Any) -> dict[str, Any]:
             return arguments
@@ -143,14 +144,18 @@ class FunctionTool(BaseTool[ToolContext]):
 
 
 class AsyncFunctionTool(FunctionTool):
-    """An async function as a tool, run on the event loop."""
+    """A tool that runs an async function on the event loop."""
 
     async def execute(self, state: ToolContext, arguments: Mapping[str, Any]) -> Any:  # type: ignore[override]
         return _as_response(await self.function(**self._bound(state, arguments)))
 
 
 def as_tool(function: Callable[..., Any], *, name: str | None = None, description: str | None = None) -> FunctionTool:
-    """Return a sync or async function as a tool; a `FunctionTool` is returned unchanged. Raises as `FunctionTool`."""
+    """Convert a sync or async function to a tool. A `FunctionTool` is returned unchanged.
+
+    Raises:
+        ConfigError: see `FunctionTool`.
+    """
     if isinstance(function, FunctionTool):
         return function
     return (AsyncFunctionTool if is_async(function) else FunctionTool)(function, name=name, description=description)
@@ -172,7 +177,7 @@ def function_tool(
     """Turn a typed function with a docstring into a tool; usable with or without arguments.
 
     Raises:
-        ConfigError: as `FunctionTool`.
+        ConfigError: see `FunctionTool`.
     """
     if function is not None:
         return as_tool(function)
@@ -182,7 +187,7 @@ def function_tool(
 class _PlainSchema(GenerateJsonSchema):
     """Generates schemas without redundant titles, and ignores defaults that JSON cannot represent."""
 
-    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  pydantic's own attribute
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  pydantic defines this attribute
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -200,7 +205,7 @@ def _as_response(result: Any) -> Any:
     try:
         return to_json(result, inf_nan_mode="constants").decode()
     except PydanticSerializationError:
-        return result  # the check of results refuses it with a better message
+        return result  # `execution` refuses this result with a better message
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:

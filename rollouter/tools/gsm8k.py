@@ -23,11 +23,11 @@ class Gsm8kState:
 
 
 class Gsm8kTool(BaseTool[Gsm8kState]):
-    """Answers whether a number is right, like verl's `calc_gsm8k_reward`: `Current parsed answer='72' reward=1.0`.
+    """Checks an answer like verl's `calc_gsm8k_reward`, and answers `Current parsed answer='72' reward=1.0`.
 
-    `calc_reward` is 1 if any answer was right, else 0. A turn whose answer is no better than earlier ones gets
-    `penalty`. The ground truth is `tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth` of the row, or else its
-    `reward_model.ground_truth`.
+    `calc_reward` is 1 if any answer was right, else 0. A turn whose answer is not better than earlier answers gets the
+    reward `penalty`. The ground truth is the row's `tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth`, or else
+    its `reward_model.ground_truth`.
     """
 
     name: ClassVar[str] = "calc_gsm8k_reward"
@@ -45,14 +45,15 @@ class Gsm8kTool(BaseTool[Gsm8kState]):
     }
 
     def __init__(self, *, penalty: float = -0.05) -> None:
-        """
+        """Set the reward of turns whose answer is not better than earlier answers.
+
         Raises:
             ConfigError: the penalty is above zero, which would reward wrong answers.
         """
         if penalty > 0:
             raise ConfigError(
-                f"penalty = {penalty!r}: it is the reward of a turn whose "
-                f"answer is no better than before, and above zero it pays to be wrong; write {-penalty!r}"
+                f"penalty = {penalty!r}: it is the reward of a turn whose answer is not better than earlier ones, and "
+                f"a value above zero rewards wrong answers; write {-penalty!r}"
             )
         self._penalty = penalty
 
@@ -60,17 +61,17 @@ class Gsm8kTool(BaseTool[Gsm8kState]):
         """Read the ground truth.
 
         Raises:
-            UserCodeError: the row has none, or it is not a number.
+            UserCodeError: the row has no ground truth, or it is not a number.
         """
         given = context.ground_truth if ground_truth is None else ground_truth
         if given is None:
             raise UserCodeError(
-                "the row has nothing that calc_gsm8k_reward could compare with: neither its "
+                "the row has no ground truth for calc_gsm8k_reward: neither its "
                 "reward_model.ground_truth nor extra_info.tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth"
             )
         number = parse_answer(str(given))
         if number is None:
-            raise UserCodeError(f"calc_gsm8k_reward: the row's ground truth {given!r} is no number")
+            raise UserCodeError(f"calc_gsm8k_reward: the row's ground truth {given!r} is not a number")
         return Gsm8kState(number)
 
     async def execute(self, state: Gsm8kState, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResponse:
@@ -85,7 +86,7 @@ class Gsm8kTool(BaseTool[Gsm8kState]):
 
 
 def parse_answer(text: str) -> Decimal | None:
-    """Return the last number behind the last `####`, or of the whole text, or None.
+    """Return the last number after the last `####`, or else of the whole text; None if there is no number.
 
     `$`, commas between digits, units and full stops are ignored: `#### $1,234.00.` is 1234.
     """

@@ -21,7 +21,7 @@ from rollouter.tools.function import as_tool
 from rollouter.user_code import call_problem, describe, load_registered, shorten
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Names of functions that OpenAI's API accepts."""
+"""The names of functions that OpenAI's API accepts."""
 
 
 class BadJsonError(ValueError):
@@ -29,15 +29,15 @@ class BadJsonError(ValueError):
 
 
 class FunctionSchema:
-    """The schema of a tool as the model sees it; checks arguments.
+    """The schema of a tool that the model sees. It also checks arguments.
 
     Raises:
-        ValueError: it is not an OpenAI function schema; the message begins with the wrong key.
+        ValueError: the value is not an OpenAI function schema; the message begins with the wrong key.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schema: Mapping[str, Any] = _checked(schema)
-        """Plain JSON values, `parameters` included."""
+        """The complete schema, in plain JSON values."""
         function = self.schema["function"]
         self.name: str = function["name"]
         # An empty registry makes references to other documents an error instead of a download.
@@ -56,7 +56,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """Parse the arguments that the model wrote; an empty text means no arguments.
 
     Raises:
-        BadJsonError: they are not a JSON object.
+        BadJsonError: the text is not a JSON object.
     """
     try:
         parsed = json.loads(text or "{}", parse_constant=_refuse)
@@ -77,15 +77,15 @@ def _checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         schema = json.loads(json.dumps(given, allow_nan=False, default=_mapping))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"it is not made of JSON values: {error}") from None
+        raise ValueError(f"it contains values that JSON cannot represent: {error}") from None
     function = schema.get("function")
     if schema.get("type") != "function" or not isinstance(function, dict):
-        raise ValueError('it is no function schema; write {"type": "function", "function": {"name": ...}}')
+        raise ValueError('it is not a function schema; write {"type": "function", "function": {"name": ...}}')
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"function.name: {name!r} is no name of a function; use 1 to 64 letters, digits, _ and -")
+        raise ValueError(f"function.name: {name!r} is not a valid name; use 1 to 64 letters, digits, _ and -")
     if not isinstance(function.setdefault("description", ""), str):
-        raise ValueError(f"function.description: {function['description']!r} is no text")
+        raise ValueError(f"function.description: {function['description']!r} is not a text")
     parameters = function.setdefault("parameters", {"type": "object", "properties": {}})
     try:
         jsonschema.Draft202012Validator.check_schema(parameters)
@@ -100,7 +100,7 @@ def _checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
 def _mapping(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r} is none")
+    raise TypeError(f"{value!r} is not a JSON value")
 
 
 BUILT_IN: Mapping[str, str] = {
@@ -120,7 +120,7 @@ class LoadedTool:
     schema: FunctionSchema
     config: ToolConfig
     key: str
-    """Its place in the configuration, for errors."""
+    """The tool's configuration key, for errors."""
 
     @property
     def name(self) -> str:
@@ -129,7 +129,7 @@ class LoadedTool:
 
 @dataclass(frozen=True, slots=True)
 class LoadedMcpServer:
-    """A configured server, whose tools are known once it runs."""
+    """A configured server. Its tools are known once it runs."""
 
     mcp: McpServerConfig
     config: ToolConfig
@@ -142,8 +142,8 @@ def load_tools(
     """Import and construct the configured tools, in order. Blocks.
 
     Raises:
-        ConfigError: an entry is invalid, or two tools have the same name; names the key.
-        UserCodeError: a module or a class of the user raised.
+        ConfigError: an entry is invalid, or two tools have the same name; the message names the key.
+        UserCodeError: a user's module or class raised.
     """
     loaded = [_load(config, f"{key}.{number}") for number, config in enumerate(configs)]
     check_names([one for one in loaded if isinstance(one, LoadedTool)])
@@ -151,7 +151,8 @@ def load_tools(
 
 
 def check_names(tools: Sequence[LoadedTool]) -> None:
-    """
+    """Check that the names of the tools differ.
+
     Raises:
         ConfigError: two tools have the same name.
     """
@@ -159,16 +160,17 @@ def check_names(tools: Sequence[LoadedTool]) -> None:
     for one in tools:
         if one.name in keys:
             raise ConfigError(
-                f"{one.key}: its tool is called {one.name!r}, like that of {keys[one.name]}, so a call could mean "
-                "either; give one of them another name in tool_schema"
+                f"{one.key}: its tool is called {one.name!r}, like that of {keys[one.name]}, so calls would be "
+                "ambiguous; give one of the tools another name in tool_schema"
             )
         keys[one.name] = one.key
 
 
 def function_schema(schema: Mapping[str, Any], key: str) -> FunctionSchema:
-    """
+    """Check a function schema; `key` is its configuration key.
+
     Raises:
-        ConfigError: it is no function schema.
+        ConfigError: the value is not a function schema.
     """
     try:
         return FunctionSchema(schema)
@@ -180,9 +182,9 @@ def _load(config: ToolConfig, key: str) -> LoadedTool | LoadedMcpServer:
     given = [name for name in ("class_name", "function", "mcp") if getattr(config, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
-        raise ConfigError(f"{key}: a tool is one of class_name, function and mcp, and {found} is set; set exactly one")
+        raise ConfigError(f"{key}: a tool is one of class_name, function and mcp, but {found} is set; set exactly one")
     if config.class_name is None and config.config:
-        raise ConfigError(f"{key}.config: only a class takes it, and {given[0]} is set; leave it out")
+        raise ConfigError(f"{key}.config: only class_name uses it, but {given[0]} is set; leave it out")
     if config.mcp is not None:
         return _server(config, config.mcp, key)
     if config.function is not None:
@@ -199,9 +201,9 @@ def _server(config: ToolConfig, mcp: McpServerConfig, key: str) -> LoadedMcpServ
         raise ConfigError(f"{key}.tool_schema: a server defines the schemas of its tools itself; leave it out")
     if bool(mcp.command) == (mcp.url is not None):
         found = "both are set" if mcp.command else "neither is set"
-        raise ConfigError(f"{key}.mcp: a server is a command or a url, and {found}; set exactly one")
+        raise ConfigError(f"{key}.mcp: a server is a command or a url, but {found}; set exactly one")
     if mcp.env and not mcp.command:
-        raise ConfigError(f"{key}.mcp.env: it has no effect on a server at a url; leave it out")
+        raise ConfigError(f"{key}.mcp.env: it has no effect on a server that has a url; leave it out")
     import rollouter.tools.mcp  # noqa: F401  importing it takes a second, so do it here, before the event loop runs
 
     return LoadedMcpServer(mcp, config, key)
@@ -210,7 +212,7 @@ def _server(config: ToolConfig, mcp: McpServerConfig, key: str) -> LoadedMcpServ
 def _function(reference: str, key: str) -> BaseTool[Any]:
     function = load_object(reference, key)
     if inspect.isclass(function) or not callable(function):
-        raise ConfigError(f"{key}: {reference} is no function; a class is named in class_name")
+        raise ConfigError(f"{key}: {reference} is not a function; name a class in class_name")
     try:
         return as_tool(function)
     except ConfigError as error:
@@ -221,10 +223,10 @@ def _instance(name: str, arguments: Mapping[str, Any], key: str) -> BaseTool[Any
     found = load_registered(name, f"{key}.class_name", BUILT_IN, "Class")
     if not (inspect.isclass(found) and issubclass(found, BaseTool)):
         is_function = callable(found) and not inspect.isclass(found)
-        fix = "a function is named in function" if is_function else "derive it from rollouter.tools.BaseTool"
-        raise ConfigError(f"{key}.class_name: {name} is no class of a tool; {fix}")
+        fix = "name a function in function" if is_function else "derive it from rollouter.tools.BaseTool"
+        raise ConfigError(f"{key}.class_name: {name} is not a tool class; {fix}")
     if found.execute is BaseTool.execute:
-        raise ConfigError(f"{key}.class_name: {name} has no execute of its own, so a call could do nothing; write one")
+        raise ConfigError(f"{key}.class_name: {name} does not define execute, so calls would do nothing; define it")
     if problem := call_problem(found, **arguments):
         raise ConfigError(f"{key}.config: it does not fit {problem}")
     try:

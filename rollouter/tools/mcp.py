@@ -1,11 +1,11 @@
-"""Servers of the Model Context Protocol as tools: one connection per server and run, in a task of its own.
+"""Tools of Model Context Protocol servers. Each server has one connection per run, which is one task.
 
     connect ─▶ enter the client ─▶ list its tools ─▶ calls, from any task ─▶ lost, or closed ─▶ leave the client
        ▲                                                        │
        └────────────── a call that finds it lost requests another connection
 
-The client's cancel scopes must be left in the task that entered them, so that task does nothing else. The next call
-restarts or reconnects a server that has died; calls that were lost with it share that connection.
+The client's cancel scopes must be left in the task that entered them, so this task does nothing else. If a server has
+died, the next call restarts it or reconnects to it. All calls that were lost with it use the new connection.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from rollouter.tools.base import BaseTool, ToolError
 MAX_LINES = 20
 MAX_LINE_CHARS = 500
 END_S = 1.0
-"""How long to wait for the last lines of a process that has ended."""
+"""Time to wait for the last lines of a process that has ended."""
 
 
 class StderrTail:
-    """Forwards a process's standard error to ours, and keeps its last lines for error messages.
+    """Forwards a process's standard error to this process's, and keeps the last lines for error messages.
 
-    A thread reads the pipe until both the process and `close` have closed it.
+    A thread reads the pipe until the process and `close` have closed their ends.
     """
 
     def __init__(self) -> None:
         read, write = os.pipe()
         self.file: TextIO = os.fdopen(write, "w")
-        """The process's standard error."""
+        """The file to use as the process's standard error."""
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._thread = threading.Thread(target=self._read, args=(read,), daemon=True, name="stderr-tail")
         self._thread.start()
 
     def close(self) -> None:
-        """Close our copy of `file`, once the process has its own."""
+        """Close `file` in this process, once the other process has inherited it."""
         self.file.close()
 
     def read(self) -> str:
@@ -75,7 +75,7 @@ class StderrTail:
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
-"""Deadline for leaving a client that is no longer needed. The client kills a process well before."""
+"""Deadline for leaving a client that is no longer needed. The client kills its process well before that."""
 MAX_PAGES = 100
 """Maximum number of pages of a server's list of tools."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
@@ -85,7 +85,7 @@ class McpServer:
     """A configured server. Its connections are tasks of `group`; all methods may be called from any task."""
 
     def __init__(self, config: McpServerConfig, key: str, group: TaskGroup) -> None:
-        """Connect. `key` is the server's place in the configuration, for errors."""
+        """Begin to connect. `key` is the server's configuration key, for errors."""
         self._config = config
         self._key = key
         self._group = group
@@ -93,7 +93,7 @@ class McpServer:
         self._connection = self._connect()
 
     def close(self) -> None:
-        """Let the connection end, and the server with it."""
+        """Begin to end the connection, and the server with it."""
         self._closing = True
         self._connection.end()
 
@@ -106,8 +106,8 @@ class McpServer:
         """Return the server's tools, once it has listed them.
 
         Raises:
-            ConfigError: it cannot be started, or lacks a configured tool.
-            InfraError: it ended, or did not list its tools within `start_s`.
+            ConfigError: the server cannot be started, or lacks a configured tool.
+            InfraError: the server ended, or did not list its tools within `start_s`.
         """
         connection = self._connection
         await connection.settled.wait()
@@ -126,7 +126,7 @@ class McpServer:
 
         Raises:
             ToolError: the server reports an error.
-            Exception: the connection is lost and cannot be restored, or the answer violates the protocol.
+            Exception: the connection is lost and cannot be restored, or the server's answer violates the protocol.
         """
         connection = self._connection
         try:
@@ -138,11 +138,11 @@ class McpServer:
         return f"the server at {self._config.url}" if self._config.url else f"server `{' '.join(self._config.command)}`"
 
     async def _reconnected(self, lost: _Connection) -> _Connection:
-        """Return the connection after `lost`, which the first caller requests."""
+        """Return the connection that replaces `lost`. The first caller opens it."""
         if self._closing:
             raise _ConnectionLost(f"{self} is closed")
         if self._connection is lost:
-            logger.warning("%s: %s is gone; it is started or connected to once more", self._key, self)
+            logger.warning("%s: the connection to %s is lost; connecting again", self._key, self)
             lost.end()
             self._connection = self._connect()
         connection = self._connection
@@ -153,7 +153,8 @@ class McpServer:
         return connection
 
     async def _keep(self, connection: _Connection) -> None:
-        """Enter the client, and leave it on `connection.leave`. An earlier failure becomes the connection's error."""
+        """Enter the client, and leave it when `connection.leave` is set. A failure to connect becomes the connection's
+        error."""
         config = self._config
         # The scope stays open after the start, without a deadline: the client's own scopes are inside it.
         connection.scope.deadline = min(connection.scope.deadline, anyio.current_time() + config.start_s)
@@ -207,7 +208,7 @@ class McpTool(BaseTool[None]):
         self._served = served
 
     def function_schema(self) -> Mapping[str, Any]:
-        """Return the schema; characters of the server's name that names of functions cannot contain are replaced."""
+        """Return the schema. Characters of the server's tool name that function names cannot contain are replaced."""
         name = _NOT_IN_NAMES.sub("_", self._served.name)[:64]
         description, parameters = self._served.description or "", self._served.input_schema
         return {
@@ -215,7 +216,7 @@ class McpTool(BaseTool[None]):
             "function": {"name": name, "description": description, "parameters": parameters},
         }
 
-    async def execute(self, state: None, arguments: Mapping[str, Any]) -> str:  # type: ignore[override]  # a row has nothing to add
+    async def execute(self, state: None, arguments: Mapping[str, Any]) -> str:  # type: ignore[override]  # no kwargs of a row
         return await self._server.call(self._served.name, arguments)
 
 
@@ -234,7 +235,7 @@ class _Connection:
         self.scope = anyio.CancelScope()
         self.error: BaseException | None = None
         self.stderr = ""
-        """The end of the error message of a server that failed."""
+        """The last lines of the server's standard error, as the end of an error message; set if connecting failed."""
         self.tools: list[ServedTool] = []
         self._client: Client | None = None
 
@@ -277,7 +278,7 @@ async def _all_tools(client: Client) -> list[ServedTool]:
 
 
 def _text(result: CallToolResult) -> str:
-    """Return the texts of a result, one per line; other content is only named.
+    """Return the texts of a result, one per line. Of other content, only the type is returned.
 
     Raises:
         ToolError: the result is an error.

@@ -22,14 +22,14 @@ class PythonSettings(CodeLimits):
     """The settings of `PythonTool`."""
 
     session: bool = False
-    """Use one process per trajectory, whose variables survive between calls, instead of one per call. Code can then
-    raise its own limit of processor time; that of wall time holds."""
+    """Use one process per trajectory, whose variables survive between calls, instead of one process per call. The code
+    can then raise its limit of processor time, but not the limit of wall time."""
     network: Literal["denied", "allowed"] = "denied"
     """`allowed` lets the code use the network."""
     files: Literal["private", "shared"] = "private"
-    """`shared` lets the code read and write the files of the run's user, if that cannot be prevented."""
+    """`shared` accepts that the code reads and writes the files of the run's user if this machine cannot prevent it."""
     packages: bool = False
-    """Let the code import the installed packages, not only the standard library."""
+    """Let the code import installed packages in addition to the standard library."""
     read_paths: tuple[str, ...] = ()
     """Files and directories that the code may read."""
 
@@ -37,16 +37,16 @@ class PythonSettings(CodeLimits):
 @dataclass(slots=True)
 class PythonState:
     process: ConfinedProcess | None = None
-    """The process of a session, which lives on between calls."""
+    """The process of a session, which continues between calls."""
     lock: anyio.Lock = field(default_factory=anyio.Lock)
-    """Calls of a session run one after the other: they share variables."""
+    """Calls of a session run one after the other, because they share variables."""
 
 
 class PythonTool(BaseTool[PythonState]):
-    """Runs code like a notebook: the answer is its output and the value of its last expression.
+    """Runs code like a notebook: the answer contains its output and the value of its last expression.
 
-    Exceptions and exceeded limits are answers too, not failures of the tool. The deadline of a call, `timeout_s` of
-    the tool's configuration, should be above `wall_s`.
+    Exceptions and exceeded limits are also answers, not failures of the tool. The deadline of a call, `timeout_s` of
+    the tool's configuration, should exceed `wall_s`.
     """
 
     name: ClassVar[str] = "python"
@@ -67,13 +67,13 @@ class PythonTool(BaseTool[PythonState]):
     }
 
     def __init__(self, **settings: Any) -> None:
-        """Check which walls this machine supports. Blocks for about 0.1 s.
+        """Check which isolation this machine supports. Blocks for about 0.1 s.
 
         Args:
             settings: The keys of `PythonSettings`.
 
         Raises:
-            ConfigError: a wall cannot be built on this machine, or a value is invalid.
+            ConfigError: this machine lacks a required isolation, or a value is invalid.
         """
         chosen = parse_settings(PythonSettings, settings)
         self._session = chosen.session

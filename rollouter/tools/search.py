@@ -1,4 +1,4 @@
-"""A search tool over a local file of documents, with BM25 in memory."""
+"""A tool that searches a local file of documents with an in-memory BM25 index."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SearchDocument(NamedTuple):
 
 class SearchHit(NamedTuple):
     number: int
-    """The text's number, from 0."""
+    """The text's position in the index, from 0."""
     score: float
 
 
@@ -49,9 +49,10 @@ class Bm25Index:
     """An index of texts with precomputed BM25 weights. It reads the texts as a stream, so they need not fit in memory.
 
     A text's score is the sum over the query's words of `idf · f (k1 + 1) / (f + k1 (1 - b + b · l / mean l))`, with `f`
-    occurrences in a text of `l` words, and `idf = ln(1 + (N - n + ½) / (n + ½))` for a word in `n` of `N` texts. It is
-    the weight of Robertson and Spärck Jones (1976) without relevance judgements, kept above zero; saturation and length
-    as in Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond (2009), eq. 3.15.
+    occurrences in a text of `l` words, and `idf = ln(1 + (N - n + ½) / (n + ½))` for a word in `n` of `N` texts. This
+    `idf` is the weight of Robertson and Spärck Jones (1976) without relevance judgements, kept above zero. Saturation
+    and length normalization follow Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond
+    (2009), eq. 3.15.
     """
 
     def __init__(self, texts: Iterable[str], *, k1: float = 1.2, b: float = 0.75) -> None:
@@ -77,7 +78,7 @@ class Bm25Index:
         return 0.0 if number is None else float(self._idf[number])
 
     def search(self, query: Sequence[str], top_k: int) -> list[SearchHit]:
-        """Return the best texts with at least one of the words, best first, equal ones in their order."""
+        """Return the `top_k` best texts that contain a word of the query, best first. Equal texts keep their order."""
         scores = np.zeros(self.num_texts, dtype=np.float32)
         for word in query:
             if (number := self._numbers.get(word)) is not None:
@@ -87,7 +88,7 @@ class Bm25Index:
         top_k = min(top_k, found)
         if not top_k:
             return []
-        # Include all texts that equal the last one, so that their order decides between them.
+        # Include all texts with the lowest score of the result, so that their order decides between them.
         worst = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
         best = np.flatnonzero(scores >= worst)
         best = best[np.argsort(-scores[best], kind="stable")][:top_k]
@@ -97,7 +98,10 @@ class Bm25Index:
 def _count(
     texts: Iterable[str], number_of: Callable[[str], int]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Return word, text and occurrences of each pair of a word and a text, and the length of each text in words."""
+    """Count the words of all texts.
+
+    Return the numbers of word and text and the occurrences of each pair, and the length of each text in words.
+    """
     parts: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
     lengths: list[int] = []
     remaining = iter(texts)
@@ -122,11 +126,11 @@ class SearchSettings(ConfigSection):
     top_k: Positive = 3
     """Number of documents shown by default."""
     max_top_k: Positive = 10
-    """Largest number that the model can request."""
+    """Maximum number of documents that the model can request."""
     snippet_words: Positive = 60
-    """Length of the passage shown of each document."""
+    """Number of words shown of each document."""
     k1: Annotated[float, Field(ge=0)] = 1.2
-    """Saturation of repeated words; with 0 only presence counts."""
+    """Saturation of repeated words. With 0, only the presence of a word counts."""
     b: Share = 0.75
     """Penalty of long documents."""
 
@@ -135,7 +139,7 @@ class SearchTool(BaseTool[None]):
     """Searches documents of a JSONL or Parquet file with `text` and optionally `id` and `title`.
 
     The constructor builds the index: 100,000 documents of 100 words (50 MB) take 8 s of one core and 230 MB; a query
-    takes 1 ms. Words are compared in lower case and not stemmed; languages without spaces between words need another
+    takes 1 ms. Words are compared in lower case, without stemming. Languages without spaces between words need another
     tool.
     """
 
@@ -164,7 +168,7 @@ class SearchTool(BaseTool[None]):
 
         Raises:
             ConfigError: there is no such file, or a value is invalid.
-            DataError: a row is no document; names the file and the row.
+            DataError: a row is not a document; the message names the file and the row.
         """
         chosen = parse_settings(SearchSettings, settings)
         self._settings = chosen
@@ -177,7 +181,8 @@ class SearchTool(BaseTool[None]):
         log.info("%d documents of %s indexed in %.1f s", len(self._documents), chosen.path, time.monotonic() - started)
 
     def execute(self, state: None, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResponse:
-        """
+        """Search for the documents that match the query best.
+
         Raises:
             BadArgumentsError: the query has no words.
         """
@@ -198,9 +203,9 @@ class SearchTool(BaseTool[None]):
 
 
 def snippet(text: str, weights: Mapping[str, float], max_words: int) -> str:
-    """Return the passage of at most `max_words` words with the heaviest distinct words, the first of equals.
+    """Return the passage of at most `max_words` words whose distinct words have the largest sum of weights.
 
-    The matching words are centred in it.
+    Among equal passages, the first one is returned. The matching words are in its centre.
     """
     found = list(_WORD.finditer(text))
     if not found:
@@ -227,7 +232,7 @@ def read_documents(path: str) -> list[SearchDocument]:
 
     Raises:
         ConfigError: there is no such file, or it has another suffix.
-        DataError: a row is no document; names the file and the row.
+        DataError: a row is not a document; the message names the file and the row.
     """
     with TemporaryDirectory(prefix="asyncrl-search-") as cache:
         rows = FileRows([path], key="path", cache_dir=Path(cache))

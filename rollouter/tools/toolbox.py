@@ -4,8 +4,8 @@
                            │ no                    └───────────────────────────────────────────────▶ outcome
                            └─▶ a message to the model
 
-A call that a record answers does not run the tool. If a later call has no record, the tool first repeats the calls
-that records have answered, so that its state is the same as without records.
+If a call is replayed from a record, the tool does not run. If a later call has no record, the tool first repeats the
+replayed calls, so that its state is the same as without records.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from skip import SkipManager
 from skip.stages import ToolOutcome
 
 CALC_REWARD = "calc_reward"
-"""Takes the place of the arguments in the record of `calc_reward`, whose turn is -1; it is no JSON."""
+"""The arguments in the record of `calc_reward`, whose turn is -1. No real call has them, as they are not JSON."""
 _METHODS = ("create", "execute", "calc_reward", "release")
 
 
@@ -46,11 +46,11 @@ class ToolCallResult(NamedTuple):
 
     call: ToolCall
     done: bool
-    """The call ends the trajectory."""
+    """Whether the call ends the trajectory."""
 
 
 class ToolSession:
-    """The calls of one trajectory; leaving it releases the states of its tools."""
+    """An async context manager for the calls of one trajectory. At its exit, it releases the states of the tools."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ToolSession:
         await self.release()
 
     async def call(self, name: str, arguments: str, *, turn: int) -> ToolCallResult:
-        """Make one call of turn `turn`; calls of one turn may run at once. `arguments` is the model's own JSON text.
+        """Make one call of turn `turn`. Calls of one turn may run concurrently. `arguments` is the model's JSON text.
 
         Raises:
             ToolFailedError: the tool raised or took too long, and `on_error` is `drop` or `stop`.
@@ -87,7 +87,7 @@ class ToolSession:
         return ToolCallResult(record(name, arguments, outcome), outcome.done)
 
     def malformed(self, text: str) -> ToolCall:
-        """Return the call that stands for text which could not be parsed as one."""
+        """Return a refused call for text that looks like a call but could not be parsed."""
         outcome = ToolOutcome(f"Error: this is no tool call: {shorten(text)}", status="bad_json")
         return self._not_executed("", text, outcome)
 
@@ -100,7 +100,7 @@ class ToolSession:
         """Return the `calc_reward` of each tool that the trajectory has used, unless its state could not be created.
 
         Raises:
-            ToolFailedError, UserCodeError: it raised, took too long, or is not a finite number.
+            ToolFailedError, UserCodeError: a `calc_reward` raised, took too long, or did not return a finite number.
         """
         scores: dict[str, float] = {}
         for name in dict.fromkeys(called for called, _, _ in self._calls):
@@ -113,7 +113,7 @@ class ToolSession:
         return scores
 
     async def release(self) -> None:
-        """Release every state once; each tool has `RELEASE_S`, and its exceptions are only logged."""
+        """Release every state once. Each tool has `RELEASE_S` for this, and exceptions are only logged."""
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
                 for tool in self._tools.values():
@@ -146,11 +146,11 @@ class ToolSession:
         return outcome
 
     async def _recorded(self, name: str, arguments: str, turn: int) -> ToolOutcome:
-        """Call the tool, or return the record of the call; validation has no records."""
+        """Call the tool, or return the record of the call. Validation does not use records."""
         context = self._context
         if not isinstance(context.sample_id, SampleId):
             return await self._run(name, arguments)
-        # Calls of one turn run at once, in no order.
+        # Calls of one turn run concurrently, so only the calls of earlier turns count as previous ones.
         before = sorted([when, what] for tool, when, what in self._calls if tool == name and (turn < 0 or when < turn))
         row = [context.messages, context.data_source, context.ground_truth, context.extra_info]
         background = {"before": before, "prompt": row}
@@ -193,10 +193,11 @@ class ToolSession:
 
 
 def _rows_kwargs(context: ToolContext, name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return the row's keyword arguments by method of a tool. Parquet stores None where only other rows have a value.
+    """Return the row's keyword arguments for each method of a tool, without the None that parquet stores for missing
+    keys.
 
     Raises:
-        DataError: they are malformed.
+        DataError: the row's `tools_kwargs` are malformed.
     """
     key = "extra_info.tools_kwargs"
     of_row = _mapping(context.extra_info.get("tools_kwargs"), key)
@@ -212,14 +213,14 @@ def _mapping(value: Any, key: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f"{key} = {shown(value)}: it has arguments by name; write a mapping")
+        raise DataError(f"{key} = {shown(value)}: write a mapping from the names of arguments to their values")
     return {str(name): item for name, item in value.items() if item is not None}
 
 
 class Toolbox:
-    """The tools of one run. It must be entered while its sessions are; its tool servers run as long.
+    """The tools of one run. Its sessions must be used while it is entered; tool servers run during that time.
 
-    Each entry of the configuration has its own limits on calls; the tools of a server share them.
+    Each entry of the configuration has separate limits on calls. All tools of a server share the limits of its entry.
     """
 
     def __init__(self, tools: Sequence[LoadedTool | LoadedMcpServer]) -> None:
@@ -232,7 +233,8 @@ class Toolbox:
             self._make_ready([one for one in tools if isinstance(one, LoadedTool)])
 
     async def __aenter__(self) -> Self:
-        """
+        """Start or connect to the tool servers, and list their tools.
+
         Raises:
             ConfigError, InfraError: a server cannot be reached, or lacks a configured tool.
         """
@@ -247,12 +249,12 @@ class Toolbox:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        # Without the error: it propagates unchanged, instead of inside an exception group of this task group.
+        # The error is not passed on, so that it propagates unchanged and not inside this task group's exception group.
         await self._stack.__aexit__(None, None, None)
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """The function schemas in the order of the configuration; those of servers are known once it is entered."""
+        """The function schemas in the order of the configuration. With servers, they are known once it is entered."""
         if self._configured and not self._ready:
             raise BugError("the tools of a server are not known before the toolbox is entered")
         return tuple(loaded.schema.schema for loaded, _ in self._ready.values())
@@ -261,7 +263,7 @@ class Toolbox:
         """Return the session for the calls of one trajectory.
 
         Raises:
-            DataError: the row's `tools_kwargs` are no keyword arguments.
+            DataError: the row's `tools_kwargs` are malformed.
         """
         if self._caller is None:
             raise BugError("a toolbox must be entered before its tools are called")
@@ -277,7 +279,7 @@ class Toolbox:
         return self._statistics.tool_s
 
     async def _all_tools(self, group: TaskGroup) -> list[LoadedTool]:
-        """Start all servers at once, and return the tools with those of servers in the place of their server."""
+        """Start all servers concurrently, and return all tools in the order of the configuration."""
         servers: dict[str, Any] = {}
         for one in self._configured:
             if isinstance(one, LoadedMcpServer):

@@ -1,1 +1,1 @@
-"""Processes that run code of the model behind walls."""
+"""Runs code of the model in isolated processes."""

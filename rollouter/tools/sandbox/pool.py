@@ -1,21 +1,22 @@
-"""A sandbox for untrusted code: processes inside walls, controlled from the event loop.
+"""A sandbox for untrusted code: starts isolated processes and controls them from the event loop.
 
-    start ─▶ walls up? ─▶ run ─▶ (run …) ─▶ close: the process group is killed, the directory removed
+    start ─▶ all walls in place? ─▶ run ─▶ (run …) ─▶ close: the process group is killed, the directory removed
 
-`rollouter.tools.sandbox.confined` builds the walls from inside the process:
+The walls of a process isolate it from the machine. `rollouter.tools.sandbox.confined` sets them up inside the process:
 
-| | how |
+| wall | how |
 |---|---|
 | network | no socket can be opened (seccomp), and there is no interface (network namespace) |
-| files | a root directory in memory with Python's own files, read-only; Landlock; capabilities dropped |
+| files | a root directory in memory with Python's files, read-only; Landlock; capabilities dropped |
 | processes | none can be started, seen or signalled (seccomp, process namespace) |
-| environment | nothing of the parent's; an empty working directory, removed afterwards |
+| environment | no variables of the parent; an empty working directory, removed afterwards |
 | resources | processor and wall time, address space, size of each file and of all, open files, threads, output |
 
-All mechanisms of the machine are used together, and each wall must rest on at least one (table in
-`confined.walls`). Started as root, the code runs as a separate user if Python's files are readable for all. Without a
-root directory of its own (in most containers) the working directory is in the file system, and only the size of each
-file in it is bounded. A process takes 30 to 40 ms to start on one core, 1 ms of it on the event loop.
+All mechanisms that the machine supports are used together, and each required wall needs at least one of them (table in
+`confined.walls`). If the run is started as root, the code runs as a separate user, provided that all users can read
+Python's files. Without a separate root directory (in most containers), the working directory is in the file system, and
+only the size of each file in it is bounded. A process takes 30 to 40 ms to start on one core, 1 ms of which blocks the
+event loop.
 """
 
 from __future__ import annotations
@@ -47,30 +48,30 @@ from rollouter.tools.sandbox.confined.walls import MECHANISMS, ConfinementReport
 log = logging.getLogger(__name__)
 
 CodeEnding = Literal["ok", "error", "timeout", "cpu", "output", "died"]
-"""How code ended: it ran to its end; it raised; it was stopped for its wall time, its processor time, or output that
-bypasses `sys.stdout`; its process ended by itself or by a signal."""
+"""How code ended: it ran to its end; it raised; it was stopped because of its wall time, its processor time, or output
+that bypasses `sys.stdout`; or its process ended by itself or by a signal."""
 
 START_S = 20.0
 """Deadline for a process to start and report its walls."""
 _CLOSE_S = 10.0
 _BEYOND_BYTES = 64 << 10
-"""Allowance for a traceback and the like after the output; more can only come from bypassing `sys.stdout`."""
+"""Allowance for a traceback and the like after the output. Only code that bypasses `sys.stdout` writes more."""
 
 
 class CodeLimits(ConfigSection):
-    """Limits of one run of code; those of memory, threads and files apply to the process."""
+    """Limits of one run of code. The limits of memory, threads and files apply to its process."""
 
     wall_s: Seconds = 10.0
     cpu_s: Positive = 5
     memory_mib: Positive = 512
-    """Address space, including Python's own 30 MiB."""
+    """Address space, including 30 MiB for Python."""
     file_mib: Positive = 16
     """Size of the largest file."""
     disk_mib: Positive = 64
     """Size of all files."""
     open_files: Positive = 64
     threads: Positive = 32
-    """Enforced where users or their processes are distinguishable; otherwise only memory bounds them."""
+    """Enforced if the kernel can count the processes of the code alone; otherwise only memory bounds the threads."""
     output_bytes: Positive = 32 << 10
 
 
@@ -79,14 +80,14 @@ class CodeOutcome:
     """The result of running code."""
 
     output: str
-    """Standard output and standard error, the value of the last expression, the traceback."""
+    """Standard output and standard error, including the value of the last expression or the traceback."""
     ending: CodeEnding
     exit_code: int | None = None
-    """Exit code with `died`; negative: the signal."""
+    """The exit code if `ending` is `died`; a negative number is a signal."""
 
 
 class ConfinedProcess:
-    """A process inside walls that runs pieces of code one after the other."""
+    """An isolated process that runs codes one after the other."""
 
     def __init__(self, process: Process, directory: str, limits: CodeLimits, threads: anyio.CapacityLimiter) -> None:
         self._process = process
@@ -97,23 +98,23 @@ class ConfinedProcess:
         self._threads = threads
         self._unread = bytearray()
         self.alive = True
-        """The process can run more code."""
+        """Whether the process can run more code."""
 
     async def greeting(self) -> str:
-        """Return what the process writes before it gets any code: its `ConfinementReport`.
+        """Return the `ConfinementReport` that the process writes before it receives any code.
 
         Raises:
-            InfraError: it did not start.
+            InfraError: the process did not start.
         """
         with anyio.move_on_after(START_S):
             report = await self._read_until(b"\n\n", most=_BEYOND_BYTES)
             if report is None:
-                raise InfraError("a process for code ended before it began", self._unread.decode(errors="replace"))
+                raise InfraError("a process for code ended before it was ready", self._unread.decode(errors="replace"))
             return report.decode(errors="replace")
         raise DeadlineError(f"a process for code was not up within {START_S:g} s")
 
     async def run(self, code: str) -> CodeOutcome:
-        """Run `code` to its end or to a limit, which also ends the process."""
+        """Run `code` until it ends or exceeds a limit, which also ends the process."""
         mark = secrets.token_hex(8)
         data = code.encode(errors="replace")
         output: bytearray | None = None
@@ -126,7 +127,7 @@ class ConfinedProcess:
                     status = await self._read_until(b"\n", most=_BEYOND_BYTES)
                     ending = "ok" if status is not None and bytes(status) == b"ok" else "error"
             except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-                pass  # it has ended
+                pass  # the process has ended
         if ending is None:
             ending = await self._stop(timed_out=deadline.cancelled_caught)
             output = self._unread
@@ -137,7 +138,7 @@ class ConfinedProcess:
         return CodeOutcome(output.decode(errors="replace"), ending, exit_code)
 
     async def _stop(self, *, timed_out: bool) -> CodeEnding:
-        """End the process, if it has not ended by itself, and return why."""
+        """End the process if it has not ended by itself, and return how the code ended."""
         self.alive = False
         flooded = len(self._unread) > self._limits.output_bytes + _BEYOND_BYTES
         if not (timed_out or flooded):
@@ -151,7 +152,8 @@ class ConfinedProcess:
         return "cpu" if self._process.returncode == -signal.SIGXCPU else "died"
 
     async def _read_until(self, end: bytes, *, most: int) -> bytearray | None:
-        """Return the output before `end`, which is consumed; None if the stream ends first or exceeds `most`."""
+        """Consume the output up to and including `end`, and return it without `end`. Return None if the stream ends
+        first or exceeds `most` bytes."""
         looked = 0
         while (at := self._unread.find(end, looked)) < 0:
             looked = max(0, len(self._unread) - len(end) + 1)
@@ -177,7 +179,7 @@ class ConfinedProcess:
                 log.warning("a process for code could not be ended within %g s: pid %d", _CLOSE_S, self._process.pid)
 
     async def _kill(self) -> None:
-        # The leader is not reaped before its exit code is known, so its pid cannot have been reused.
+        # The process is reaped only when its exit code is known, so its pid cannot have been reused.
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -186,7 +188,7 @@ class ConfinedProcess:
 
 
 def _remove(directory: str) -> None:
-    """Remove the directory, whatever permissions the code has set. The process is dead."""
+    """Remove the directory, even if the code has changed permissions in it. The process must be dead."""
     try:
         for parent, names, _ in os.walk(directory):
             for name in names:
@@ -194,7 +196,7 @@ def _remove(directory: str) -> None:
                     os.chmod(path, 0o700)
         shutil.rmtree(directory)
     except (OSError, RecursionError) as error:
-        log.warning("the working directory of a code could not be removed: %s: %s", directory, error)
+        log.warning("the working directory of a code process could not be removed: %s: %s", directory, error)
 
 
 _BOOT = "import sys; sys.path.append({here!r}); from confined.cell import main; sys.path.remove({here!r}); main()"
@@ -218,14 +220,14 @@ class CodeSandbox:
 
         Args:
             network: Allow the network.
-            shared_files: Accept that the code can access the files of the run's user, if that cannot be prevented.
-            import_paths: Directories of packages, after the standard library's.
+            shared_files: Accept that the code can access the files of the run's user if this machine cannot prevent it.
+            import_paths: Directories of packages, searched after the standard library.
             read_paths: Files and directories that the code may read.
-            keep: Let a process run several pieces of code, which share their variables.
-            mechanisms: The ones of `MECHANISMS` to use.
+            keep: Let a process run several codes, which share their variables.
+            mechanisms: The items of `MECHANISMS` to use.
 
         Raises:
-            ConfigError: a wall cannot be built here; the message says what is missing.
+            ConfigError: this machine does not support a required wall; the message says what is missing.
         """
         self.limits = limits
         self._network = network
@@ -238,14 +240,17 @@ class CodeSandbox:
         # The process uses no virtual environment, only the standard library and `import_paths`.
         self._python = os.path.realpath(sys.executable)
         self._threads = anyio.CapacityLimiter(math.inf)
-        # A start uses a core, and the event loop for a moment: more at once would only block the loop.
+        # Each start uses a core, and the event loop for a moment: more concurrent starts would only block the loop.
         self._starts = anyio.CapacityLimiter(os.cpu_count() or 1)
         self._mechanisms, self.walls = self._find(mechanisms)
 
     def _find(self, mechanisms: Collection[str]) -> tuple[list[str], ConfinementReport]:
-        """Return the mechanisms that work, probing again without those that fail: a partial namespace is unsafe."""
+        """Return the mechanisms that work, with the walls that they provide.
+
+        Mechanisms that fail are left out of the next probe, because a namespace that is only partly set up is unsafe.
+        """
         if sys.platform != "linux":
-            raise ConfigError(f"code of a model can only be confined on Linux, and this is {sys.platform}")
+            raise ConfigError(f"code of a model can only be confined on Linux, but this is {sys.platform}")
         usable, missing = list(mechanisms), dict[str, str]()
         while True:
             walls = self._probe(usable)
@@ -279,7 +284,7 @@ class CodeSandbox:
             )
         report, ended, _ = done.stdout.decode(errors="replace").partition("\n\n")
         if not ended:
-            raise BugError(f"the process for code of a model ended with {done.returncode} before it began", report)
+            raise BugError(f"a process for code ended with {done.returncode} before it was ready", report)
         return _parsed(report)
 
     def _command(self, directory: str, mechanisms: list[str]) -> list[str]:
@@ -299,7 +304,7 @@ class CodeSandbox:
         """Start a process that waits for code; the caller must close it.
 
         Raises:
-            InfraError: it did not start, or lacks a required wall.
+            InfraError: the process did not start, or lacks a required wall.
         """
         async with self._starts:
             with anyio.CancelScope(shield=True):  # a cancelled start would leave a process behind
@@ -328,19 +333,19 @@ class CodeSandbox:
 
 
 def _parsed(report: str) -> ConfinementReport:
-    """Parse what the process writes before it gets any code; see `ConfinementReport.__repr__`."""
+    """Parse the report of a confined process; see `ConfinementReport.__repr__`."""
     return ConfinementReport(*ast.literal_eval(report))
 
 
 def _lacking(walls: list[str]) -> str:
     """Return advice about missing walls."""
     waivers = {"network": "{network: allowed}", "files": "{files: shared}"}
-    advice = "it takes Linux with seccomp, and Landlock (6.2 or newer) or namespaces"
+    advice = "this requires Linux with seccomp, and Landlock (6.2 or newer) or namespaces"
     return "; ".join([advice, *(f"config: {waivers[wall]} accepts that" for wall in walls if wall in waivers)])
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """Return an environment without the parent's, which may hold keys; only the path of the interpreter's libraries."""
+    """Return a new environment with the path of the interpreter's libraries. The parent's may contain secrets."""
     environment = {"LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory, "OPENBLAS_NUM_THREADS": "1"}
     if libraries := os.environ.get("LD_LIBRARY_PATH"):
         environment["LD_LIBRARY_PATH"] = libraries

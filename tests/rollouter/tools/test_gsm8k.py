@@ -85,7 +85,7 @@ async def test_trajectories_have_separate_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "message"), [(None, r"neither its reward_model\.ground_truth nor"), ("none", "'none' is no number")]
+    ("truth", "message"), [(None, r"neither its reward_model\.ground_truth nor"), ("none", "'none' is not a number")]
 )
 async def test_a_row_without_a_number_is_an_error(truth: Any, message: str) -> None:
     with pytest.raises(UserCodeError, match=message):

@@ -76,7 +76,7 @@ def test_classes_are_found_by_every_way_of_writing(source: str) -> None:
 
 
 def test_a_class_without_execute_is_refused(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"tools\.0\.class_name: .*:Idle has no execute of its own"):
+    with pytest.raises(ConfigError, match=r"tools\.0\.class_name: .*:Idle does not define execute"):
         load(class_name=f"{source}:Idle")
 
 
@@ -104,28 +104,28 @@ def test_built_in_tools_have_short_names(name: str) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, r"rollout\.multi_turn\.tools\.0: .* none of them is set"),
     ({"class_name": "calculator", "function": "a:b"}, "class_name and function is set; set exactly one"),
-    ({"function": "a:b", "config": {"x": 1}}, r"tools\.0\.config: only a class"),
+    ({"function": "a:b", "config": {"x": 1}}, r"tools\.0\.config: only class_name"),
     ({"class_name": "calculater"}, "did you mean 'calculator'"),
     ({"class_name": "tools_of_a_test:Serch"}, "did you mean 'Search'"),
     ({"class_name": "no_such_module:Search"}, "no module 'no_such_module'"),
-    ({"class_name": "tools_of_a_test:add"}, "a function is named in function"),
+    ({"class_name": "tools_of_a_test:add"}, "name a function in function"),
     ({"class_name": "pathlib:Path"}, "derive it from rollouter.tools.BaseTool"),
     ({"class_name": "tools_of_a_test:number"}, "derive it from rollouter.tools.BaseTool"),
     (
         {"class_name": "tools_of_a_test:Search", "config": {"indx": 1}},
         r"tools\.0\.config: .*; did you mean 'index'",
     ),
-    ({"class_name": "tools_of_a_test:Nameless"}, "no function schema"),
-    ({"function": "tools_of_a_test:Search"}, "is no function; a class is named in class_name"),
-    ({"function": "tools_of_a_test:made"}, "is no function"),
-    ({"function": "tools_of_a_test:number"}, "is no function"),
+    ({"class_name": "tools_of_a_test:Nameless"}, "not a function schema"),
+    ({"function": "tools_of_a_test:Search"}, "is not a function; name a class in class_name"),
+    ({"function": "tools_of_a_test:made"}, "is not a function"),
+    ({"function": "tools_of_a_test:number"}, "is not a function"),
     ({"function": "tools_of_a_test:untyped"}, r"tools\.0\.function: .*'a' has no type hint"),
-    ({"class_name": "calculator", "tool_schema": {"name": "x"}}, r"tools\.0\.tool_schema: it is no function schema"),
+    ({"class_name": "calculator", "tool_schema": {"name": "x"}}, r"tools\.0\.tool_schema: it is not a function schema"),
     ({"mcp": {}}, "neither is set"),
     ({"mcp": {"url": "http://x", "command": ["x"]}}, "both are set"),
     ({"mcp": {"url": "http://x", "env": {"A": "1"}}}, r"mcp\.env"),
     ({"mcp": {"url": "http://x"}, "tool_schema": schema_of("x")}, "a server defines"),
-    ({"mcp": {"url": "http://x"}, "config": {"x": 1}}, "only a class"),
+    ({"mcp": {"url": "http://x"}, "config": {"x": 1}}, "only class_name"),
 ]
 
 
@@ -155,10 +155,10 @@ def function(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({}, "no function schema"),
-        ({"type": "function"}, "no function schema"),
-        (function() | {"type": "tool"}, "no function schema"),
-        (function(name=""), "function.name: '' is no name"),
+        ({}, "not a function schema"),
+        ({"type": "function"}, "not a function schema"),
+        (function() | {"type": "tool"}, "not a function schema"),
+        (function(name=""), "function.name: '' is not a valid name"),
         (function(name="a.b"), "function.name: 'a.b'"),
         (function(name="x" * 65), "1 to 64"),
         (function(name=3), "function.name: 3"),
@@ -170,8 +170,8 @@ def function(**changes: Any) -> dict[str, Any]:
             r"function\.parameters\.properties\.a\.type: no JSON",
         ),
         (function(parameters={"required": "a"}), r"function\.parameters\.required"),
-        (function(parameters={"default": float("nan")}), "not made of JSON values"),
-        (function(parameters={"default": {1, 2}}), "not made of JSON values"),
+        (function(parameters={"default": float("nan")}), "values that JSON cannot represent"),
+        (function(parameters={"default": {1, 2}}), "values that JSON cannot represent"),
     ],
 )
 def test_invalid_function_schemas_are_refused(schema: Mapping[str, Any], message: str) -> None:

@@ -1,10 +1,10 @@
 """Entry point of the confined process: executes code from standard input like cells of a notebook.
 
     in   <mark> <length>\n<code, UTF-8>
-    out  the report of the walls, an empty line; then for each code: what it prints, \0<mark> <ok|error>\n
+    out  the report of the walls, an empty line; then for each code: its output, \0<mark> <ok|error>\n
 
-Standard output and standard error of the code are one stream. Output beyond `output_bytes` is dropped here; code that
-bypasses `sys.stdout` is bounded by the reader of the stream.
+Standard output and standard error of the code are one stream. Output beyond `output_bytes` is dropped here. The reader
+of the stream bounds the output of code that bypasses `sys.stdout`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .walls import ConfinementSettings, confine
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST
 _TRACEBACK_CHARS = 4000
 _RESERVE_BYTES = 8 << 20
-"""Memory in reserve for the traceback of code that has used up all other memory."""
+"""Memory that is reserved for the traceback of code that has used up all other memory."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ class BoundedOutput(io.RawIOBase):
 
 
 class CodeCell:
-    """Runs code in one module `__main__`."""
+    """Runs all codes of a process in one module `__main__`."""
 
     def __init__(self, settings: ConfinementSettings) -> None:
         self._settings = settings
@@ -84,7 +84,7 @@ class CodeCell:
         name = f"<cell {self._count}>"
         sys.modules["__main__"] = self._module
         output = BoundedOutput(self._settings.output_bytes)
-        # Write through, so that output survives however the process ends.
+        # Write through, so that no output is lost, however the process ends.
         sys.stdout = sys.stderr = io.TextIOWrapper(
             output,
             encoding="utf-8",
@@ -127,7 +127,7 @@ def execute(code: str, name: str, variables: dict[str, object]) -> None:
 
 
 def format_traceback(error: BaseException, code: str, name: str, memory_mib: int) -> str:
-    """Format the traceback without our own frames; the middle of a long one is cut."""
+    """Format the traceback without the frames of this module. The middle of a long traceback is cut."""
     import linecache
     import traceback
 

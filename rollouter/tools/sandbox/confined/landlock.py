@@ -12,7 +12,8 @@ import struct
 from . import kernel
 
 _RIGHTS_BY_ABI = ((5, 16), (3, 15), (2, 14), (1, 13))
-"""Number of file rights from each ABI on: 14 with `refer`, 15 with `truncate`, 16 with `ioctl_dev`."""
+"""Pairs of an ABI and the number of file rights from that ABI on: 14 with `refer`, 15 with `truncate`, 16 with
+`ioctl_dev`."""
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE = 1 << 14
 _TCP_BIND, _TCP_CONNECT = 1, 2
@@ -30,8 +31,8 @@ SIGNALS_ABI = 6
 def restrict(work_dir: str, read_paths: list[str], *, network: bool) -> int:
     """Allow reading and writing below `work_dir` and reading below `read_paths`; nothing may be executed.
 
-    This applies to the process and its children, irrevocably. Return the kernel's ABI: from 3 on files outside cannot
-    be truncated either, from 6 on processes outside get no signals.
+    This applies to the process and its children, irrevocably. Return the kernel's ABI: from 3 on, other files cannot be
+    truncated either; from 6 on, processes outside receive no signals.
 
     Raises:
         OSError: the kernel has no Landlock.

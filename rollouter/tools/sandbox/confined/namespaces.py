@@ -24,20 +24,20 @@ _MAX_FILES = 4096
 
 
 def enter(*, network: bool) -> bool:
-    """Leave the namespaces of the parent, except that of the network if `network`.
+    """Leave the namespaces of the parent, but keep its network namespace if `network`.
 
-    The new process namespace begins with the next child. Return whether the user namespace is new too.
+    The new process namespace begins with the next child. Return whether the user namespace is also new.
 
     Raises:
         OSError: the kernel or a container denies it.
     """
     flags = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
     uid, gid = os.geteuid(), os.getegid()
-    # As root, keep the machine's user ids, so that the process can change to one that owns nothing.
+    # As root, keep the machine's user ids, so that the process can change to a user that owns nothing.
     if uid == 0 and kernel.LIBC.unshare(flags) == 0:
         return False
     kernel.checked(kernel.LIBC.unshare(flags | _CLONE_NEWUSER), "unshare")
-    _write("/proc/self/setgroups", "deny")  # before gid_map, or the kernel refuses that one
+    _write("/proc/self/setgroups", "deny")  # before gid_map, or the kernel refuses gid_map
     _write("/proc/self/uid_map", f"{uid} {uid} 1")
     _write("/proc/self/gid_map", f"{gid} {gid} 1")
     return True
@@ -49,11 +49,13 @@ def _write(path: str, text: str) -> None:
 
 
 def own_root(mount_point: str, read_paths: list[str], disk_bytes: int) -> None:
-    """Change to a root in memory, mounted privately on `mount_point`: `read_paths`, read-only, some devices, and an
-    empty `WORK_DIR`, which becomes the current directory. `disk_bytes` bounds what is written.
+    """Change to a root directory in memory, mounted privately on `mount_point`.
+
+    It contains `read_paths`, read-only, some devices, and an empty `WORK_DIR`, which becomes the current directory.
+    `disk_bytes` bounds the size of written files.
 
     Raises:
-        OSError: a mount is refused; nothing outside this namespace has changed.
+        OSError: a mount is refused. Nothing outside this namespace has changed.
     """
     _mount(b"none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount(
@@ -90,7 +92,8 @@ def _bind(path: str, mount_point: str) -> None:
 
 
 def descend() -> None:
-    """Continue as the second process of the new namespace; the first and the outer one wait and pass on its exit code.
+    """Continue as the second process of the new namespace. The first and the outer process wait and pass on its exit
+    code.
 
     outside ──▶ first: when it ends, the kernel kills all ──▶ second: runs the code
     """
@@ -102,7 +105,7 @@ def descend() -> None:
 
 
 def _wait_for(pid: int) -> int:
-    """Return the exit code, or 128 plus the signal."""
+    """Wait for the process, and return its exit code, or 128 plus the signal that ended it."""
     ended = 0
     while ended != pid:
         ended, status = os.wait()

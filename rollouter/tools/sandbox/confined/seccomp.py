@@ -1,4 +1,4 @@
-"""Restricts system calls with a BPF program that the kernel runs on each of them.
+"""Restricts system calls with a BPF program that the kernel runs on each system call.
 
 It denies sockets, access to other processes (starting, signalling, tracing, inspecting), leaving the process group, and
 memory outside the address space. Threads work, and so does `socketpair`, which asyncio needs.
@@ -34,7 +34,7 @@ REFUSED = (
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
     # memory that no limit of the process counts, and that may outlive it
     *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open"),
-    # other views of the system, and what has a long history of holes in the kernel
+    # other views of the system, and calls with a long history of security holes in the kernel
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "mount_setattr", "open_tree", "move_mount"),
     *("fsopen", "fsconfig", "fsmount", "fspick", "name_to_handle_at", "open_by_handle_at", "fanotify_init", "quotactl"),
     *("bpf", "perf_event_open", "add_key", "request_key", "keyctl", "userfaultfd"),
@@ -58,11 +58,11 @@ def install(pid: int, *, network: bool, attributes: bool) -> None:
 
     Args:
         pid: The process's own pid in its namespace.
-        network: Allow internet sockets, but not those of the file system, which lead to other services.
+        network: Allow internet sockets, but not sockets of the file system, which lead to other services.
         attributes: Allow changes of file attributes, as far as file system and user allow them.
 
     Raises:
-        OSError: the kernel has no filters, or the architecture is unknown here.
+        OSError: the kernel does not support filters, or the table of system calls lacks this architecture.
     """
     instructions = program(pid, network=network, attributes=attributes)
     code = ctypes.create_string_buffer(b"".join(instructions))
@@ -73,13 +73,13 @@ def install(pid: int, *, network: bool, attributes: bool) -> None:
 
 
 def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
-    """The instructions, 8 bytes each."""
+    """Return the instructions of the filter, 8 bytes each."""
     kernel.number("socket")  # raises where the architecture is unknown
     refuse = _ERRNO | errno.EPERM
     lines = [
         _op(_LOAD, _ARCH_AT),
         _op(_JUMP_EQUAL, _AUDIT_ARCH[kernel.ARCHITECTURE], 1, 0),
-        _op(_RETURN, _KILL_PROCESS),  # a 32-bit call: the numbers mean something else there
+        _op(_RETURN, _KILL_PROCESS),  # a 32-bit call, whose numbers have other meanings
         _op(_LOAD, _NUMBER_AT),
     ]
     if kernel.ARCHITECTURE == "x86_64":
@@ -101,7 +101,7 @@ def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One `struct sock_filter`; jumps count instructions from the next one."""
+    """Encode one `struct sock_filter`. Jumps count instructions from the next one."""
     return struct.pack("@HBBI", code, if_true, if_false, value)
 
 

@@ -1,10 +1,10 @@
-"""The order in which the walls go up, and which stand.
+"""Confines the process, and reports which mechanisms provide each wall.
 
-| wall | stands on any of |
+| wall | provided by any of |
 |---|---|
-| network | a network namespace in a root of its own; a seccomp filter |
+| network | a network namespace with a separate root directory; a seccomp filter |
 | processes | a process namespace; a seccomp filter |
-| files | a root of its own; Landlock and a user of its own; Landlock from ABI 3 and a seccomp filter |
+| files | a separate root directory; Landlock and a separate user; Landlock from ABI 3 and a seccomp filter |
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 class ConfinementSettings:
     """The command line of a confined process, with the limits of `rollouter.tools.sandbox.pool.CodeLimits`.
 
-    No dataclass and no JSON: importing these modules takes longer than everything else before the code runs.
+    It is not a dataclass, and not encoded as JSON, because the import of these modules would take longer than
+    everything else before the code runs.
     """
 
     work_dir: str
     read_paths: list[str]
-    """Readable files and directories besides Python's own."""
+    """Readable files and directories in addition to Python's."""
     import_paths: list[str]
-    """Directories of packages; readable too."""
+    """Directories of packages, which are also readable."""
     mechanisms: list[str]
-    """Which of `MECHANISMS` to try."""
+    """The items of `MECHANISMS` to try."""
     network: bool
-    """Allow the network."""
+    """Whether the network is allowed."""
     keep: bool
-    """Run further code after the first, with its variables."""
+    """Whether the process runs several codes, which share their variables."""
     cpu_s: int
     memory_mib: int
     file_mib: int
@@ -69,7 +70,7 @@ _NETWORK_PATHS = (
     *("/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/usr/share/ca-certificates"),
 )
 _FIRST_OWN_USER = 0x6000_0000
-"""No real user has such a number, so no files belong to one."""
+"""The lowest number of the users for code. No real user has such a number, so these users own no files."""
 _NOBODY = 65534
 _OUR_PROCESSES = 8
 """An upper bound for the helper processes around the code."""
@@ -79,18 +80,18 @@ _SIGKILL = 9
 
 
 class ConfinementReport:
-    """The mechanisms that each wall rests on, and why others failed."""
+    """The mechanisms that provide each wall, and the reasons why other mechanisms failed."""
 
     def __init__(self, stands: dict[str, list[str]] | None = None, missing: dict[str, str] | None = None) -> None:
         self.stands = stands or {wall: [] for wall in WALLS}
         self.missing = missing or {}
 
     def __repr__(self) -> str:
-        """Return what the process writes before it runs code: a Python literal in one line."""
+        """Return the report as a Python literal in one line, which the process writes before it runs code."""
         return repr((self.stands, self.missing))
 
     def attempt(self, mechanism: str, build: Callable[..., int | None], *args: object, **options: object) -> int:
-        """Build a wall. Return the result of `build`, 1 in place of None, or 0 if this machine does not support it."""
+        """Set up a mechanism. Return the result of `build` (1 for None), or 0 if this machine does not support it."""
         try:
             return build(*args, **options) or 1
         except OSError as error:
@@ -103,7 +104,7 @@ class ConfinementReport:
 
 
 def confine(settings: ConfinementSettings) -> ConfinementReport:
-    """Build all walls that this machine supports; returns in the process that is inside them."""
+    """Set up all mechanisms that this machine supports. The call returns in the confined process."""
     report = ConfinementReport()
     mechanisms = settings.mechanisms
     kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)
@@ -129,7 +130,7 @@ def confine(settings: ConfinementSettings) -> ConfinementReport:
         paths = [*settings.import_paths, *settings.read_paths]
         own_user = bool(report.attempt("user", _become_nobody, outer_pid, paths))
         counts_alone = counts_alone or own_user
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)  # a fork and a change of user forget it
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)  # a fork and a change of user reset it
     _set_limits(settings, counts_alone=counts_alone)
     kernel.drop_capabilities()
     abi = 0
@@ -147,7 +148,7 @@ def confine(settings: ConfinementSettings) -> ConfinementReport:
 
 
 def readable(settings: ConfinementSettings) -> list[str]:
-    """Return the directories and files that the code may read, none of them inside another."""
+    """Return the directories and files that the code may read. None of them is inside another."""
     candidates = [*sys.path, f"{sys.base_prefix}/lib", *_SYSTEM_PATHS, *settings.import_paths, *settings.read_paths]
     if settings.network:
         candidates += _NETWORK_PATHS
@@ -159,12 +160,12 @@ def readable(settings: ConfinementSettings) -> list[str]:
 
 
 def _become_nobody(outer_pid: int, paths: list[str]) -> None:
-    """Change from root to a user that owns only the working directory, which is the current one.
+    """Change from root to a user that owns only the current directory.
 
     Raises:
-        OSError: not permitted, or that user could not read Python's own files or `paths`; nothing has changed.
+        OSError: the change is not permitted, or the user could not read Python's files or `paths`. Nothing has changed.
     """
-    error = OSError("no user of its own")
+    error = OSError("no separate user")
     for user in (_FIRST_OWN_USER + outer_pid, _NOBODY):
         try:
             os.setgroups([])
@@ -198,7 +199,7 @@ def _set_limits(settings: ConfinementSettings, *, counts_alone: bool) -> None:
     for kind, value in limits.items():
         _limit(kind, value, value)
     if not settings.keep:
-        # The soft limit ends the process by SIGXCPU, which may be caught; the hard one by SIGKILL.
+        # The soft limit ends the process by SIGXCPU, which may be caught; the hard limit ends it by SIGKILL.
         _limit(resource.RLIMIT_CPU, settings.cpu_s, settings.cpu_s + 1)
 
 
