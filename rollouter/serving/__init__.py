@@ -1,1 +1,1 @@
-"""vLLM engines behind Ray Serve. The only place where vLLM is imported."""
+"""Runs vLLM engines behind Ray Serve."""

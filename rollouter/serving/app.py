@@ -29,21 +29,21 @@ from rollouter.serving.replica.deployment import RolloutReplica
 from rollouter.serving.reward_model import build_reward_app
 
 CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
-"""Start of the last line of a traceback, by which a `ConfigError` in a replica's constructor is recognized."""
+"""Start of a traceback's last line that identifies a `ConfigError` in a replica's constructor."""
 STATUS_PERIOD_S = 0.2
-"""Serve has no call that waits for a deployment; its own client polls as well."""
+"""Interval of status polls. Serve has no call that waits for a deployment; Serve's client polls as well."""
 
 
 def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: bool = False) -> serve.Application:
-    """Return the application for `config`; needs a connected Ray.
+    """Return the application of the engines for `config`. Ray must be connected.
 
     Args:
-        http: Add Ray's OpenAI-compatible ingress. Without it, only handles reach the replicas, and the driver need
-            not import vLLM.
+        http: Add Ray's OpenAI-compatible ingress. Without it, the replicas are reachable by handles only, and the
+            driver need not import vLLM.
         agents: Also forward requests of the run's agents to the Rollouter.
 
     Raises:
-        ConfigError: the address asks for an API key and there is none.
+        ConfigError: the address requires an API key and none is set.
     """
     options = serving_options(config, namespace=namespace, gpus=_gpus())
     if http:
@@ -62,17 +62,17 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: boo
 
 
 async def start_app(config: Config, *, namespace: str, http: bool = False, engines: bool = True) -> None:
-    """Deploy and wait until every replica is up.
+    """Deploy the applications and wait until every replica is up.
 
     Args:
-        http: `asyncrl serve`: engines with an HTTP side, and nothing that scores. In a run, `rollout.agent` gives them
-            one.
-        engines: False: only the reward model.
+        http: Deploy engines with an HTTP API and no reward model, for `asyncrl serve`. In a run, `rollout.agent`
+            decides whether the engines have an HTTP API.
+        engines: Deploy the engines; if False, deploy only the reward model.
 
     Raises:
-        InfraError: a replica could not start; the message carries its error.
-        DeadlineError: they were not up within `timeouts.start_s`.
-        ConfigError: see `build_rollout_app` and `rewards.classifier.Classifier.load`.
+        InfraError: a replica could not start; the message contains the replica's error.
+        DeadlineError: the replicas were not up within `timeouts.start_s`.
+        ConfigError: see `build_rollout_app` and `RewardClassifier.load`.
     """
     limit_s = config.timeouts.start_s
     names = {app_name(namespace): "the rollout engines"} if engines else {}
@@ -94,10 +94,10 @@ async def stop_app(namespace: str) -> None:
 
 
 def delete_app(namespace: str) -> None:
-    """Do `stop_app`, blocking. Does nothing if nothing was started."""
+    """Delete the applications like `stop_app`, but blocking. Do nothing if none was started."""
     try:
         running = serve.status().applications
-    except RayServeException:  # there is no Serve
+    except RayServeException:  # Serve is not running
         return
     for part in ("reward", "rollout"):
         if (name := app_name(namespace, part)) in running:
@@ -105,7 +105,7 @@ def delete_app(namespace: str) -> None:
 
 
 def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
-    # Serve logs each start at INFO, on a terminal that belongs to the live view.
+    # Serve logs each start at INFO, which would disturb the live view on the terminal.
     logging.getLogger("ray.serve").setLevel(config.logging.level.upper())
     agents = config.rollout.agent.enabled and engines and not http
     if http:
@@ -129,8 +129,8 @@ def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
 
 
 def _port(config: Config) -> int:
-    """Return a port for agents: any free one of this machine if `serve.port` is taken. On an existing cluster Serve's
-    own port counts."""
+    """Return the port for agents: `serve.port`, or any free port of this machine if that one is taken. On an existing
+    cluster it is always `serve.port`, because Serve may be running there already."""
     wanted = (config.serve.port, 0) if config.ray.address is None else ()
     for port in wanted:
         family = socket.AF_INET6 if ":" in config.serve.host else socket.AF_INET
@@ -146,11 +146,11 @@ def _gpus() -> bool:
 
 
 async def replicas_up(namespace: str, limit_s: float) -> None:
-    """Wait until Serve has replaced the engines that ended.
+    """Wait until Serve has replaced all replicas that have ended.
 
     Raises:
         InfraError: the application is gone.
-        DeadlineError: not within `limit_s`.
+        DeadlineError: a replica was not replaced within `limit_s`.
     """
     try:
         with anyio.fail_after(limit_s):
@@ -161,7 +161,7 @@ async def replicas_up(namespace: str, limit_s: float) -> None:
 
 
 async def _started(names: Mapping[str, str]) -> None:
-    """Wait for these applications; the first that fails to start fails all."""
+    """Wait until all these applications run, and raise as soon as one of them fails to start."""
     waiting = dict(names)
     while waiting:
         for name, what in tuple(waiting.items()):
@@ -175,7 +175,7 @@ async def _started(names: Mapping[str, str]) -> None:
 
 
 async def serve_messages(namespace: str) -> str:
-    """Return Serve's messages about the run's engines, for example why one does not start; empty: there are none.
+    """Return Serve's messages about the run's engines, for example why one does not start; empty without messages.
 
     Raises:
         InfraError: the application is gone.
@@ -195,7 +195,7 @@ def _start_error(what: str, app: ApplicationStatusOverview) -> ConfigError | Inf
 
 
 async def _status(name: str) -> ApplicationStatusOverview:
-    """Return Serve's status of an application; a deadline does not wait for an answer.
+    """Return Serve's status of an application. A cancelled call does not wait for Serve's answer.
 
     Raises:
         InfraError: Serve has no such application.
@@ -214,7 +214,7 @@ def _api_key(config: Config) -> str | None:
     """Return the key that HTTP clients must send.
 
     Raises:
-        ConfigError: the variable is empty, or there is none and the address is not loopback.
+        ConfigError: the environment variable is empty, or none is configured and the address is not loopback.
     """
     name = config.serve.api_key_env
     if name is None:

@@ -1,8 +1,7 @@
-"""A generate call that survives weight syncs and dying engines. Pure but for the replica calls it is given.
+"""A generate call that survives weight syncs and engine failures. Pure, except for the replica calls passed to it.
 
-An aborted turn is submitted again with its tokens, as often as it takes. So is a turn whose engine failed, with the
-tokens reported until then. A try that fails without a single token costs one out of a budget that the next token
-restores.
+An aborted turn is submitted again with its tokens, as often as necessary. A turn whose engine failed is submitted again
+with the tokens reported before the failure. The number of consecutive tries that fail without any new token is limited.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ class Delta(NamedTuple):
     number: int
     """The request's position in its call."""
     turn: Turn
-    """Its finish reason is ABORTED while the request runs: the turn counts as aborted if no further delta arrives."""
+    """While the request runs, the finish reason is ABORTED: the turn counts as aborted if no further delta arrives."""
     done: bool
-    """The engine has ended the request: it is complete, or was aborted."""
+    """Whether the engine has ended the request, which is then complete or aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Profiler events of a replica, which has no run directory to write them to."""
+    """Profiler events that a replica sends to the Rollouter, because the replica has no run directory."""
 
     replica: str
     events: Sequence[Mapping[str, Any]]
     sent: int | None = None
-    """Events sent until now, these included (`Profiler.take`); None: unknown."""
+    """Number of events that the replica has sent so far, including these; None if unknown."""
 
 
 ReplicaStream = AsyncGenerator[Accepted | EventBatch | Sequence[Delta], None]
@@ -72,15 +71,15 @@ async def generate(
     max_attempts: int,
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
 ) -> AsyncGenerator[GenerationEvent, None]:
-    """Yield the events of `ports.EngineFleet.generate`; turns have the tokens, log-probs and spans of all their parts.
+    """Yield the events of `ports.EngineFleet.generate`. Each turn joins the tokens, log-probs and spans of all calls.
 
     Args:
-        requests: Their `max_tokens` counts all tokens of a turn, those of `so_far` included.
-        max_attempts: Calls in a row that may fail without a token, after 1 s, 2 s, 4 s, … each. Aborts by a weight
-            sync are no failures, and the consumer decides about crashes.
+        requests: Their `max_tokens` counts all tokens of a turn, including those of `so_far`.
+        max_attempts: Number of consecutive calls that may fail without a token. The wait between them is 1 s, 2 s,
+            4 s and so on. Aborts by a weight sync are not failures, and the consumer decides about crashes.
 
     Raises:
-        InfraError: the budget is spent.
+        InfraError: `max_attempts` consecutive calls have failed.
         DataError: the engine refuses a prompt.
     """
     turns = [request.so_far for request in requests]
@@ -121,7 +120,7 @@ async def generate(
             failure.replica = failure.replica or replica
         else:
             yield Unplaced()
-        # An engine that failed right behind a turn's last token has not reported the turn's end.
+        # An engine that failed right after a turn's last token has not reported the end of the turn.
         for index in sorted(running):
             if (turn := turns[index]) is not None and _is_done(turn, requests[index]):
                 yield TurnFinished(index, _finished(turn))
@@ -143,7 +142,7 @@ async def generate(
 async def _recorded_call(
     call: CallReplica, batch: Sequence[GenerateRequest], session: str
 ) -> AsyncGenerator[Accepted | Sequence[Delta], None]:
-    """Make the call, record it as the event `generate.call`, and take the replica's own events out of its stream."""
+    """Make the call, record it as the event `generate.call`, and ingest the replica's events from its stream."""
     fields: dict[str, Any] = {"requests": len(batch), "request": batch[0].request_id if len(batch) == 1 else None}
     started = time.perf_counter()
     try:
@@ -156,7 +155,7 @@ async def _recorded_call(
                     fields["replica"] = item.replica
                 yield item
     except BaseException as error:
-        # The consumer that closes the stream early is, as a rule, being cancelled.
+        # A consumer that closes the stream early is usually being cancelled.
         fields["error"] = "CancelledError" if isinstance(error, GeneratorExit) else type(error).__name__
         raise
     finally:
@@ -174,7 +173,8 @@ def cut_delta(
 
     Args:
         token_ids: All tokens of the response; `log_probs` has one for each.
-        starts: The versions that sampled it, each with its first token, ascending; none if there are no tokens.
+        starts: The versions that sampled the response, each with its first token, in ascending order. Empty for an
+            empty response.
     """
     ends = [*(start for _, start in starts), len(token_ids)][1:]
     return Turn(
@@ -190,7 +190,7 @@ def cut_delta(
 
 
 def _resubmission(request: GenerateRequest, so_far: Turn | None, calls: int) -> GenerateRequest:
-    """Return the request with its tokens so far, under a new id: an engine may still hold the previous one."""
+    """Return the request with its tokens so far. Its id is new, because an engine may still hold the previous call."""
     return replace(request, request_id=call_id(request.request_id, calls), so_far=so_far)
 
 
@@ -201,5 +201,5 @@ def _is_done(turn: Turn | None, request: GenerateRequest) -> bool:
 
 
 def _finished(turn: Turn) -> Turn:
-    """An abort behind the last token of the budget is an end by length."""
+    """Return a complete turn. An abort after the last token of the budget counts as an end by length."""
     return turn if turn.finish_reason is not FinishReason.ABORTED else replace(turn, finish_reason=FinishReason.LENGTH)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServeFleet:
-    """Talks to a started application (`app.start_app`), from any process of its Ray cluster."""
+    """Calls the replicas of a started application (`app.start_app`), from any process of its Ray cluster."""
 
     def __init__(self, config: Config, *, namespace: str) -> None:
         self._timeouts = config.timeouts
@@ -36,20 +36,21 @@ class ServeFleet:
         self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app_name(namespace))
 
     def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[GenerationEvent, None]:
-        """See `ports.EngineFleet`. A replica has `timeouts.generate_s` for each call, and `rollout.max_attempts` calls
-        in a row may fail without a token."""
+        """See `ports.EngineFleet`. Each call to a replica may take `timeouts.generate_s`. Up to `rollout.max_attempts`
+        consecutive calls may fail without a token."""
         return client.generate(self._call, requests, session=session, max_attempts=self._max_attempts)
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:
-        """Bring every replica to the publication's version, all at once; a failed replica is tried again when replaced.
+        """Update all replicas to the publication's version concurrently. If a replica fails, try again once Serve has
+        replaced it.
 
-        A replica that does not answer delays this until Serve replaces it, after some 1.5 times `timeouts.probe_s`. If
-        a replica fails and there is a newer publication by then, the newer one is applied instead, and the reports say
-        so: the Trainer of this one may be dead, and then it cannot be fetched any more.
+        A replica that does not answer delays this until Serve replaces it, after about 1.5 times `timeouts.probe_s`.
+        If a replica fails and there is a newer publication by then, the newer one is applied instead, and the reports
+        contain its version: the older one cannot be fetched any more if its Trainer has died.
 
         Raises:
-            InfraError: a replica failed, and no further one has succeeded for `timeouts.start_s`.
-            BugError: an engine serves other weights than were published.
+            InfraError: a replica failed, and no other replica has succeeded for `timeouts.start_s`.
+            BugError: the weights of an engine differ from the published ones.
         """
         reports: dict[str, ApplyReport] = {}
         limit_s, until = self._timeouts.apply_call_s, math.inf
@@ -57,10 +58,10 @@ class ServeFleet:
             outcomes = await self._everywhere("apply_version", publication, self._mode, self._clear_kv, limit_s=limit_s)
             has_progress = any(isinstance(one, ApplyReport) and one.replica not in reports for one in outcomes)
             if has_progress or until == math.inf:
-                # Counted from the end of a try, so that a try that took all its time is repeated.
+                # The time starts at the end of a try, so that a try that used all of its time is repeated.
                 until = anyio.current_time() + self._timeouts.start_s
             for report in outcomes:
-                # A replica that has applied it already answers at once, without a pause.
+                # A replica that serves the version already answers at once, and that report has no timings.
                 if isinstance(report, ApplyReport) and not (
                     report.replica in reports and reports[report.replica].weights_version == report.weights_version
                 ):
@@ -77,7 +78,7 @@ class ServeFleet:
             await replicas_up(self._namespace, self._timeouts.start_s)
 
     async def _newest(self, publication: Publication) -> Publication:
-        """Return the newest publication if it is newer, or else the same."""
+        """Return the newest publication, or `publication` if there is no newer one."""
         store = None
         with anyio.move_on_after(self._timeouts.call_s):
             store = await anyio.to_thread.run_sync(find_store, self._namespace, abandon_on_cancel=True)
@@ -85,7 +86,7 @@ class ServeFleet:
             return publication
         try:
             newest = await ObjectStoreFeed(store, call_s=self._timeouts.call_s).latest()
-        except DeadlineError:  # the store has lost its memory
+        except DeadlineError:  # the store was restarted and has no publication yet
             return publication
         return newest if newest is not None and newest.weights_version > publication.weights_version else publication
 
@@ -97,7 +98,7 @@ class ServeFleet:
         )
 
     async def _everywhere(self, method: str, *args: Any, limit_s: float) -> list[Any]:
-        """Return each replica's answer or error; at least one."""
+        """Return each replica's answer or error. The list is never empty."""
         try:
             with anyio.fail_after(limit_s):
                 outcomes = await self._handle.broadcast(method, *args).results_async(return_exceptions=True)
@@ -110,7 +111,7 @@ class ServeFleet:
 
 
 def _without_events(answer: Any) -> Any:
-    """Take the replica's profiler events out of its answer."""
+    """Ingest the replica's profiler events, and return its answer without them."""
     if isinstance(answer, ApplyReport) and answer.events:
         profile.ingest(f"replica-{answer.replica}", answer.events)
         return replace(answer, events=())

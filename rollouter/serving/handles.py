@@ -1,4 +1,4 @@
-"""Calls over a Serve handle: their answers, and their failures as errors of this project."""
+"""Waits for the answers of calls over Serve handles, and converts failures to `AsyncRLError`s."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DEAD = (
 
 
 def typed(error: BaseException, what: str, *, accepted: bool = True) -> AsyncRLError:
-    """Return the typed error that a replica raised, or one about the replica itself; `what` names the call.
+    """Convert an exception of a call to a replica to a typed error; `what` names the call in messages.
 
-    With `accepted`, the replica had begun with the call, so the call may be the cause of its end.
+    With `accepted`, the replica had begun with the call, so the call may have caused the replica's end.
     """
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, AsyncRLError):
         return error.cause
@@ -39,7 +39,7 @@ def typed(error: BaseException, what: str, *, accepted: bool = True) -> AsyncRLE
 
 
 async def answer(response: Any, what: str) -> Any:
-    """Wait for a handle's response; cancelling the wait cancels the call too. `what` names the call in errors.
+    """Wait for a handle's response. A cancelled wait also cancels the call. `what` names the call in errors.
 
     Raises:
         AsyncRLError: see `typed`.
@@ -58,14 +58,15 @@ async def answer(response: Any, what: str) -> Any:
 async def items(response: Any, what: str, limit_s: float, key: str) -> AsyncGenerator[Any, None]:
     """Yield the items of a streaming call. Closing the iterator before the end cancels the call.
 
-    The first item means that the replica has begun: if it dies earlier, this call is not the cause.
+    The first item shows that the replica has begun with the call. If the replica dies earlier, the call is not the
+    cause.
 
     Args:
-        limit_s: For the whole call, including the reader's work between two items.
+        limit_s: Deadline of the whole call, including the reader's work between two items.
         key: The configuration key of the limit.
 
     Raises:
-        DeadlineError: past the limit; earlier items have been yielded.
+        DeadlineError: the limit has passed; earlier items have been yielded.
         AsyncRLError: see `typed`.
     """
     until = anyio.current_time() + limit_s
@@ -101,13 +102,13 @@ def _cancelled_elsewhere() -> bool:
 
 
 def own_log(descriptor: int = 2) -> str:
-    """Return the file behind standard error, or else the directory of Ray's log files.
+    """Return the files to which this process logs, or else the directory of Ray's log files.
 
-    Ray gives each of its worker processes two files, `.out` and `.err`, which the processes that it starts share.
+    Ray gives each of its worker processes two files, `.out` and `.err`. Child processes write to the same files.
     """
     try:
         file = os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         file = ""
     name, suffix = os.path.splitext(file)
     if not os.path.isfile(file):

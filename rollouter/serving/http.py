@@ -1,10 +1,10 @@
-"""The HTTP side of `asyncrl serve`, and of a launch with external agents.
+"""The HTTP API of `asyncrl serve`, and of a launch with external agents.
 
     trajectory's key ──▶ the Rollouter that issued it (`rollouter.gateway`), through Ray: recorded
     other requests ────▶ the API key, if there is one ──▶ `openai_app` ──▶ replicas
 
-`ray.serve.llm` imports vLLM when it is imported (7 s on CPU, and its messages on the terminal). The driver binds this
-module without it; only the processes that Serve starts import it.
+Importing `ray.serve.llm` imports vLLM, which takes 7 s on CPU and prints messages on the terminal. The driver uses this
+module without importing it; only the processes that Serve starts import it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rollouter.serving.options import DEPLOYMENT_NAME, ServingOptions, app_name,
 from rollouter.serving.replica.deployment import RolloutReplica
 
 MAX_AGENT_REQUESTS = 9_000
-"""Agents' requests that the Rollouter has at once; fewer than its actor takes (`rollouter.actor`), or calls of the
-driver would wait behind them."""
+"""Maximum number of concurrent requests of agents to the Rollouter. The Rollouter's actor accepts more concurrent calls
+(`rollouter.actor`), so that calls of the driver never wait behind those of agents."""
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -46,7 +46,7 @@ def rollouter_name(incarnation: int) -> str:
 
 
 def route_prefix(namespace: str) -> str:
-    """Return where the run's OpenAI API is mounted: runs that share a cluster share its port."""
+    """Return the path of the run's OpenAI API. Each run has a different one, as runs on a cluster share its port."""
     return f"/{app_name(namespace, 'agents')}"
 
 
@@ -55,13 +55,13 @@ def endpoint_url(namespace: str) -> str:
     every interface, on any node. Blocking.
 
     Raises:
-        InfraError: Serve has no HTTP side.
+        InfraError: Serve runs without HTTP.
     """
     options = _get_global_client().http_config
     if options.host is None or options.location == ProxyLocation.Disabled:
         raise InfraError(
-            "Ray Serve was started on this cluster by another user without an HTTP side, so no agent can reach this "
-            "run (rollout.agent). Shut Serve down there, or take a cluster of the run's own: ray.address=null"
+            "Ray Serve was started on this cluster by another user without HTTP, so no agent can reach this run "
+            "(rollout.agent). Shut Serve down there, or start a separate cluster for the run: ray.address=null"
         )
     host = options.host
     if host in _ANYWHERE:
@@ -71,7 +71,7 @@ def endpoint_url(namespace: str) -> str:
 
 
 def _proxy_address() -> str:
-    """Return the address of a node with a proxy; empty: Serve knows none."""
+    """Return the address of a node with a proxy, or an empty string if Serve knows none."""
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return next((nodes[node] for node in serve.status().proxies if node in nodes), "")
 
@@ -79,7 +79,7 @@ def _proxy_address() -> str:
 class RolloutCalls:
     """Forwards agents' requests through Ray to the Rollouter that issued their key.
 
-    A Rollouter that replaces another has its own name and keys, so nothing has to be updated here.
+    A Rollouter that replaces another has a new name and new keys, so nothing has to be updated here.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -89,12 +89,13 @@ class RolloutCalls:
         """Created in the replica: it belongs to an event loop, and this object is pickled."""
 
     async def __call__(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
-        """
+        """Forward one request and return the Rollouter's response.
+
         Raises:
-            RequestError: that Rollouter is gone.
+            RequestError: the Rollouter that issued the key is gone.
         """
         incarnation = incarnation_of(key)
-        assert incarnation is not None  # else it is no trajectory's key
+        assert incarnation is not None  # the middleware forwards trajectory keys only
         if self._limit is None:
             self._limit = anyio.Semaphore(MAX_AGENT_REQUESTS)
         async with self._limit:
@@ -123,10 +124,10 @@ class RolloutCalls:
 
 
 def openai_app(options: ServingOptions, replicas: DeploymentHandle[Any]) -> ASGIApp:
-    """Return the OpenAI API over the run's replicas: Ray's ingress for LLMs.
+    """Return the ASGI app of the OpenAI API for the run's replicas, built on Ray's ingress for LLMs.
 
-    It is not Ray's development ingress, which would put pause, sleep and weight updates on HTTP. It sends no CORS
-    headers, so that a web page in the user's browser cannot reach a server on loopback.
+    The app does not use Ray's development ingress, which would expose pause, sleep and weight updates over HTTP. It
+    sends no CORS headers, so that a web page in the user's browser cannot reach a server on loopback.
     """
     from fastapi import FastAPI
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
@@ -145,14 +146,14 @@ def openai_app(options: ServingOptions, replicas: DeploymentHandle[Any]) -> ASGI
     app = FastAPI(title="asyncrl")
     for name, endpoint in DEFAULT_ENDPOINTS.items():
         endpoint(app)(getattr(ingress, name))
-    # Middleware runs from the last added to the first.
+    # The middleware that was added last runs first.
     add_exception_handling_middleware(app)
     app.add_middleware(SetRequestIdMiddleware)
     return app
 
 
 class ApiKeyMiddleware:
-    """ASGI middleware: every request must carry `Authorization: Bearer KEY`."""
+    """ASGI middleware that requires `Authorization: Bearer KEY` in every request."""
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:
         self._app = app
@@ -169,7 +170,7 @@ class ApiKeyMiddleware:
 
 
 class HttpFrontEnd:
-    """The HTTP side, of which Serve starts one."""
+    """The deployment of the HTTP API. Serve starts one replica of it."""
 
     def __init__(
         self, replicas: DeploymentHandle[Any], options: ServingOptions, api_key: str | None, trajectories: bool
@@ -180,7 +181,7 @@ class HttpFrontEnd:
         self._trajectories = trajectories
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Called by Serve, once, in the process that serves it."""
+        """Build the app. Serve calls this once, in the process that serves the app."""
         app = openai_app(self._options, self._replicas)
         if self._api_key is not None:
             app = ApiKeyMiddleware(app, key=self._api_key)
@@ -190,12 +191,12 @@ class HttpFrontEnd:
 def build_http_app(
     options: ServingOptions, api_key: str | None, *, call_format: str, trajectories: bool = False
 ) -> serve.Application:
-    """Return replicas behind the OpenAI API.
+    """Return the Serve application of the replicas with the OpenAI API in front of them.
 
     Args:
-        api_key: None: every client that reaches the address may use the API.
+        api_key: The key that clients must send; None lets every client that reaches the address use the API.
         call_format: The name of vLLM's tool parser.
-        trajectories: Forward requests with a trajectory's key to the Rollouter.
+        trajectories: Whether requests with a trajectory's key are forwarded to the Rollouter.
 
     Raises:
         ConfigError: there is no such parser.

@@ -1,4 +1,4 @@
-"""Options of Ray and vLLM for a configuration. Pure: the driver builds them without importing either."""
+"""Derives the options of Ray Serve and vLLM from a configuration. Pure: it imports neither of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ ROUTER = "rollouter.serving.routing.SessionRouter"
 
 
 UNANSWERED_CHECKS = 3
-"""Serve replaces a replica that leaves so many health checks in a row unanswered (its own constant)."""
+"""Serve replaces a replica after so many consecutive unanswered health checks. This is a constant of Serve."""
 PATIENCE = 1.5
-"""A replica may be silent for so many times `probe_s`. When a stream of answers ends, Ray blocks the replica's event
-loop until the caller has acknowledged all of them (`WaitAllObjectsReported`), so a stopped caller silences every
-replica that answers it. It is found and ended after `probe_s`; the healthy replicas have to outlast it."""
+"""Serve replaces a replica that is silent for `PATIENCE` times `probe_s`. When a stream of answers ends, Ray blocks the
+replica's event loop until the caller has acknowledged all answers (`WaitAllObjectsReported`), so a caller that hangs
+silences every replica that answers it. The driver ends such a caller after `probe_s`; healthy replicas must survive
+until then."""
 _REPLICAS = {
-    # Replicas queue by themselves: the Rollouter bounds how much it sends.
+    # No limit, because replicas queue requests themselves and the Rollouter limits how many it sends.
     "max_ongoing_requests": 1_000_000,
-    # Of the first start. Once a replica has run, Serve tries for ever to replace it.
+    # This limits attempts of the first start only. Once a replica has run, Serve tries to replace it without a limit.
     "max_constructor_retry_count": 1,
     "health_check_period_s": 1.0,
     "graceful_shutdown_wait_loop_s": 0.1,
@@ -45,9 +46,9 @@ class ServingOptions:
     """One deployment of rollout servers."""
 
     llm_config: dict[str, Any]
-    """Keyword arguments of `ray.serve.llm.LLMConfig`, resources and environment included."""
+    """Keyword arguments of `ray.serve.llm.LLMConfig`, including resources and environment."""
     bundles: tuple[dict[str, float], ...]
-    """Resources of one replica, as a placement group."""
+    """The resources of one replica, as bundles of a placement group."""
     env_vars: dict[str, str]
     namespace: str
     """Ray namespace of the weight store."""
@@ -55,13 +56,13 @@ class ServingOptions:
     verify: Literal["every", "first", "off"]
     timeouts: TimeoutsConfig
     profiler: ProfilerSettings = PROFILING_OFF
-    """What the replicas record; the events come with their answers."""
+    """The profiler settings of the replicas, which send their events with their answers."""
 
 
 def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOptions:
-    """Return the deployment for `config`, whose checks forbid `rollout.engine_kwargs` that another key owns.
+    """Return the options for `config`. `gpus` says whether the cluster has GPUs to run engines on.
 
-    `gpus`: the cluster has GPUs to run engines on.
+    The checks of the configuration forbid `rollout.engine_kwargs` that another key sets.
     """
     rollout = config.rollout
     bundles = _bundles(rollout.tensor_parallel_size, rollout.cpu_threads, gpus)
@@ -121,7 +122,7 @@ def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "trust_remote_code": config.model.trust_remote_code,
         "worker_extension_cls": WORKER_EXTENSION,
-        # The behaviour policy is the tempered one. At temperature 1 the raw log-probs are the same and cost less.
+        # The log-probs must include the temperature. At temperature 1 the raw log-probs are equal and cost less.
         "logprobs_mode": "raw_logprobs" if rollout.sampling.temperature in (0.0, 1.0) else "processed_logprobs",
     }
     if gpus:
@@ -142,10 +143,10 @@ def _env_vars(config: Config, gpus: bool) -> dict[str, str]:
     if not gpus:
         env_vars |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),
-            # Trainer and engines share the cores; a bound engine thread would wait for the trainer's on its core.
+            # Trainer and engines share the cores. A bound engine thread would wait for Trainer threads on its core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.rollout.cpu_threads),
-            # vLLM compiles a line of its sampler in eager mode too: a C++ compiler's 15 s in the first request.
+            # vLLM compiles a line of its sampler even in eager mode, which takes 15 s in the first request.
             "TORCHDYNAMO_DISABLE": "1",
         }
     return env_vars

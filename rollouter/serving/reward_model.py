@@ -22,7 +22,7 @@ from rollouter.serving.handles import answer
 from rollouter.serving.options import REWARD_DEPLOYMENT_NAME, app_name, reward_deployment_options
 
 BATCH_WAIT_S = 0.01
-"""How long a batch waits to fill: the responses of a group arrive within a millisecond or two."""
+"""Time for which a batch waits to fill. The responses of a group arrive within a millisecond or two."""
 
 
 class RewardReplica:
@@ -41,7 +41,7 @@ class RewardReplica:
 
     @serve.batch(batch_wait_timeout_s=BATCH_WAIT_S)
     async def score(self, conversations: list[ScoredConversation]) -> list[float | DataError]:
-        """Score one conversation per call; Serve gathers the batch. An error is returned, since it concerns one row."""
+        """Score one conversation per call; Serve batches the calls. An error is returned, as it concerns one call."""
         return await to_thread.run_sync(self._classifier.score, conversations)
 
 
@@ -55,7 +55,7 @@ def build_reward_app(config: Config, *, gpus: bool) -> serve.Application:
 
 
 class ServedRewardModel:
-    """A `RewardModelPort` on the run's deployment, usable from any process of its Ray cluster."""
+    """A `RewardModelPort` that calls the run's deployment, from any process of its Ray cluster."""
 
     def __init__(
         self, config: Config, *, namespace: str, sleep: Callable[[float], Awaitable[None]] = anyio.sleep
@@ -66,7 +66,7 @@ class ServedRewardModel:
         self._start_s = config.timeouts.start_s
         self._waiting: set[anyio.CancelScope] = set()
         self._replaced_by: float | None = None
-        """Until when a replacement of a dead replica may be loading; None: the last call was answered."""
+        """The time until which the replacement of a dead replica may be loading; None once a call is answered."""
         self._max_attempts = config.rollout.max_attempts
         self._handle = serve.get_deployment_handle(REWARD_DEPLOYMENT_NAME, app_name(namespace, "reward"))
         model = config.reward_model
@@ -77,10 +77,10 @@ class ServedRewardModel:
         """Return one score per conversation.
 
         Raises:
-            DataError: a conversation that the model cannot score.
-            InfraError: replicas failed more often than `rollout.max_attempts` allows.
-            DeadlineError: it took longer than `reward.timeout_s`, failed tries included. While a replica that died is
-                replaced, up to `timeouts.start_s` longer.
+            DataError: the model cannot score a conversation.
+            InfraError: `rollout.max_attempts` calls for a conversation have failed.
+            DeadlineError: a conversation took longer than `reward.timeout_s`, including failed tries. While a dead
+                replica is being replaced, the limit is up to `timeouts.start_s` longer.
         """
 
         async def score(conversation: ScoredConversation) -> float:
@@ -98,7 +98,7 @@ class ServedRewardModel:
             finally:
                 self._waiting.discard(scope)
         raise DeadlineError(
-            f"the reward model did not answer within reward.timeout_s = {self._timeout_s:g} s; raise it, lower "
+            f"the reward model did not answer within reward.timeout_s = {self._timeout_s:g} s; raise the limit, lower "
             "reward_model.max_batch_size, or raise reward_model.num_replicas"
         )
 

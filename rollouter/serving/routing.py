@@ -1,7 +1,7 @@
-"""Serve's router for rollouts: a session stays on its replica, and a new session goes to the less loaded of two.
+"""Serve's request router for rollouts: keeps sessions on their replicas, and chooses by load for new sessions.
 
-Serve's default router has no sessions, and answers requests in an order of its own, so that one may be given the
-replica that was chosen for another. Its consistent-hash router knows no load.
+Serve's default router has no sessions, and it may give a request the replica that was chosen for another request.
+Serve's consistent-hash router ignores load.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MAX_AFFINITY_KEYS = 100_000
 
 
 def affinity_key(session: str) -> str:
-    """Return the sample of `sample_0_7/3`: its conversations share a prompt, so they share a replica."""
+    """Return the key whose sessions share a replica: `sample_0_7` for `sample_0_7/3`, as they share a prompt."""
     return session.partition("/")[0]
 
 
 class ReplicaAffinity:
-    """Remembers the replica of each sample, so that next turns find their KV cache; the sample that was asked for least
-    recently is forgotten first."""
+    """Remembers the replica of each sample, so that its next turns find their KV cache. The least recently used sample
+    is forgotten first."""
 
     def __init__(self, max_keys: int = MAX_AFFINITY_KEYS) -> None:
         self._max_keys = max_keys
@@ -38,7 +38,7 @@ class ReplicaAffinity:
         return replica
 
     def assign(self, session: str, replica: str) -> None:
-        """Remember the replica; a session without a name has none."""
+        """Remember the session's replica. A session without a name is ignored."""
         if not session:
             return
         key = affinity_key(session)
@@ -49,7 +49,7 @@ class ReplicaAffinity:
 
 
 class SessionRouter(RequestRouter):
-    """Routes by `handle.options(session_id=…)`."""
+    """Routes requests by the `session_id` of `handle.options`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,7 +58,7 @@ class SessionRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return one replica, or two of which Serve takes the one with the shorter queue."""
+        """Return one replica, or two of which Serve chooses the one with the shorter queue."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is not None and (session := pending_request.metadata.session_id):
             replica = self._affinity.find(session, replicas)
@@ -67,5 +67,5 @@ class SessionRouter(RequestRouter):
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Called by Serve."""
+        """Remember the replica that Serve has chosen. Called by Serve."""
         self._affinity.assign(pending_request.metadata.session_id, replica_id.unique_id)

@@ -1,6 +1,6 @@
-"""The deployment of a launch: a `RolloutServer`, behind a class that the driver can bind without importing vLLM.
+"""The deployment of the engines: a `RolloutServer` behind a class that the driver can bind without importing vLLM.
 
-`ray.serve.llm` imports vLLM when it is imported (7 s on CPU). Only the replica needs it, so only the replica pays.
+Importing `ray.serve.llm` imports vLLM, which takes 7 s on CPU. Only the replicas need it, so only they import it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "det
 
 
 class RolloutReplica:
-    """Has the methods of `RolloutServer` that are called from outside, once its engine has started."""
+    """Starts a `RolloutServer`, and then has the methods of it that other processes call."""
 
     async def __init__(self, options: ServingOptions, *, openai: bool = False) -> None:  # type: ignore[misc]  # Serve awaits it
         """Start the engine, with vLLM's OpenAI front end if `openai`.
 
         Raises:
-            InfraError: it does not start; the engine's own error is the cause.
+            InfraError: the engine does not start; its error is the cause.
         """
         try:
             from rollouter.serving.replica.server import start_server
@@ -30,7 +30,7 @@ class RolloutReplica:
             server: Any = await start_server(options, openai=openai)
         except AsyncRLError:
             raise
-        except Exception as error:  # noqa: BLE001  any library's, and typed here before it leaves the process
+        except Exception as error:  # noqa: BLE001  an error of any library, which becomes a typed error
             model = options.llm_config["model_loading_config"]["model_source"]
             raise InfraError.wrap(f"the engine for {model} did not start", error) from None
         for method in METHODS + OPENAI_METHODS * openai:

@@ -1,4 +1,4 @@
-"""Ray's vLLM engine, started with what rollouts need and nothing else."""
+"""Ray's vLLM engine, reduced to the parts that rollouts need."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class EngineGauges(StatLoggerBase):
         self.generated_tokens = 0
         self.load = EngineLoad()
         self._cleared = 0
-        """Requests preempted by a cache reset for a new version, which vLLM has not counted yet."""
+        """Requests that a cache reset for a new version has preempted and that vLLM has not counted yet."""
 
     def clear(self, in_flight: int) -> None:
-        """Note that the KV cache was reset under so many requests: their preemption is no lack of memory."""
+        """Note that the KV cache was reset under `in_flight` requests, whose preemption shows no lack of memory."""
         self._cleared = min(in_flight, self._cleared + self.load.running)
 
     def record(
@@ -47,18 +47,18 @@ class EngineGauges(StatLoggerBase):
             self.load = replace(self.load, preemptions=self.load.preemptions + preempted)
 
     def load_with(self, in_flight: int) -> EngineLoad:
-        """Return the load of an engine with so many requests: vLLM reports nothing after the last one was aborted."""
+        """Return the load of an engine with `in_flight` requests. vLLM does not report the abort of the last one."""
         return self.load if in_flight else EngineLoad(preemptions=self.load.preemptions)
 
     def log_engine_initialized(self) -> None:
-        """Part of vLLM's interface."""
+        """Do nothing; vLLM requires this method."""
 
 
 class OpenAIEngine(VLLMEngine):
-    """`VLLMEngine` with our gauges and, for one worker on CPU, without a process of its own for that worker.
+    """`VLLMEngine` with `EngineGauges`. On CPU, a single worker runs in the engine core's process.
 
-    vLLM gives a CPU worker a process so that it can set OpenMP variables there; here they are set in the replica's
-    environment, which the engine core inherits. That saves one import of vLLM, some 9 s of a cold start on CPU.
+    vLLM runs a CPU worker in a separate process to set OpenMP variables there. Here the replica's environment has these
+    variables, and the engine core inherits them. This saves one import of vLLM, about 9 s of a cold start on CPU.
     """
 
     gauges: EngineGauges
@@ -68,7 +68,7 @@ class OpenAIEngine(VLLMEngine):
         return self._engine_client
 
     def _start_async_llm_engine(self, engine_args: Any, config: Any, placement_group: Any) -> AsyncLLM:
-        """Called by `VLLMEngine.start`."""
+        """Create the engine's client. `VLLMEngine.start` calls this."""
         config.parallel_config.placement_group = placement_group
         if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
             config.parallel_config.distributed_executor_backend = UniProcExecutor
@@ -83,13 +83,13 @@ class OpenAIEngine(VLLMEngine):
 
 
 class RolloutEngine(OpenAIEngine):
-    """The engine alone: no OpenAI front end, and every node is expected to see the model's files."""
+    """The engine without an OpenAI front end. The model's files must be readable on every node."""
 
     async def start(self) -> None:
         """Start the engine core.
 
         Raises:
-            Exception: whatever vLLM raises for a model it cannot load.
+            Exception: whatever vLLM raises for a model that it cannot load.
         """
         context = self.llm_config.get_or_create_callback().ctx
         args, _, config = self._prepare_engine_config(context)

@@ -1,9 +1,9 @@
 """Forwards a replica's profiler events to the Rollouter, which writes them: a replica has no run directory.
 
-Events travel with the answers to generate calls: at the end of the last open call, and about once a second while there
-are others, as a message costs a millisecond. Events that a consumer did not fetch because it turned away travel with
-the next answer if Ray had not taken them. If it had, they are lost; as each message has the number of events that this
-replica has sent, the Rollouter counts the missing ones (`Profiler.ingest`).
+Events are sent with the answers to generate calls: about once a second, because a message costs a millisecond, and when
+the last open call ends. If a consumer stops reading before Ray has taken a batch of events, the next answer contains
+them. If Ray has taken them already, they are lost. Each batch contains the number of events sent so far, so the
+Rollouter can count the missing ones (`Profiler.ingest`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rollouter.serving.client import EventBatch
 
 FORWARD_EVERY_S = 1.0
 MAX_UNSENT = 10_000
-"""Events that wait for another answer; more are lost, and counted (`profiler.dropped`)."""
+"""Maximum number of events that wait for another answer; further ones are lost and counted (`profiler.dropped`)."""
 
 Item = TypeVar("Item")
 
 
 class EventForwarder:
-    """The events that this replica has recorded and not sent."""
+    """The events that this replica has recorded and not sent yet."""
 
     def __init__(self, replica: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._replica = replica
@@ -35,7 +35,7 @@ class EventForwarder:
         self._unsent: list[Mapping[str, Any]] = []
 
     async def attach(self, answer: AsyncGenerator[Item, None]) -> AsyncGenerator[Item | EventBatch, None]:
-        """Yield the items of a call's answer, with events in between and behind them."""
+        """Yield the items of a call's answer, with batches of events between and after them."""
         self._open_calls += 1
         try:
             async with aclosing(answer) as items:
@@ -51,14 +51,14 @@ class EventForwarder:
             self._open_calls -= 1
 
     def take_all(self) -> Sequence[Mapping[str, Any]]:
-        """Return all events, for an answer that is given anyway."""
+        """Return all events, to be sent with the answer to another call."""
         unsent, self._unsent = self._unsent, []
         events = [*unsent, *profile.drain()]
         self._num_sent += len(events)
         return events
 
     def _due(self, *, at_end: bool = False) -> EventBatch | None:
-        """Return the events to send now, if any. `at_end`: of a call."""
+        """Return the events to send now, if any. `at_end` says that a call has ended."""
         if not profile.enabled:
             return None
         now = self._clock()
@@ -73,8 +73,8 @@ class EventForwarder:
 
     @contextmanager
     def _returned_on_failure(self, batch: EventBatch) -> Iterator[None]:
-        """Keep the events if Ray does not come back for the next item: it has not taken them. If it does, the consumer
-        may still not fetch them."""
+        """Keep the events if Ray does not request the next item, which means that Ray has not taken them. Events that
+        Ray has taken may still be lost."""
         try:
             yield
         except BaseException:

@@ -39,35 +39,35 @@ if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
 
 REPORT_EVERY_S = 1.0
-"""Interval at which running requests report their tokens: a replica that dies loses at most so much of them."""
+"""Interval at which running requests report their tokens. A replica that dies loses the tokens of at most that time."""
 GATHER_S = 0.25
-"""Time for which a call waits for other requests after one has ended, as a message costs a millisecond. Once all have
-ended, it reports at once."""
+"""Time for which a call waits for other requests to end after one has ended, because a message costs a millisecond.
+Once all requests have ended, the call reports at once."""
 CANCEL_S = 5.0
 """Limit for the requests of a cancelled call to leave the engine."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-"""Those of vLLM's finish reasons that are no failures."""
+"""The finish reasons of vLLM that are not failures."""
 
 
 @dataclass(slots=True)
 class RunningRequest:
     """One request in vLLM, and its tokens so far.
 
-    vLLM reports a request once, when it ends (`FINAL_ONLY`), which costs nothing per token. Tokens before that are read
-    from vLLM's own state in this process, where it stays when the engine core dies. Use it on the engine client's loop,
-    where nothing changes without an await in between.
+    vLLM reports a request once, when it ends (`FINAL_ONLY`), which costs nothing per token. Until then, the tokens are
+    read from vLLM's state in this process, which survives the death of the engine core. Use this class on the event
+    loop of the engine client, where the state changes only during an await.
     """
 
     number: int
     request_id: str
     collector: RequestOutputCollector | None = None
     state: RequestState | None = None
-    """None: not in the engine yet, or it has ended already."""
+    """None if the request is not in the engine yet, or has ended already."""
     output: RequestOutput | None = None
     """The engine's last output."""
     num_reported: int = 0
     is_reported: bool = False
-    """Its end has been reported."""
+    """Whether the end of the request has been reported."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +90,7 @@ class RunningRequest:
         """Return the tokens since the last delta, if any.
 
         Raises:
-            BugError: tokens without log-probs or versions.
+            BugError: the engine has reported tokens without log-probs or versions.
         """
         if self.is_reported:
             return None
@@ -147,7 +147,7 @@ class TokenGeneration:
     """Runs the requests of generate calls in the engine."""
 
     def __init__(self, llm: AsyncLLM, health: ReplicaHealth, gate: asyncio.Event, pauses: EnginePauses) -> None:
-        """Requests wait until `gate` is set; their events take `pauses` into account."""
+        """Requests wait until `gate` is set, and their events take `pauses` into account."""
         self._llm = llm
         self._health = health
         self._gate = gate
@@ -156,11 +156,11 @@ class TokenGeneration:
 
     async def run(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Accepted | list[Delta], None]:
         """Run the requests together, and yield the tokens that they sample: soon after a request has ended, and about
-        once a second for those that run. After the first item the engine has all of them: if this process dies from
-        then on, they may be the cause. All tokens are yielded before an error is raised.
+        once a second while requests run. The first item is yielded once the engine has all requests: if this process
+        dies afterwards, they may be the cause. All tokens are yielded before an error is raised.
 
         Raises:
-            DataError: a prompt or its sampling parameters that the engine refuses.
+            DataError: the engine refuses a prompt or its sampling parameters.
             EngineCrashError: the engine died or hung.
             InfraError: this replica is waiting to be replaced.
         """
@@ -211,7 +211,7 @@ class TokenGeneration:
         try:
             await self._in_engine(request, run, changed, recorder)
         except DataError:
-            raise  # it never was in the engine
+            raise  # the request never was in the engine
         except BaseException as error:
             recorder.record(error)
             raise
@@ -224,15 +224,15 @@ class TokenGeneration:
     async def _in_engine(
         self, request: GenerateRequest, run: RunningRequest, changed: asyncio.Event, recorder: RequestRecorder
     ) -> None:
-        """Return once the request has ended."""
+        """Run one request in the engine, and return once it has ended."""
         health = self._health
         prompt_ids, params = self._resolve(request)
         await self._gate.wait()
         if health.broken:
             raise InfraError(health.broken)
         recorder.note_admitted(len(prompt_ids))
-        # The salt keeps versions apart in the prefix cache: a request admitted under v never reads a block that an
-        # older version computed, even where running requests (`keep`) forbid emptying the cache.
+        # The salt separates versions in the prefix cache: a request admitted under version v never reads a block that
+        # an older version computed, even if running requests (`keep`) prevent that the cache is emptied.
         salt = f"{health.weights_version.lineage}-{health.weights_version.version}"
         prompt: EngineInput = tokens_input(prompt_ids, cache_salt=salt)
         if request.media:
@@ -244,7 +244,7 @@ class TokenGeneration:
                 raise DataError.wrap(f"request {request.request_id}: the engine refuses it", error) from error
             run.state = self._llm.output_processor.request_states.get(run.collector.request_id)
             changed.set()
-            # FINAL_ONLY: one output comes, at the end.
+            # With FINAL_ONLY, the only output comes at the end.
             run.output = await run.collector.get()
         except asyncio.CancelledError:
             with suppress(EngineDeadError):
@@ -274,7 +274,8 @@ class TokenGeneration:
             raise DataError.wrap(f"request {request.request_id}: {error}", error) from error
 
     def _resolve(self, request: GenerateRequest) -> tuple[list[int], SamplingParams]:
-        """Return prompt and parameters of the engine call; tokens so far join the prompt and leave the budget."""
+        """Return prompt and sampling parameters for the engine. The tokens so far are appended to the prompt, and
+        `max_tokens` is reduced by their number."""
         done = 0 if request.so_far is None else len(request.so_far.response_ids)
         prompt_ids = request.prompt_ids.tolist()
         if request.so_far is not None:
@@ -309,7 +310,7 @@ def _deltas(runs: Sequence[RunningRequest]) -> list[Delta]:
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:
-    """Return the gravest typed error in a group, or else the first error."""
+    """Return the most severe typed error in a group, or else the first error."""
     leaves: list[BaseException] = []
     for failure in failures.exceptions:
         leaves.append(_first(failure) if isinstance(failure, BaseExceptionGroup) else failure)
@@ -325,16 +326,16 @@ async def media_input(
 ) -> MultiModalInput:
     """Return the engine's input for `prompt_ids` and `media`, computed off the event loop.
 
-    The ids have all placeholders already, since the Trainer sees the same ids. vLLM's own processor would insert them,
-    so it is asked only for the features, and for where in these ids it would have put the placeholders.
+    The ids contain all placeholders already, because the Trainer sees the same ids. vLLM's processor would insert them
+    again, so this function requests only the features and the positions of the placeholders in these ids.
 
     Args:
-        salt: Names the weights, since cached features belong to one version.
+        salt: Identifies the weights, because cached features belong to one version.
 
     Raises:
-        DataError: the model takes no such media, or vLLM puts placeholders elsewhere than the prompt has them.
+        DataError: the model does not accept such media, or vLLM expects placeholders that the prompt does not have.
     """
-    # vLLM's own thread: its processor and the processor's cache are not thread-safe.
+    # This runs in vLLM's thread for media, because vLLM's processor and its cache are not thread-safe.
     return await asyncio.get_running_loop().run_in_executor(
         renderer._mm_executor, _media_input, renderer, list(prompt_ids), media, salt
     )
@@ -345,7 +346,7 @@ def _media_input(
 ) -> MultiModalInput:
     processor = renderer.mm_processor
     if processor is None:
-        raise DataError("its prompt has images or videos, and vLLM serves this model with text only")
+        raise DataError("its prompt has images or videos, but vLLM serves this model with text only")
     data: dict[str, list[Any]] = {}
     names: dict[str, list[str]] = {}
     try:
@@ -367,8 +368,8 @@ def _media_input(
     if missing:
         kind = missing[0]
         raise DataError(
-            f"its tokens have the placeholders of {len(found.get(kind, ()))} {kind}s as vLLM writes them, and "
-            f"{len(data[kind])} are given; the model's processor in transformers and in vLLM disagree, or the chat "
+            f"its tokens have the placeholders of {len(found.get(kind, ()))} {kind}s as vLLM writes them, but the "
+            f"prompt has {len(data[kind])}; the model's processors in transformers and in vLLM disagree, or the chat "
             "template has rewritten the conversation"
         )
     ranges = {kind: [place.to_range() for place in places] for kind, places in found.items()}

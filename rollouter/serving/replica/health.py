@@ -1,8 +1,8 @@
-"""One replica's health: its reports to the weight store, the watch over its engine, and its end, so that Serve replaces
-it.
+"""Reports a replica's status to the weight store, watches its engine, and ends the replica if the engine fails.
 
-It ends when its engine is dead, makes no token for `timeouts.engine_s` although it has requests, or has none and leaves
-a ping unanswered for so long. During a pause `weights` has deadlines of its own.
+A replica ends when its engine is dead, samples no token for `timeouts.engine_s` although it has requests, or, without
+requests, leaves a ping unanswered for as long. Serve then replaces it. During a pause of the engine, the deadlines of
+`weights` apply instead.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 1.0
 EXIT_DELAY_S = 0.5
-"""Between giving up and the end of the process: answers are on their way."""
+"""Time between giving up and the end of the process, in which the last answers are sent."""
 REPORT_EVERY_S = 1.0
 REPORT_ANSWER_S = 10.0
-"""A store that takes longer is sent a newer report."""
+"""Time for which a report waits for the store's answer. After that, a newer report is sent."""
 
 
 class StatusReporter:
-    """Pushes a replica's reports to the weight store until its process ends, from a thread of its own.
+    """Sends a replica's reports to the weight store until the process ends, from a separate thread.
 
-    The event loop stands still while vLLM starts its engine, and a slow store must not affect generation. One report at
-    a time is on its way; changes meanwhile are in the next.
+    The event loop is blocked while vLLM starts its engine, and a slow store must not affect generation. Only one report
+    is in flight; the next one contains all changes since then.
     """
 
     def __init__(self, store: Any, describe: Callable[[], ReplicaReport]) -> None:
@@ -54,14 +54,14 @@ class StatusReporter:
         threading.Thread(target=self._run, name="reporter", daemon=True).start()
 
     def report_soon(self) -> None:
-        """Report now rather than within the second."""
+        """Send the next report now instead of after `REPORT_EVERY_S`."""
         self._changed.set()
 
     def _run(self) -> None:
         while True:
             try:
                 self.newest = ray.get(self._store.report.remote(self._describe()), timeout=REPORT_ANSWER_S)
-            except Exception as error:  # noqa: BLE001  a report that does not arrive is followed by another
+            except Exception as error:  # noqa: BLE001  the next report replaces a lost one
                 logger.debug("the weight store did not take a report: %r", error)
             self._changed.wait(REPORT_EVERY_S)
             self._changed.clear()
@@ -71,24 +71,24 @@ class ReplicaHealth:
     """Health of one replica. Use it on the server's event loop."""
 
     def __init__(self, *, replica: str, node_id: str, engine_s: float, store: Any) -> None:
-        """`store` is the handle of the weight store that receives reports; None: there is none."""
+        """`store` is the handle of the weight store that receives reports, or None without a store."""
         self.replica = replica
         self.weights_version = WeightsVersion(0, 0)
-        """What the engine serves; (0, 0): the model's files."""
+        """The version that the engine serves; (0, 0) is the weights in the model's files."""
         self.broken = ""
-        """Why the replica must be replaced; empty: it is fine."""
+        """The reason why the replica must be replaced; empty while it works."""
         self.crashed = False
-        """The requests in the engine may be the cause."""
+        """Whether the requests in the engine may be the cause of the failure."""
         self.paused = False
         self.up = False
-        """It accepts requests, or will once its version is loaded."""
+        """Whether the replica has started. During a weight update, its requests wait."""
         self._node_id = node_id
         self._engine_s = engine_s
         self._engine: OpenAIEngine | None = None
         self._engine_pids: tuple[int, ...] = ()
         self._phase: tuple[ReplicaPhase, float] = ("starting", time.time())
         self._ping: asyncio.Task[None] | None = None
-        """The open ping. It was sent while the engine had no requests."""
+        """The ping that is not answered yet. It was sent while the engine had no requests."""
         self._tasks: list[asyncio.Task[None]] = []
         self._process = ProcessMonitor(f"replica-{replica}")
         self._engine_meter = ProcessMeter()
@@ -100,10 +100,10 @@ class ReplicaHealth:
         return None if self._reporter is None else self._reporter.newest
 
     async def attach(self, engine: OpenAIEngine) -> None:
-        """Watch the engine, which has started."""
+        """Begin to watch a started engine."""
         self._engine_pids = await asyncio.to_thread(_engine_pids, engine.client)
         self._engine = engine
-        self._process.start()  # not earlier: the loop stands still while vLLM starts
+        self._process.start()  # not earlier: the event loop is blocked while vLLM starts
         self.in_background(self._watch(engine))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -118,7 +118,7 @@ class ReplicaHealth:
         self._tasks.append(task)
 
     def enter(self, phase: ReplicaPhase) -> None:
-        """Enter a phase and report it; `broken` is the last one."""
+        """Enter a phase and report it. A replica never leaves the phase `broken`."""
         if self._phase[0] not in (phase, "broken"):
             self._phase = (phase, time.time())
             if self._reporter is not None:
@@ -133,7 +133,7 @@ class ReplicaHealth:
         return self.broken or f"replica {self.replica} still serves version {self.weights_version.version}"
 
     def give_up(self, why: str, *, crash: bool = False) -> None:
-        """Refuse everything from now on, and end this process once the answers are out: Serve starts another.
+        """Refuse all calls from now on, and end this process soon, so that Serve replaces the replica.
 
         With `crash`, the requests in the engine may be the cause; they fail with `EngineCrashError`.
         """
@@ -144,16 +144,16 @@ class ReplicaHealth:
         logger.error(self.broken)
         self.enter("broken")
         if self._engine is not None:
-            # Nothing else would end requests that are frozen in the engine.
+            # Without this, requests that hang in the engine would never end.
             self._engine.client.output_processor.propagate_error(EngineDeadError())
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, self._exit)
 
     def give_up_hung_engine(self, symptom: str) -> None:
-        """Give up an engine that does not answer. Requests are no cause if a ping from before them is still open."""
+        """Give up an engine that does not answer. If an older ping is still unanswered, requests are not the cause."""
         self.give_up(f"{symptom} for {self._engine_s:g} s (timeouts.engine_s)", crash=self._ping is None)
 
     def _exit(self) -> None:
-        """End the engine's processes for certain, stopped ones too, and this one whatever they do."""
+        """Kill the engine's processes, even stopped ones, and end this process even if the engine resists shutdown."""
         threading.Timer(EXIT_DELAY_S, os._exit, (1,)).start()
         for pid in self._engine_pids:
             with suppress(ProcessLookupError):
@@ -215,7 +215,7 @@ class ReplicaHealth:
 
 
 async def _ping(llm: AsyncLLM) -> None:
-    """Reach every worker through the engine core. An error is an answer, too."""
+    """Wait for an answer of every worker through the engine core. An error also counts as an answer."""
     try:
         await llm.collective_rpc("check_health")
     except Exception as error:  # noqa: BLE001  `errored` reports an engine's death
@@ -223,7 +223,7 @@ async def _ping(llm: AsyncLLM) -> None:
 
 
 def _engine_pids(llm: AsyncLLM) -> tuple[int, ...]:
-    """Return vLLM's processes below this one: the engine core and its children."""
+    """Return the ids of vLLM's child processes: the engine core and its children."""
     manager = llm.engine_core.resources.engine_manager
     cores = [process.pid for process in getattr(manager, "processes", ()) if process.pid is not None]
     below = [child.pid for core in cores for child in psutil.Process(core).children(recursive=True)]

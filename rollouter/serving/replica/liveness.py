@@ -1,19 +1,21 @@
 """Decides whether an engine hangs. Pure.
 
-An engine that has requests makes tokens; one that has none answers pings. During a pause it need do neither.
+An engine with requests must sample tokens, and an engine without requests must answer pings. During a pause, neither is
+required.
 """
 
 from __future__ import annotations
 
 
 class EngineLiveness:
-    """How long an engine has shown no sign of life."""
+    """Measures for how long an engine has shown no sign of life."""
 
     def __init__(self, limit_s: float, max_step_s: float) -> None:
-        """
+        """Begin to measure.
+
         Args:
-            limit_s: An engine without a sign for so long hangs.
-            max_step_s: Most that one observation adds: a longer gap means that the observer itself stood still.
+            limit_s: An engine without a sign of life for this time hangs.
+            max_step_s: The maximum time that one observation adds. A longer gap means that the observer was blocked.
         """
         self._limit_s = limit_s
         self._max_step_s = max_step_s
@@ -26,10 +28,10 @@ class EngineLiveness:
         """Return whether the engine hangs.
 
         Args:
-            passed_s: Since the last observation.
-            tokens: Generated since the engine's start.
-            busy: It has requests.
-            ping_answered: Since the last observation.
+            passed_s: Time since the last observation.
+            tokens: Number of tokens generated since the engine's start.
+            busy: Whether the engine has requests.
+            ping_answered: Whether the engine has answered a ping since the last observation.
         """
         progressed = tokens != self._tokens
         self._tokens = tokens

@@ -1,10 +1,10 @@
-"""The event `request`: what a request in this replica's engine spent its time on.
+"""Records the event `request`: how long a request spent in each phase on this replica.
 
     received ─ gate ─▶ admitted ─▶ queued ─ queue ─▶ scheduled ─ prefill ─▶ first token ─ decode ─▶ last token ─▶ ended
                                    └──────────── less the pauses of the engine for weight syncs ───────────┘
 
-All moments are seconds of one monotonic clock: vLLM's engine core is a process of the same machine. Pure but for the
-process's `profile`.
+All times are seconds of one monotonic clock, because vLLM's engine core is a process of the same machine. Pure, except
+for the use of `profile`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from rollouter.serving.replica.health import ReplicaHealth
 
 MAX_PAUSES = 1_000
-"""More than fit into the time that a call may take."""
+"""Number of pauses that are kept. A call is too short to see more of them."""
 
 
 class RequestPhases(NamedTuple):
-    """Seconds without overlap, which add up to at most the whole request."""
+    """The duration of each phase in seconds. Phases do not overlap, and their sum is at most the request's duration."""
 
     gate_s: float
     queued_s: float
@@ -40,11 +40,11 @@ class RequestPhases(NamedTuple):
 
 @dataclass(slots=True)
 class RequestMoments:
-    """When one request reached each point; 0: not reached."""
+    """The time at which one request reached each point; 0 if it did not reach the point."""
 
     received: float
     admitted: float = 0.0
-    """Past the gate."""
+    """The request passed the gate."""
     queued: float = 0.0
     scheduled: float = 0.0
     first_token: float = 0.0
@@ -53,7 +53,7 @@ class RequestMoments:
 
 
 class EnginePauses:
-    """When the engine stood still; the newest pauses are kept."""
+    """The times at which the engine was paused. Only the newest `MAX_PAUSES` are kept."""
 
     def __init__(self) -> None:
         self._windows: deque[tuple[float, float]] = deque(maxlen=MAX_PAUSES)
@@ -63,7 +63,7 @@ class EnginePauses:
         self._since = now
 
     def end(self, now: float) -> None:
-        """End the pause that has begun, if one has."""
+        """End the current pause, if any."""
         if self._since is not None:
             self._windows.append((self._since, now))
             self._since = None
@@ -81,9 +81,9 @@ class EnginePauses:
 
 
 def request_phases(moments: RequestMoments, pauses: EnginePauses) -> RequestPhases:
-    """Return the phases of a request that has ended in any of them.
+    """Return the phases of a request, which may have ended in any of them.
 
-    Moments out of order (0, or of another machine's clock) are moved into range.
+    Times out of order, such as 0 or those of another machine's clock, are moved into range.
     """
     ended = max(moments.received, moments.ended)
     admitted = _clamp(moments.admitted or ended, moments.received, ended)
@@ -127,7 +127,7 @@ class RequestRecorder:
             }
 
     def record(self, error: BaseException | None) -> None:
-        """Record the end. `error`: what ended the request, if it did not end by itself."""
+        """Record the event. `error` is the exception that ended the request, if any."""
         if not profile.records("request"):
             return
         run, moments = self._run, self._moments

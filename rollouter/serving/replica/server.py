@@ -34,7 +34,7 @@ class RolloutServer(LLMServer):
     """`LLMServer` with the methods that the Rollouter calls."""
 
     async def __init__(self, options: ServingOptions, *, openai: bool) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Start the engine and, if the run has a weight store with a version in it, apply that before any request.
+        """Start the engine and, if the run's weight store has a version, apply the newest one before any request.
 
         Raises:
             InfraError: the engine does not start.
@@ -62,25 +62,25 @@ class RolloutServer(LLMServer):
     async def generate_tokens(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[Accepted | EventBatch | list[Delta], None]:
-        """See `TokenGeneration.run`; this replica's events come along."""
+        """See `TokenGeneration.run`. The stream also contains this replica's profiler events."""
         async with aclosing(self._forwarder.attach(self._generation.run(requests))) as items:
             async for item in items:
                 yield item
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
-        """See `WeightUpdates.apply`; this replica's events come along."""
+        """See `WeightUpdates.apply`. The report also contains this replica's profiler events."""
         report = await self._weights.apply(publication, mode, clear_kv)
         return replace(report, events=tuple(self._forwarder.take_all()))
 
     async def check_health(self) -> None:
-        """Serve calls this; raising makes it replace the replica."""
+        """Raise if the replica must be replaced. Serve calls this method, and replaces the replica if it raises."""
         if self._health.broken:
             raise InfraError(self._health.broken)
         await super().check_health()
 
 
 async def start_server(options: ServingOptions, *, openai: bool) -> RolloutServer:
-    """Return a started server, with vLLM's OpenAI front end if asked for."""
+    """Return a started server, with vLLM's OpenAI front end if `openai`."""
     server = RolloutServer.__new__(RolloutServer)
     # Serve awaits asynchronous constructors; plain Python does not.
     await server.__init__(options, openai=openai)  # type: ignore[misc]

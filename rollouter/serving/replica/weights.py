@@ -2,9 +2,9 @@
 
     fetch (during decoding) → close gate → pause → load → name the version → resume → open gate → verify
 
-Whatever fails, the replica ends in one of three states: it serves the new version; it serves the old one and reports it
-(the failure came before the load); or it is broken (the failure came during or after the load, so its weights are
-unknown, or its engine did not answer).
+After an update, the replica is in one of three states. It serves the new version. Or it still serves the old version
+and reports this, because the update failed before the load. Or it is broken, because its engine did not answer or the
+update failed during or after the load, so that its weights are unknown.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ logger = logging.getLogger(__name__)
 
 PauseMode = Literal["keep", "abort", "wait"]
 VERIFY_BYTES_PER_CALL = 64 << 20
-"""Bytes that one checksum call reads; decoding stops meanwhile, for some 10 ms."""
+"""Number of bytes that one checksum call reads. Decoding stops for about 10 ms during each call."""
 FETCH_SLICE_S = 0.02
-"""Longest time for which a worker that waits for a version's bytes stops decoding."""
+"""Maximum time for which a worker stops decoding while it waits for the bytes of a version."""
 ASK_STORE_S = 5.0
-"""Time for which a replica that cannot fetch a version waits for another one before it tries again."""
+"""Time for which a replica that cannot fetch a version waits for another version before it tries again."""
 RETRY_S = 1.0
 FRESH_S = 15.0
-"""Time after its start in which Serve may not know a replica yet, so that it follows the store by itself."""
+"""Time after its start in which a replica follows the store by itself, because Serve may not know it yet."""
 
 
 class _Swap(NamedTuple):
-    """Timings of one swap; seconds as in `ApplyReport`."""
+    """Timings of one swap, in seconds, with the meanings of `ApplyReport`."""
 
     drain_s: float
     pause_s: float
     load_s: float
     in_flight: int
-    """Requests in the engine when the pause was asked for."""
+    """Number of requests in the engine when the pause was requested."""
 
 
 class WeightUpdates:
     """Applies versions to one replica, one after another."""
 
     def __init__(self, engine: OpenAIEngine, health: ReplicaHealth, store: Any, options: ServingOptions) -> None:
-        """`store`: the weight store's handle; None: there is none, and the model's files are served for good."""
+        """`store` is the weight store's handle, or None if the replica always serves the model's files."""
         self.gate = asyncio.Event()
-        """Requests wait while it is not set."""
+        """Requests wait while this event is not set."""
         self.gate.set()
         self.pauses = EnginePauses()
         self._llm: AsyncLLM = engine.client
@@ -88,17 +88,17 @@ class WeightUpdates:
             self._health.in_background(self._follow(self._store))
 
     async def apply(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
-        """Serve `publication`. A replica that already serves it, or a newer version, answers at once.
+        """Update the engine to `publication`. A replica that serves it already, or a newer version, answers at once.
 
-        It answers within twice `timeouts.apply_s` and `timeouts.engine_s`.
+        The replica answers within twice `timeouts.apply_s` plus `timeouts.engine_s`.
 
         Args:
-            mode: Requests in flight continue (`keep`), come back ABORTED, or finish first (`wait`).
-            clear_kv: With `keep`: compute their KV cache anew under the new weights.
+            mode: Requests in flight continue (`keep`), return ABORTED (`abort`), or finish first (`wait`).
+            clear_kv: With `keep`, recompute the KV cache of these requests under the new weights.
 
         Raises:
-            InfraError: it could not be applied; the message names the version that the replica serves now.
-            BugError: the engine serves other weights than were published.
+            InfraError: the version could not be applied; the message names the version that the replica serves now.
+            BugError: the engine's weights differ from the published ones.
         """
         health, weights_version = self._health, publication.weights_version
         until = asyncio.get_running_loop().time() + self._timeouts.apply_s
@@ -134,11 +134,11 @@ class WeightUpdates:
     async def _catch_up(self, store: Any) -> None:
         """Serve the newest version of the store, or the model's files if nothing was ever published.
 
-        If a version cannot be fetched, as the Trainer that published it is dead, wait for the next one.
+        If a version cannot be fetched, because the Trainer that published it is dead, wait for the next version.
 
         Raises:
-            InfraError: nothing could be fetched within `timeouts.start_s`, or applying failed half-way.
-            BugError: the engine serves other weights than were published.
+            InfraError: no version could be fetched within `timeouts.start_s`, or an update failed during the load.
+            BugError: the engine's weights differ from the published ones.
         """
         lost: WeightsVersion | None = None
         problem = "the weight store did not answer"
@@ -160,7 +160,7 @@ class WeightUpdates:
                 if self._health.broken:
                     raise
                 problem = error.message
-                logger.warning("%s; it is tried again, or what is published next", error.brief)
+                logger.warning("%s; this version or the next one is tried again", error.brief)
                 lost = newest.weights_version
         raise InfraError(
             f"replica {self._health.replica} found no version that it could fetch within {self._timeouts.start_s:g} s "
@@ -168,7 +168,7 @@ class WeightUpdates:
         )
 
     async def _follow(self, store: Any) -> None:
-        """Apply versions that were published before Serve knew of this replica: nothing else brings them here."""
+        """Apply versions that were published before Serve knew this replica; broadcasts did not reach it then."""
         until = time.monotonic() + FRESH_S
         while time.monotonic() < until and not self._health.broken:
             await asyncio.sleep(RETRY_S)
@@ -178,10 +178,10 @@ class WeightUpdates:
                     await self._catch_up(store)
 
     async def _fetch(self, weights_version: WeightsVersion, until: float) -> float:
-        """Bring the version's bytes to this node and into the workers, while they decode. Returns seconds.
+        """Map the version's bytes into the workers, while they decode. Return the duration in seconds.
 
-        The store may take until `until` (the loop's clock), the engine `timeouts.engine_s` for each of its calls: they
-        take it no time, so that one that does not answer is no fault of the store.
+        The deadline for the store is `until` (by the loop's clock). Each call to the engine may take
+        `timeouts.engine_s`: these calls need almost no time, so an unanswered one shows that the engine hangs.
         """
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
@@ -191,15 +191,15 @@ class WeightUpdates:
                 raise InfraError(f"no weight store in Ray namespace {self._namespace!r}")
             async with asyncio.timeout_at(until):
                 refs = await self._store.tensors.remote(weights_version)
-                # Objects on this node first: the workers' own fetch then is a mapping, not a transfer. And what is lost
-                # is reported here with its cause.
+                # Transfer the objects to this node first, so that the workers only map them, and so that the loss of an
+                # object is reported here with its cause.
                 await asyncio.to_thread(_bring, refs, max(0.0, until - loop.time()))
             left_s = max(FETCH_SLICE_S, until - loop.time())
             await self._answered(self._llm.collective_rpc("fetch_version", args=(*weights_version, left_s)))
             while not all(await self._answered(self._llm.collective_rpc("await_fetch", args=(FETCH_SLICE_S,)))):
                 if loop.time() >= until:
                     limit_s = self._timeouts.apply_s
-                    raise TimeoutError(f"it is not in the workers after {limit_s:g} s (timeouts.apply_s)")
+                    raise TimeoutError(f"the workers have not mapped it after {limit_s:g} s (timeouts.apply_s)")
                 await asyncio.sleep(FETCH_SLICE_S)
         except Exception as error:
             state = self._health.describe_state()
@@ -207,11 +207,11 @@ class WeightUpdates:
         return time.perf_counter() - started
 
     async def _answered(self, call: Awaitable[Any]) -> Any:
-        """Return the engine's answer to a call that takes it no time. An engine that does not answer hangs.
+        """Return the engine's answer to a call that needs almost no time. An engine that does not answer hangs.
 
         Raises:
-            InfraError: it hangs.
-            Others: those of the call.
+            InfraError: the engine hangs.
+            Others: the errors of the call.
         """
         limit = asyncio.timeout(self._timeouts.engine_s)
         try:
@@ -224,7 +224,7 @@ class WeightUpdates:
             raise InfraError(self._health.broken) from None
 
     async def _swap(self, weights_version: WeightsVersion, mode: PauseMode, clear_kv: bool, until: float) -> _Swap:
-        """Pause, load, resume."""
+        """Pause the engine, load the version, and resume."""
         health = self._health
         self.gate.clear()
         health.enter("pausing")
@@ -232,12 +232,12 @@ class WeightUpdates:
         wished = time.perf_counter()
         try:
             async with asyncio.timeout_at(until):
-                # `AsyncLLM.pause_generation` is this and 20 ms of sleep, for callers that want outputs delivered first.
+                # `AsyncLLM.pause_generation` does the same, but then sleeps for 20 ms to let outputs arrive.
                 with self._span("sync.drain", weights_version):
                     await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
-                # The steps that were under way (all of a drain) made tokens until here.
+                # The pause starts here: the steps that were running (with `wait`, all steps) sampled tokens until now.
                 started = time.perf_counter()
-                # The other modes leave none, though the last outputs may not have come through to here yet.
+                # The other modes leave no requests in the engine, though their last outputs may still be on the way.
                 held = self._llm.output_processor.get_num_unfinished_requests() if mode == "keep" else 0
                 if clear_kv:
                     self._gauges.clear(held)
@@ -270,7 +270,7 @@ class WeightUpdates:
         return profile.span(name, version=weights_version.version, replica=self._health.replica)
 
     async def _recover(self, version: int, error: BaseException) -> None:
-        """After a failed swap: serve the old version if its weights are untouched, else wait to be replaced."""
+        """Recover from a failed swap: serve the old version if its weights are untouched, else give up."""
         if self._health.broken:
             return
         if self._health.paused:
@@ -283,7 +283,7 @@ class WeightUpdates:
             self._health.give_up(f"resuming after {error!r} failed: {second!r}", crash=True)
 
     async def _check(self, publication: Publication) -> None:
-        """Compare what the engine serves with what was published, a few groups at a time so that decoding
+        """Compare the engine's weights with the published checksums, a few groups at a time so that decoding
         continues."""
         self._health.enter("verifying")
         served: dict[str, int] = {}
@@ -304,18 +304,18 @@ class WeightUpdates:
         self._verified = True
 
     def _report(self) -> ApplyReport:
-        """Return the report of a replica that has nothing to apply."""
+        """Return the report of a replica that did not have to apply anything."""
         lineage, version = self._health.weights_version
         return ApplyReport(self._health.replica, version, 0.0, 0.0, 0.0, 0, self._verified, lineage)
 
 
 def _bring(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
-    """Bring these objects to this node. They are mapped, not copied."""
+    """Transfer these objects to this node. They are mapped, not copied, into this process."""
     ray.get(list(refs), timeout=timeout_s)
 
 
 def _batches(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Return the groups in lists of about `VERIFY_BYTES_PER_CALL` each."""
+    """Divide the groups into lists of about `VERIFY_BYTES_PER_CALL` bytes each."""
     batches: list[list[str]] = [[]]
     held = 0
     for group, size in sizes.items():

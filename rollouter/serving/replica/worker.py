@@ -1,10 +1,9 @@
 """The extension of vLLM's worker processes: maps a published version, loads it in place, and computes checksums of the
 served weights.
 
-vLLM imports this module because it holds the `worker_extension_cls`, and it does so before it loads the model. On CPU
-that matters: vLLM would prepack linear layers for oneDNN and empty their weights, after which an update in place
-fails or, through `reload_weights`, succeeds with stale layers. With oneDNN off the weights stay where `load_weights`
-finds them.
+vLLM imports this module for its `worker_extension_cls`, before it loads the model. On CPU, the module switches oneDNN
+off. Otherwise vLLM would prepack linear layers for oneDNN and empty their weights, and an update in place would fail
+or, through `reload_weights`, leave stale layers.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ if current_platform.is_cpu():
 
 _PR_SET_PDEATHSIG = 1
 _CONNECTING = threading.Lock()
-"""A replica that catches up fetches while it is still joining the cluster, on two threads."""
+"""Held while a thread joins the cluster. At a replica's start, two threads may try to join at the same time."""
 WeightChunk = dict[str, NDArray[Any]]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it is gone.
+    """Have the kernel kill this process when its parent process ends.
 
-    A replica that is killed cannot end its engine, and an engine that is stopped, or still loading, notices nothing.
+    A replica that is killed cannot end its engine, and an engine that is stopped, or still loading, does not notice.
     """
     parent = multiprocessing.parent_process()
     if parent is None or sys.platform != "linux":
@@ -65,8 +64,8 @@ die_with_parent()
 
 
 def _fetch(weights_version: WeightsVersion, source: tuple[str, str, str], limit_s: float) -> list[WeightChunk]:
-    """Return the version's chunks, mapped from the object store without a copy. It ends within `limit_s`, so that the
-    threads of attempts in a row do not pile up."""
+    """Return the version's chunks, mapped from the object store without a copy. The call ends within `limit_s`, so that
+    the threads of repeated attempts do not accumulate."""
     address, namespace, store_name = source
     until = time.monotonic() + limit_s
 
@@ -81,7 +80,7 @@ def _fetch(weights_version: WeightsVersion, source: tuple[str, str, str], limit_
 
 
 def _in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Run the function on a daemon thread of its own, while the engine decodes."""
+    """Run the function on a new daemon thread, while the engine decodes."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -95,10 +94,10 @@ def _in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> F
 
 
 def connect(address: str, namespace: str, *, limit_s: float = -1) -> None:
-    """Join the Ray cluster, unless this process is a part of it (with vLLM's Ray executor it is).
+    """Join the Ray cluster, unless this process is already part of it, as with vLLM's Ray executor.
 
     Raises:
-        TimeoutError: another thread has been connecting for `limit_s`; negative: wait without a limit.
+        TimeoutError: another thread has been connecting for `limit_s`. A negative limit waits without end.
     """
     if not _CONNECTING.acquire(timeout=limit_s):
         raise TimeoutError(f"this worker did not join the Ray cluster at {address} within {limit_s:g} s")
@@ -115,17 +114,17 @@ class WeightLoader:
     model_runner: Any
 
     def connect_store(self, address: str, namespace: str, store_name: str) -> None:
-        """Set where versions come from, and join that cluster in the background, so that the first apply need not."""
+        """Set the store that provides versions, and join its cluster in the background before the first update."""
         self._source = (address, namespace, store_name)
         _in_background(connect, address, namespace)
 
     def fetch_version(self, lineage: int, version: int, limit_s: float) -> None:
-        """Begin to map this weights version into this process, within `limit_s`. Return at once."""
+        """Begin to map this weights version into this process, with a deadline of `limit_s`. Return at once."""
         self._fetched_version = WeightsVersion(lineage, version)
         self._chunks = _in_background(_fetch, self._fetched_version, self._source, limit_s)
 
     def await_fetch(self, timeout_s: float) -> bool:
-        """Return whether the version is mapped within `timeout_s`: at once, when its bytes are on this node.
+        """Wait up to `timeout_s` for the version to be mapped, and return whether it is.
 
         Raises:
             Exception: the error with which the fetch failed.
@@ -136,10 +135,10 @@ class WeightLoader:
         return True
 
     def load_version(self, lineage: int, version: int) -> float:
-        """Load the fetched version in place, inside the pause. Returns seconds.
+        """Load the fetched version in place, during the pause. Return the duration in seconds.
 
         Raises:
-            RuntimeError: it was not fetched.
+            RuntimeError: the version was not fetched.
         """
         if self._fetched_version != (lineage, version) or not self.await_fetch(0.0):
             raise RuntimeError(
@@ -149,7 +148,7 @@ class WeightLoader:
         started = time.perf_counter()
         with torch.no_grad():
             self.model_runner.model.load_weights((name, tensor) for chunk in chunks for name, tensor in _tensors(chunk))
-        # The views into the object store end here, or the store could never free the version.
+        # Drop the views into the object store, or the store could never free the version.
         del self._chunks
         return time.perf_counter() - started
 
@@ -175,7 +174,7 @@ class WeightLoader:
 
 
 def _tensors(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the arrays as tensors over the same, read-only memory; uint16 holds bfloat16's bits."""
+    """Yield the arrays as tensors that share their read-only memory. Arrays of uint16 contain bfloat16 values."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         for name, array in chunk.items():
@@ -190,8 +189,9 @@ def _bit_sum(tensor: torch.Tensor) -> int:
 def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, or parts of them, that this rank counts. Tied parameters appear once.
 
-    Sharded layers: each rank counts its shard. Key and value heads that are fewer than the ranks are held by several of
-    them; the first of those counts them. A bias behind a row-parallel layer and everything unsharded: rank 0.
+    Each rank counts its shard of a sharded layer. If there are fewer key and value heads than ranks, several ranks hold
+    the same head, and the first of them counts it. Rank 0 counts everything unsharded, including the biases of
+    row-parallel layers.
     """
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     seen: set[int] = set()

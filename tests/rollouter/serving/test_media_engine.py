@@ -146,7 +146,7 @@ async def test_a_cut_turn_goes_on_with_its_image(model: ModelConfig, replica: Re
 
 async def test_placeholders_that_are_not_its_own_are_refused(model: ModelConfig, replica: Replica) -> None:
     prompt = make_prompt(model, ONE)
-    with pytest.raises(DataError, match="placeholders of 1 images as vLLM writes them, and 2 are given"):
+    with pytest.raises(DataError, match="placeholders of 1 images as vLLM writes them, but the prompt has 2"):
         await replica.run(request(replace(prompt, media=(ONE, TWO))))
 
 
