@@ -37,7 +37,7 @@ from skip import SkipManager
 
 MAX_CONCURRENCY = 16
 FLUSH_S = 5.0
-"""Longest wait at the end of `run` until profiler events are on disk."""
+"""Maximum time that `run` waits at its end for profiler events to reach the disk."""
 AGENT_REQUESTS = 10_000
 """Additional concurrent calls for agents. `rollouter.serving.http` forwards fewer at a time."""
 
@@ -55,13 +55,13 @@ class RolloutActor:
         self._health = ProcessMonitor("rollouter") if ray.is_initialized() else None
 
     async def prepare(self, run_dir: str) -> Mapping[str, int]:
-        """Load data, tokenizer and reward function; needs no engine, so it can run while they start.
+        """Load data, tokenizer and reward functions. This needs no engine, so it can run while the engines start.
 
         Returns:
             `num_prompts` per epoch, `num_val_prompts`, `num_filtered` and `num_val_filtered` (over-length prompts).
 
         Raises:
-            ConfigError, DataError, UserCodeError: one of them is unusable.
+            ConfigError, DataError, UserCodeError: the data, the tokenizer or a reward function is unusable.
         """
         profile.configure("rollouter", ProfilerSettings.of(self._config.profiler, Path(run_dir)))
         await to_thread.run_sync(SkipManager.init, self._config)
@@ -143,14 +143,17 @@ class RolloutActor:
         return await agent.gateway.answer(key, path, body)
 
     async def stop(self) -> None:
-        """End `run` soon, without applying the last version. Close the queue instead to end it in order."""
+        """End `run` soon, without applying the newest version. To let `run` complete, close the queue instead."""
         self._stopped = True
         if self._rollouter is not None:
             self._rollouter.stop()
 
     async def status(self) -> Mapping[str, Any]:
-        """`incarnation`, `pid`, `node_id`, and in a Ray run `health` (`ProcessHealth`) of this process; from `run` on
-        `profiler` (`Profiler.status`) and everything of `Rollouter.status` too."""
+        """Return `incarnation`, `pid` and `node_id` of this process, and in a Ray run its `health` (`ProcessHealth`).
+
+        Once `run` has been called, the status also contains `profiler` (`Profiler.status`) and all entries of
+        `Rollouter.status`.
+        """
         own: dict[str, Any] = {
             "incarnation": self._incarnation,
             "pid": os.getpid(),
@@ -164,9 +167,9 @@ class RolloutActor:
 
 
 def start_rollouter(config: Config, *, incarnation: int = 1) -> Any:
-    """Start the actor in this Ray job, on the caller's node: it writes the run directory. Returns its handle.
+    """Start the actor in this Ray job and return its handle. It runs on the caller's node, where the run directory is.
 
-    Ray never restarts it: the supervisor starts the next incarnation, after registering it with the queue.
+    Ray never restarts the actor: the supervisor starts the next incarnation, after registering it with the queue.
     """
     actor: Any = ray.remote(RolloutActor)
     same_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

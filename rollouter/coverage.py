@@ -1,7 +1,7 @@
 """Determines whether a run needs engines, or whether records cover every sample that it trains on. Blocking.
 
-The driver calls this before it starts engines (`skip.async_rollout.engines=auto`). Records are read whole and their
-checksums are checked, so that every record found here can be replayed later.
+The driver calls this before it starts engines (`skip.async_rollout.engines=auto`). Each record is read completely and
+its checksum is verified, so that every record found here can be replayed later.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class RemainingSamples(NamedTuple):
 
     num_samples: int
     outstanding: tuple[SampleId, ...] = ()
-    """Samples that were fed before and are not trained on yet."""
+    """Samples that were admitted before and are not trained on yet."""
     next_index: int = 1
-    """Index of the first sample that was never fed."""
+    """Index of the first sample that was never admitted."""
 
     def ids(self, prompts_per_epoch: int) -> Iterator[SampleId]:
         """Yield the samples in feed order, without end."""
@@ -52,7 +52,7 @@ def first_uncovered(
     try:
         return _first_uncovered(role, config, prompts, remaining, agent)
     finally:
-        role.counts = counts  # looking for records is not a replay
+        role.counts = counts  # a lookup does not count as a replay
 
 
 def _first_uncovered(
@@ -85,19 +85,20 @@ def _first_uncovered(
 
 
 class UnavailableFleet:
-    """`EngineFleet` of a run that has no engines, because its records cover it."""
+    """The `EngineFleet` of a run without engines, whose samples are all covered by records."""
 
     async def generate(
         self, requests: Sequence[GenerateRequest], *, session: str
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """
+        """Refuse to generate.
+
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            f"skip.async_rollout.engines=auto: {session} has no record, and there is no engine to generate "
-            "it, since records covered the run at its start. Either a record was deleted since, or a replacement for "
-            "a dropped sample exceeds the recorded ones; set skip.async_rollout.engines=always"
+            f"skip.async_rollout.engines=auto: {session} has no record. No engine was started, because records "
+            "covered every sample when the run started. Either a record was deleted since then, or a dropped sample "
+            "needs a replacement that was not recorded; set skip.async_rollout.engines=always"
         )
         yield  # makes this an async generator
 

@@ -1,22 +1,23 @@
 """Decides which sessions are blamed for engine crashes, and which may run again after a crash.
 
-A crash fails every request in the engine. The cause is one of their prompts, or none. The decision:
+An engine crash fails all requests of the engine. The prompt of one of them may have caused it, or none did. This
+module decides as follows:
 
     crash ─▶ a strike for every session in flight there ─▶ below the limit: all are tried again at once
                                                         └▶ one session at the limit: blamed, its sample is dropped
                                                         └▶ several at the limit: possible causes, isolated in turn
 
-A crash is assessed once no session can report it any more, so that all of them are assessed together.
+A crash is assessed once every session that was in flight on the replica has reported it.
 
 One possible cause at a time runs isolated: together with free sessions, but not with another possible cause. If its
-engine crashes, it is blamed; if it completes, its strikes are removed. A blamed session explains its earlier crashes:
-sessions with strikes from those crashes alone are free again, but become possible causes with their next crash. They
-remain possible causes if any other session in the last crash had an earlier strike, because that session may be the
-cause.
+engine crashes, it is blamed; if it completes, its strikes are removed. A blamed session also explains its earlier
+crashes: other sessions lose their strikes for these crashes until they are one below the limit. They are free again,
+and their next crash makes them possible causes. No strike is withdrawn if any other session in the last crash had an
+earlier strike, because that session may be the cause.
 
-So if a single prompt always crashes its engine, it does so `max_crashes + 1` times, and no other prompt is dropped.
-If there are several such prompts, or engines crash for other reasons, an innocent prompt can be dropped: one that was
-isolated, or alone at the limit, when an engine crashed.
+If a single prompt always crashes its engine, it does so at most `max_crashes + 1` times, and no other prompt is
+dropped. If several prompts crash engines, or engines crash for other reasons, an innocent prompt can be dropped: one
+that was isolated, or the only one at the limit, when an engine crashed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ REMEMBERED_CRASHES = 16
 SETTLE_S = 1.0
 """Delay before a crash is assessed: an `Accepted` event of the replica may still be on its way."""
 LONGEST_S = 30.0
-"""After this time a crash is assessed even if a call on that replica is still open, as Ray may have lost the call."""
+"""After this time a crash is assessed even if a call to the replica is still open: Ray may have lost the call."""
 SessionState = Literal["free", "waiting", "isolated", "blamed"]
 
 
@@ -55,26 +56,26 @@ class ReplicaCrash:
         self.at_s = at_s
         """Wall clock, seconds."""
         self.messages: dict[str, str] = {}
-        """The error of each session that was in flight there."""
+        """The error message of each session that was in flight on the replica."""
         self.finished: dict[str, int] = {}
-        """The sessions in `messages` that have ended since, with their number of earlier strikes."""
+        """The sessions in `messages` that have ended since the crash, each with its number of earlier strikes."""
         self.assessed = False
         self.explained = False
-        """A session was blamed for it."""
+        """Whether a session was blamed for this crash."""
 
 
 class CrashBlame:
     """Strikes and possible causes, by session. Pure."""
 
     def __init__(self, max_crashes: int) -> None:
-        """`max_crashes`: strikes that make a possible cause; at least 1."""
+        """`max_crashes` is the number of strikes that makes a session a possible cause; at least 1."""
         self._max_crashes = max_crashes
         self._crashes: dict[str, ReplicaCrash] = {}
-        """By replica: crashes that are not assessed yet, and the last that are."""
+        """Crashes by replica: all that are not assessed yet, and the latest assessed ones."""
         self._places: dict[str, str] = {}
         """The replica of each session in flight."""
         self._sessions_on: defaultdict[str, set[str]] = defaultdict(set)
-        """The same by replica; no set is empty."""
+        """The sessions in flight on each replica; no set is empty."""
         self._strikes: dict[str, list[ReplicaCrash]] = {}
         self._possible_causes: dict[str, None] = {}
         """The session that has waited longest comes first."""
@@ -88,7 +89,7 @@ class CrashBlame:
         self._num_explained = 0
 
     def place(self, session: str, replica: str) -> None:
-        """Record the replica on which the session is now in flight; empty: none."""
+        """Record the replica on which the session is now in flight; an empty name means that there is none."""
         if before := self._places.pop(session, ""):
             self._sessions_on[before].discard(session)
             if not self._sessions_on[before]:
@@ -109,18 +110,18 @@ class CrashBlame:
             for oldest in assessed[:-REMEMBERED_CRASHES]:
                 del self._crashes[oldest]
         crash.messages[session] = message
-        if crash.assessed:  # too late for blame, but the session was in flight there
+        if crash.assessed:  # too late for blame, but the session was in flight on the replica
             self._strikes.setdefault(session, []).append(crash)
             self._add_possible_causes([session])
         self.place(session, "")
         return crash
 
     def is_reported(self, crash: ReplicaCrash) -> bool:
-        """Return whether every session that was in flight there has reported the crash."""
+        """Return whether every session that was in flight on the replica has reported the crash."""
         return crash.replica not in self._sessions_on
 
     def assess(self, crash: ReplicaCrash) -> None:
-        """Blame a session or add possible causes, from the reports so far. A second call changes nothing."""
+        """Blame a session or add possible causes, based on the reports so far. A second call changes nothing."""
         if crash.assessed:
             return
         crash.assessed = True
@@ -157,7 +158,7 @@ class CrashBlame:
             for crash in crashes
         ]
         return PoisonError(
-            f"{len(crashes)} engines crashed while they had {session}, the last time with no other possible cause "
+            f"{len(crashes)} engines crashed with {session} in flight, the last one without any other possible cause "
             "in flight:\n    " + "\n    ".join(lines)
         )
 
@@ -169,7 +170,7 @@ class CrashBlame:
         self._suspended.discard(session)
         for crash in self._crashes.values():
             if not crash.assessed and session in crash.messages:
-                # The session will not be tried again, but was in flight: it may be the cause instead of another one.
+                # The session will not be tried again, but it was in flight and may be the cause.
                 crash.finished[session] = len(strikes)
         self.place(session, "")
         self._isolate_next()
@@ -207,7 +208,7 @@ class CrashBlame:
             return
         for other, strikes in self._strikes.items():
             explained = [crash for crash in strikes if crash in crashes and crash is not last]
-            # One more crash makes it a possible cause again.
+            # Keep so many strikes that one more crash makes the session a possible cause again.
             surplus = len(strikes) - (self._max_crashes - 1)
             withdrawn = explained[: max(0, surplus)]
             self._strikes[other] = [crash for crash in strikes if crash not in withdrawn]
@@ -259,8 +260,8 @@ def time_limit(name: str, limit_s: float) -> Iterator[TimeLimit]:
         yield TimeLimit(scope)
     if scope.cancelled_caught:
         raise TooLongError(
-            f"{name} was not generated within timeouts.sample_s = {limit_s:g} s; raise it if such samples are worth "
-            "waiting for, or lower rollout.response_length"
+            f"{name} was not generated within timeouts.sample_s = {limit_s:g} s; raise the limit if such samples are "
+            "worth waiting for, or lower rollout.response_length"
         )
 
 
@@ -355,7 +356,7 @@ class SampleSessions:
         self._open: set[str] = set()
 
     def place(self, session: str, replica: str) -> None:
-        """Record the replica that now has the session's requests; empty: none."""
+        """Record the replica that now has the session's requests; an empty name means that there is none."""
         self._open.add(session)
         self._isolation.place(session, replica)
 
@@ -365,7 +366,7 @@ class SampleSessions:
         await self._isolation.wait_until_allowed(session, error, self._limit)
 
     def end(self, session: str) -> None:
-        """Record that the session's requests are complete. A conversation may start others later."""
+        """Record that the session's requests are complete. A conversation may send more requests later."""
         self._open.discard(session)
         self._isolation.end(session)
 

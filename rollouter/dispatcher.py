@@ -1,8 +1,8 @@
-"""Starts a task for every sample that the queue admits; the task waits for a generation slot.
+"""Requests permits from the queue while generation slots are free, and starts a task for every admitted sample.
 
     admit (permit) ─▶ slot ─▶ `sample_runner`: generate, slot free, score, offer
 
-Samples share no lock and have no order: a straggler holds only its own permit and slot, and the slot for at most
+Samples share no lock and have no order. A straggler occupies only its permit and its slot, the slot for at most
 `timeouts.sample_s`. A free slot, a permit or the end of the queue wakes the loop.
 
 With `skip.rollout`, the samples that `launch sync` permits at once are generated, or replayed, as one batch.
@@ -42,7 +42,7 @@ class PartialBatchError(Exception):
 
 
 class Dispatcher:
-    """Keeps up to `rollout.max_concurrent_samples` samples in generation for as long as the queue gives permits."""
+    """Keeps up to `rollout.max_concurrent_samples` samples in generation for as long as the queue grants permits."""
 
     def __init__(self, parts: RolloutParts) -> None:
         self._parts = parts
@@ -60,7 +60,7 @@ class Dispatcher:
         return len(self._in_flight)
 
     async def run(self) -> None:
-        """Dispatch until the queue is closed; samples in flight then are cancelled.
+        """Dispatch samples until the queue is closed, and then cancel the samples in flight.
 
         Raises (inside an exception group):
             InfraError, UserCodeError, DataError, BugError: the run cannot continue.
@@ -85,7 +85,7 @@ class Dispatcher:
             slots = await self._slots.wait_for_free()
             admission = await self._permits(slots)
             for sample_id in admission.sample_ids:
-                # This loop holds no slot while it waits for permits: a resumed sample may have acquired one meanwhile.
+                # This loop holds no slot while it waits for permits, so a resumed sample may have acquired the slot.
                 slot = self._slots.try_acquire()
                 group.start_soon(self._track, sample_id, self.runner.run, slot, name=str(sample_id))
             if admission.closed:
@@ -96,7 +96,7 @@ class Dispatcher:
         try:
             await run(sample_id, start)
         finally:
-            # If the queue requeues the sample for a damaged payload before `run` returns, it is in flight again.
+            # If the queue has requeued the sample because of a damaged payload, the sample is already in flight again.
             if self._in_flight.get(sample_id) == since:
                 del self._in_flight[sample_id]
 
@@ -112,7 +112,7 @@ class Dispatcher:
         return admission
 
     async def _admit_batches(self, group: TaskGroup) -> None:
-        """Treat samples that are permitted at once as one batch: in a synchronous run, a version's samples."""
+        """Treat samples that are admitted at once as one batch. In a synchronous run these are a version's samples."""
         while True:
             admission = await self._permits(self._config.samples_per_version)
             if admission.sample_ids:
@@ -180,7 +180,7 @@ class Dispatcher:
         return generated
 
     def status(self) -> Mapping[str, Any]:
-        """Return cumulative counts of this process and its current state; seconds by the dispatcher's clock."""
+        """Return the cumulative counts and the current state of this process; durations are in seconds."""
         return {
             "in_flight": self.in_flight,
             "generating": self.runner.generation.inside,

@@ -50,7 +50,7 @@ class DropDecision(NamedTuple):
 _DROPS: tuple[tuple[type[DataError], DropReason, str], ...] = (
     (OverlongError, DropReason.OVERLONG, "prompt over length"),
     (TooLongError, DropReason.FAILED, "took too long"),
-    (MismatchError, DropReason.FAILED, "other tokens than the chat template's"),
+    (MismatchError, DropReason.FAILED, "tokens differ from the chat template's"),
     (PoisonError, DropReason.FAILED, "crashed engines"),
     (DataError, DropReason.FAILED, "unusable prompt"),
 )
@@ -80,8 +80,8 @@ class DropPolicy:
         """Return why a failed sample is dropped.
 
         Raises:
-            UserCodeError: user code failed and the run must stop: `on_error` is `stop`, or `max_errors` are exceeded.
-            DataError: a whole epoch of samples in a row was dropped.
+            UserCodeError: user code failed and the run must stop: `on_error` is `stop`, or `max_errors` is exceeded.
+            DataError: as many samples in a row were dropped as an epoch has prompts.
         """
         self._consecutive_drops += 1
         if isinstance(error, UserCodeError):
@@ -98,8 +98,8 @@ class DropPolicy:
             return self._drop(sample_id, DropReason.FAILED, "user code failed", error)
         if self._consecutive_drops >= self._num_prompts:
             raise DataError(
-                f"{self._consecutive_drops} samples in a row were dropped, a whole epoch: no prompt gets "
-                f"through. The last one, {sample_id}: {error.message}",
+                f"{self._consecutive_drops} samples in a row were dropped, which is a whole epoch: no prompt gets "
+                f"through. The last one was {sample_id}: {error.message}",
                 error.cause,
             )
         for error_class, reason, kind in _DROPS:
@@ -110,5 +110,5 @@ class DropPolicy:
     def _drop(self, sample_id: SampleId | str, reason: DropReason, kind: str, error: AsyncRLError) -> DropDecision:
         self._kinds[kind] += 1
         if self._kinds[kind] == 1:
-            self.messages.append(f"{sample_id} was dropped ({reason}), {kind}: {error.brief}; others are counted")
+            self.messages.append(f"{sample_id} was dropped ({reason}), {kind}: {error.brief}; more are only counted")
         return DropDecision(reason, kind, first=self._kinds[kind] == 1)

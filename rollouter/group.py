@@ -50,7 +50,7 @@ class GroupRequest:
     sampling: Mapping[str, Any]
     n: int
     baseline: Mapping[str, Any] | None = None
-    """Sampling parameters of the greedy trajectory; None: there is none."""
+    """Sampling parameters of the greedy trajectory, or None without one."""
     extra: int = 0
     """Trajectories to start beyond `n`; the first `n` to end are used."""
     keep_surplus: bool = False
@@ -85,12 +85,13 @@ async def generate_group(
     record_turn: Callable[[str, Turn], Awaitable[None]] | None = None,
     on_trajectory: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """Return the trajectories of a prompt, the baseline's last.
+    """Return the trajectories of a prompt, ordered by number, with the baseline last.
 
-    With `group.extra`, these are the first to end, in the order of their numbers.
+    With `group.extra`, only the first trajectories to end are returned.
 
     Args:
-        sessions: Decides after a crash when requests are tried again; None: this group is isolated by itself.
+        sessions: Decides after a crash when requests are tried again. None: the group gets a crash isolation that it
+            shares with no other group.
         turns: Turns by `turn_key`. Complete ones are not generated again, partial ones are resumed, and new tokens
             are added as the engines report them, so that they survive a cancellation.
         record_turn: Awaited for every turn that this call finishes, before its trajectory continues.
@@ -298,7 +299,7 @@ def check_turn(request_id: str, turn: Turn) -> None:
         DataError: the turn has no token.
     """
     if turn.finish_reason is FinishReason.ABORTED:
-        raise BugError(f"{request_id}: the fleet returned an aborted turn; it has to resume those itself")
+        raise BugError(f"{request_id}: the fleet returned an aborted turn instead of resuming it")
     if len(turn.rollout_log_probs) != len(turn.response_ids):
         raise BugError(f"{request_id}: {len(turn.rollout_log_probs)} log-probs for {len(turn.response_ids)} tokens")
     if not len(turn.response_ids) or not turn.spans:

@@ -39,16 +39,16 @@ class RolloutTask(NamedTuple):
     """The reward function; `rewards.scorer.CombinedScorer` computes the whole reward."""
     decode: Decode
     agent: BuiltInAgent | ExternalAgent | None = None
-    """Holds conversations of several turns; None: every trajectory is one."""
+    """Holds conversations of several turns; None if every trajectory is a single turn."""
     num_filtered: int = 0
     num_val_filtered: int = 0
 
 
 def load_task(config: Config, cache_dir: Path) -> RolloutTask:
-    """Load reward function, tokenizer and data, cheap errors first. Blocking.
+    """Load reward functions, tokenizer and data, in an order that finds cheap errors first. Blocking.
 
     Raises:
-        ConfigError, DataError, UserCodeError: one of them is unusable.
+        ConfigError, DataError, UserCodeError: a reward function, the tokenizer or the data is unusable.
     """
     functions = load_reward_functions(config.reward)
     tokenizer = load_tokenizer(config.model)
@@ -62,7 +62,7 @@ def load_task(config: Config, cache_dir: Path) -> RolloutTask:
 def load_agent(config: Config, tokenizer: PreTrainedTokenizerBase) -> BuiltInAgent | ExternalAgent | None:
     """Return the agent that runs the conversations, or None if each response is a single turn. Blocks.
 
-    A tool server is started to learn which tools it has, and stopped; it runs again while the agent is open.
+    Each tool server is started once to list its tools and then stopped; it runs again while the agent is open.
 
     Raises:
         ConfigError, UserCodeError, InfraError: a problem with tools, interactions, call format or agent.

@@ -30,7 +30,8 @@ _ID = re.compile(rf"(.+)/(\d+|{BASELINE})(?:\.(\d+))?(?:-\d+)?", re.DOTALL)
 ENDING = ("max_tokens", "stop", "stop_token_ids", "ignore_eos")
 """Parameters that a row may set: they decide where responses end, and change no token's probability."""
 SHAPING = ("temperature", "top_p", "top_k", "min_p")
-"""Parameters of the distribution, the same for the whole run: engines and Trainer temper log-probs by them."""
+"""Parameters of the sampling distribution. A run has one value of each, as engines and Trainer compute log-probs under
+that distribution."""
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 
@@ -54,13 +55,13 @@ def turn_id(session: str, number: int) -> str:
 
 
 def call_id(request_id: str, number: int) -> str:
-    """Return the name of call `number` for a turn. Each call needs its own, as an engine may still hold the previous
-    one."""
+    """Return the name of call `number` for a turn. Each call needs a new name, because an engine may still hold the
+    previous call."""
     return f"{request_id}-{number}"
 
 
 def number_of(key: str) -> int:
-    """Return the number of the trajectory with this key, as events have it."""
+    """Return the number that events use for the trajectory with this key."""
     return BASELINE_NUMBER if key == BASELINE else int(key)
 
 
@@ -78,8 +79,8 @@ def sampling_params(
 ) -> dict[str, Any]:
     """Return keyword arguments of vLLM's SamplingParams, from the configuration and the prompt's own entries.
 
-    `max_tokens` is at most `response_length` and what the context has room for. There is no `seed`: it crashes the
-    CPU engine, and a resumed request could not honour it.
+    `max_tokens` exceeds neither `response_length` nor the room left in the context. There is no `seed`: it crashes
+    the CPU engine, and a resumed request could not honour it.
 
     Raises:
         OverlongError: the prompt leaves no room for a response.
@@ -98,7 +99,7 @@ def sampling_params(
         refuse_own_distribution(prompt.extra_info, _row(prompt), sampling)
     own = prompt.extra_info.get("sampling_params") or {}
     params |= {name: own[name] for name in ENDING if name in own}
-    if isinstance(params.get("stop"), str):  # a row may name a single one
+    if isinstance(params.get("stop"), str):  # a row may give a single text instead of a list
         params["stop"] = [params["stop"]]
     params["max_tokens"] = min(own.get("max_tokens", response_length), response_length, room)
     return params
@@ -110,21 +111,21 @@ def greedy(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_distribution(extra_info: Mapping[str, Any], where: str, sampling: SamplingConfig) -> None:
-    """Check that a training row's `extra_info.sampling_params` ask for no other distribution than the run's.
+    """Check that a training row's `extra_info.sampling_params` do not change the run's sampling distribution.
 
     Engines and Trainer compute log-probs under the distribution of `rollout.sampling`; they would be wrong for a row
     that is sampled differently.
 
     Raises:
-        DataError: the row asks for another one; the message names the row and the entry.
+        DataError: the row changes the distribution; the message names the row and the entry.
     """
     own = extra_info.get("sampling_params") or {}
     for name, value in own.items():
         if name not in ENDING and not (name in SHAPING and value == getattr(sampling, name)):
             raise DataError(
-                f"{where}: field 'extra_info.sampling_params.{name}' is {value!r}: all rows are sampled as "
-                "rollout.sampling says, or the log-probs that the loss is made of would be wrong for this one; take it "
-                f"out of the row, which may set {', '.join(ENDING)}"
+                f"{where}: field 'extra_info.sampling_params.{name}' is {value!r}, but all rows must be sampled as "
+                "configured in rollout.sampling, or their log-probs would be wrong in the loss; remove it. A row may "
+                f"set {', '.join(ENDING)}"
             )
 
 

@@ -1,9 +1,9 @@
-"""The Rollouter on ports: the dispatcher and the version loop under one task group.
+"""The Rollouter: runs the dispatcher and the weight update loop in one task group.
 
     run ──┬─ dispatcher      admit ─▶ generate ─▶ score ─▶ offer      until the queue is closed
           └─ versions  wait ─▶ apply ─▶ validate                until the dispatcher has ended, then the newest
 
-Only `rollouter.actor` depends on Ray. This module depends on Protocols, so that tests can run it with fakes.
+This module depends on Protocols only, so that tests can run it with fakes; `rollouter.actor` connects it to Ray.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
 
 
 class Rollouter:
-    """The generation side of one run, or one incarnation of it. Call `run` once."""
+    """The generation side of a run, for one incarnation. Call `run` once."""
 
     def __init__(
         self,
@@ -87,16 +87,16 @@ class Rollouter:
         )
 
     async def run(self) -> None:
-        """Generate until the queue has ended and its last version is applied, or until `stop()`.
+        """Generate until the queue has ended and the newest version is applied, or until `stop()`.
 
         Raises:
             FencedError: another incarnation is running; other failures are then ignored.
-            AsyncRLError: the first failure of any part; an untyped one is a `BugError` with its traceback.
+            AsyncRLError: the first failure of any part. Any other exception becomes a `BugError` with its traceback.
         """
         try:
             with self._scope:
                 async with AsyncExitStack() as stack:
-                    if isinstance(self._agent, AbstractAsyncContextManager):  # tools run while it is open
+                    if isinstance(self._agent, AbstractAsyncContextManager):  # tool servers run while the agent is open
                         await stack.enter_async_context(self._agent)
                     group = await stack.enter_async_context(anyio.create_task_group())
                     await group.start(self._versions.run, name="versions")

@@ -5,11 +5,11 @@
            └ SurplusError: interrupted; dropped or resumed later
     anywhere: DataError, UserCodeError ─▶ drop(reason), or stop
 
-Generation ends within `timeouts.sample_s`. That limit excludes scoring, where a sample may wait for others, whose
-calls have their own deadlines. When a restarted Rollouter receives a sample again, it generates only the turns that
-the turn log lacks. A replayed sample (`skip`) uses no engine and has `Sample.replay` set.
+Generation ends within `timeouts.sample_s`. That limit excludes scoring, where a sample may wait for other samples and
+every call has a deadline. When a restarted Rollouter receives a sample again, it generates only the turns that the
+turn log lacks. A replayed sample (`skip`) uses no engine and has `Sample.replay` set.
 
-With ReMax one more trajectory is drawn, greedily, and scored with the others: its score is the sample's baseline
+With ReMax, one more trajectory is generated greedily and scored with the others. Its score is the sample's baseline
 (https://arxiv.org/abs/2310.10505).
 """
 
@@ -55,12 +55,12 @@ class ServedVersion(NamedTuple):
 
 @dataclass(slots=True)
 class SampleProgress:
-    """The generation of one sample, which may be cut and resumed."""
+    """The generation of one sample, which may be interrupted and resumed."""
 
     turns: dict[str, Turn] = field(default_factory=dict)
-    """By `turn_key`, complete or not."""
+    """Complete and partial turns by `turn_key`."""
     logged_tokens: int | None = None
-    """Tokens of turns that an earlier Rollouter has logged; None: the turn log was not read yet."""
+    """Tokens of turns that an earlier Rollouter has logged; None until the turn log is read."""
     generate_s: float = 0.0
 
     @property
@@ -69,7 +69,7 @@ class SampleProgress:
 
 
 class BatchedSample(NamedTuple):
-    """A sample of a batch that was generated together, or the error because of which it was not."""
+    """A sample of a batch that was generated together, or the error that prevented its generation."""
 
     outcome: Generated | DataError | UserCodeError
     progress: SampleProgress
@@ -82,12 +82,12 @@ class RolloutCounts:
     samples_done: int = 0
     """Samples that were generated, scored and offered to the queue."""
     generated_tokens: int = 0
-    """Response tokens of turns completed here, also of samples that were dropped or are not complete yet."""
+    """Response tokens of turns completed here, including samples that were dropped or are not complete yet."""
     surplus_tokens: int = 0
     """Tokens of over-sampled samples and trajectories that are not used. The tokens of the last second before an
     interruption may be missing."""
     generate_s: float = 0.0
-    """Sum over samples, from dispatch to the last token of the group."""
+    """Sum over samples of the time from dispatch to the last token of the group."""
     max_generate_s: float = 0.0
     reward_s: float = 0.0
     """Sum over samples."""
@@ -116,7 +116,7 @@ def ask_for(
 
 
 async def score_trajectories(scorer: RewardScorer, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
-    """Call the scorer once, and record the call. Raises as the scorer does."""
+    """Call the scorer once, and record the call. Raises whatever the scorer raises."""
     with profile.span("reward.score", trajectories=len(trajectories)) as span:
         scores = await scorer.score(prompt, trajectories)
         if scores:
@@ -140,7 +140,7 @@ class RolloutParts:
     waits: WaitBoard
     served_version: Callable[[], ServedVersion]
     agent: ConversationAgent | None = None
-    """Holds conversations; None: every trajectory is one turn."""
+    """Holds conversations; None if every trajectory is a single turn."""
     dump: TrajectoryDump | None = None
     """Receives every scored sample of training."""
     clock: Callable[[], float] = time.monotonic
@@ -166,7 +166,7 @@ class SampleRunner:
                 slot = slot or await self._slots.acquire()
                 while True:
                     try:
-                        # `generate` frees the slot, so that slow files or rewards keep no engine waiting.
+                        # `generate` frees the slot, so that no engine idles while files or rewards are slow.
                         with slot:
                             request = self.ask(sample_id)
                             generated, scores, scoring_began = await self._generate_and_score(request, progress, slot)
@@ -300,7 +300,7 @@ class SampleRunner:
 
     async def _record_turn(self, sample_id: SampleId, key: str, turn: Turn) -> None:
         self.counts.generated_tokens += len(turn.response_ids)
-        # Shielded: the turn counts as complete already. If the sample is cut here and resumed, it is not logged again.
+        # Shielded: the turn counts as complete already, so a sample that is resumed would not log it again.
         with anyio.CancelScope(shield=True), profile.span("turnlog.write", tokens=len(turn.response_ids)):
             await self._parts.turns.record(sample_id, key, turn)
 
@@ -331,7 +331,7 @@ class SampleRunner:
 
     @SkipManager.annotate(role="reward")
     async def score(self, sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory. Raises as the scorer does."""
+        """Return one score per trajectory. Raises whatever the scorer raises."""
         return await score_trajectories(self._parts.scorer, prompt, trajectories)
 
     async def _note_rewards(self, sample_id: SampleId, rewards: Sequence[float]) -> None:
@@ -341,7 +341,7 @@ class SampleRunner:
         await SkipManager.note("rollout", step, {"rewards": {str(sample_id): list(rewards)}})
 
     def _replay_version(self) -> int | None:
-        """Return the version that tokens of replayed samples count as; None: the recorded ones."""
+        """Return the version to assign to the tokens of replayed samples; None keeps the recorded versions."""
         role = self._parts.config.generation_skip
         return None if role is None or role.replay_versions == "recorded" else self._parts.served_version().version
 
@@ -387,11 +387,11 @@ def pack_sample(
     reward_s: float,
     replay_version: int | None,
 ) -> Sample:
-    """Return the sample as it is trained on.
+    """Build the sample that the Trainer receives.
 
     Args:
         scores: One per trajectory of `generated`.
-        replay_version: The version that replayed tokens count as; None: the recorded ones.
+        replay_version: The version to assign to replayed tokens; None keeps the recorded versions.
     """
     trajectories, baseline = generated.trajectories, None
     if generated.has_baseline:
@@ -423,7 +423,7 @@ def pack_sample(
 
 
 def scored_rows(number: int, trajectory: Trajectory, score: Score) -> list[Row]:
-    """Return the rows of the sample's `number`th trajectory, as they are trained on."""
+    """Build the rows that the Trainer receives for the sample's `number`th trajectory."""
     extra = dict(score.extra)
     if trajectory.messages:
         counts = {"num_turns": float(len(trajectory.turns)), "num_tool_calls": float(trajectory.num_calls)}

@@ -55,7 +55,7 @@ class SurplusError(Exception):
 
 
 class SurplusMonitor:
-    """Interrupts running samples while the queue has enough without them. Belongs to one event loop."""
+    """Interrupts running samples while the queue has enough other samples. Belongs to one event loop."""
 
     def __init__(self, queue: SampleQueue, *, call_s: float) -> None:
         self._queue = queue

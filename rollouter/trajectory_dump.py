@@ -1,7 +1,7 @@
 """Writes every scored trajectory of training to readable files (`rollout.dump_dir`).
 
-Samples are written one at a time, and each waits until it is written. A failing disk loses only lines of the dump,
-and each kind of error is logged once.
+Samples are written one at a time, and each sample waits until it is written. If the disk fails, only lines of the dump
+are lost. Each kind of error is logged once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TrajectoryDump:
     def __init__(
         self, directory: Path, run_dir: Path, decode: Decode, wall_clock: Callable[[], float] = time.time
     ) -> None:
-        """`directory` is created with the first sample, and other runs may write there too. Lines name `run_dir`."""
+        """`directory` is created with the first sample. Other runs may share it, so every line names `run_dir`."""
         self._directory = directory
         self._run = str(run_dir.absolute())
         self._decode = decode
@@ -43,11 +43,11 @@ class TrajectoryDump:
     async def write(
         self, sample: Sample, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
     ) -> None:
-        """Append the trajectories of `sample`; returns when they are written or the failure is logged.
+        """Append the trajectories of `sample`, and return when they are written or the failure is logged.
 
         Args:
-            trajectories: The trajectories of the sample's rows, in order, without the baseline; `scores` has one for
-                each.
+            trajectories: The trajectories of the sample's rows, in order, without the baseline.
+            scores: One score per trajectory.
         """
         # A thread in a write cannot be cancelled, only abandoned.
         await to_thread.run_sync(
@@ -60,11 +60,11 @@ class TrajectoryDump:
         try:
             dumped = describe(sample, prompt, trajectories, scores, self._decode, run=self._run, at=self._wall_clock())
             append(self._directory, sample.sample_id.index, (to_line(one) for one in dumped))
-        except Exception as error:  # noqa: BLE001  OSError, or what a tokenizer or a data set's column raises
+        except Exception as error:  # noqa: BLE001  OSError, or any error of a tokenizer or a data set's column
             self._log_error(sample, error)
 
     def _log_error(self, sample: Sample, error: Exception) -> None:
-        # Each kind of error is logged once, because the message may differ for each sample.
+        # The kind of error decides, not its message, which may differ for each sample.
         kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
         if kind in self._logged_errors:
             return
@@ -80,7 +80,7 @@ class TrajectoryDump:
 
 
 def make_dump(config: Config, run_dir: Path, decode: Decode) -> TrajectoryDump | None:
-    """Return the dump that `rollout.dump_dir` asks for; a relative path is relative to the working directory."""
+    """Return the dump for `rollout.dump_dir`, relative to the working directory, or None if that key is null."""
     if config.rollout.dump_dir is None:
         return None
     return TrajectoryDump(Path(config.rollout.dump_dir).expanduser().absolute(), run_dir, decode)

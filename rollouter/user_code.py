@@ -1,4 +1,4 @@
-"""Code of the user: loaded by name or import path, checked before it is called, and the values that it returns."""
+"""Loads user code by name or import path, checks its signatures, and converts the values that it returns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrajectoryContext:
 
 
 def load_registered(name: str, key: str, built_in: Mapping[str, Any], kind: str) -> Any:
-    """Return what the configuration names: a built-in, `module:name`, `module.name` or `path/file.py:name`.
+    """Load an object by the name in the configuration: a built-in, `module:name`, `module.name` or `path/file.py:name`.
 
     Args:
         built_in: Objects or their import paths by short name.
@@ -51,8 +51,8 @@ def load_registered(name: str, key: str, built_in: Mapping[str, Any], kind: str)
         module, dot, attribute = target.rpartition(".")
         if not dot:
             raise ConfigError(
-                f"{key}: {name!r} is no built-in{nearest(name, list(built_in))}; your own is written module:{kind} or "
-                f"path/file.py:{kind}"
+                f"{key}: {name!r} is not built in{nearest(name, list(built_in))}; name your own as "
+                f"module:{kind} or path/file.py:{kind}"
             )
         target = f"{module}:{attribute}"
     return load_object(target, key)
@@ -106,12 +106,12 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as part of a message; our own errors already say everything."""
+    """Describe an exception inside another message: an `AsyncRLError` by its message, others with their class."""
     return error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
 
 
 def finite(value: Any) -> float | None:
-    """Return a finite number of Python or numpy, or a tensor of one element, as float; else None."""
+    """Convert a finite number of Python or numpy, or a tensor of one element, to float; return None for others."""
     try:
         number = value.item() if hasattr(value, "item") else value
         number = math.nan if isinstance(number, str | bytes) else float(number)
@@ -121,7 +121,7 @@ def finite(value: Any) -> float | None:
 
 
 def shown(value: Any, most: int = 120) -> str:
-    """Return the value in at most `most` characters, to be quoted in a message."""
+    """Return the `repr` of a value for a message, in at most `most` characters."""
     return shorten(repr(value), most)
 
 

@@ -46,10 +46,10 @@ class ScoredPrompt(NamedTuple):
 
 
 class SupersededError(Exception):
-    """A replica serves another weights version than the one to validate.
+    """A replica serves a weights version that differs from the one to validate.
 
-    A replica that replaces a failed one starts with the newest version that it knows. That may be newer than the
-    version to validate, older, or of a newer lineage, where numbers may be lower.
+    A replica that replaces a failed one starts with the newest version that it knows. That version may be older than
+    the one to validate, newer, or of a newer lineage, where numbers may be lower.
     """
 
     def __init__(self, version: int, other: int) -> None:
@@ -59,7 +59,7 @@ class SupersededError(Exception):
 
 
 class Validator:
-    """Generates and scores the validation set with `rollout.val` sampling, on the dispatcher's fleet and scorer."""
+    """Generates and scores the validation set with `rollout.val` sampling, using the fleet and scorer of training."""
 
     def __init__(self, parts: RolloutParts, prompts: ValidationPrompts, decode: Decode) -> None:
         self._parts = parts
@@ -71,9 +71,9 @@ class Validator:
     async def run(self, weights_version: WeightsVersion, step: int, *, attempt: int = 1) -> ValidationRecord | None:
         """Validate `weights_version`, for the `attempt`th time. The caller applies no other version meanwhile.
 
-        A prompt that another version has answered is tried up to `rollout.max_attempts` times, as another replica may
-        serve the right version. The metrics never mix versions. Returns None and logs an error if no prompt was
-        answered, for reasons that may be temporary.
+        A prompt that another version has answered is tried up to `rollout.max_attempts` times, because another replica
+        may serve the right version. The metrics never mix versions. Returns None and logs an error if no prompt was
+        answered and the reason may be temporary.
 
         Raises (the first alone, others inside an exception group):
             SupersededError: replicas of another version keep answering.
@@ -111,8 +111,8 @@ class Validator:
                 f"validation of version {weights_version.version}: no prompt of {len(self._prompts)} could be answered"
             )
             if all(map(is_permanent, failures)):
-                raise DataError(f"{message}, the first: {failures[0].message}", failures[0].cause)
-            logger.error("%s, so it has no figures; the first: %s", message, failures[0].message)
+                raise DataError(f"{message}; the first error: {failures[0].message}", failures[0].cause)
+            logger.error("%s, so it has no metrics; the first error: %s", message, failures[0].message)
             return None
         metrics = validation_metrics(answered)
         metrics["duration_s"] = self._parts.clock() - started
@@ -120,7 +120,7 @@ class Validator:
         return ValidationRecord(weights_version.version, step, metrics, examples, weights_version.lineage)
 
     async def _answer(self, name: str, prompt: Prompt, version: int) -> ScoredPrompt | DataError | UserCodeError:
-        """Return the scored prompt, or the error because of which it is left out."""
+        """Return the scored prompt, or the error that excludes it from the validation."""
         try:
             with profile.context(sample=name):
                 with (
@@ -137,8 +137,8 @@ class Validator:
         return ScoredPrompt(prompt, trajectories, scores)
 
     async def _generate(self, name: str, prompt: Prompt, version: int, sessions: SampleSessions) -> list[Trajectory]:
-        """Return trajectories of `version` alone. Every try has its own session, which may be routed to another
-        replica."""
+        """Return trajectories that only `version` generated. Each attempt uses a new session, which may be routed to
+        another replica."""
         rollout = self._parts.config.rollout
         params = sampling_params(
             rollout.val,

@@ -1,11 +1,11 @@
-"""Applies new weights versions to every replica, one at a time, and validates those that ask for it.
+"""Applies new weights versions to every replica, one version at a time, and validates the versions that are due.
 
     wait_newer ─▶ fleet.apply ─▶ queue.set_applied_version ─▶ ApplyRecord ─▶ validate? ─▶ ValidationRecord ─▶ again
 
 Versions are ordered by lineage first: when training goes back to a checkpoint, its version is published in a newer
-lineage, and the replicas go back to it.
+lineage, and the replicas return to it.
 
-A validation runs between two applies, so that one version answers all of it, while training generation continues. If
+A validation runs between two updates, so that one version answers all prompts, while training generation continues. If
 a replica is replaced meanwhile and starts with a newer version, every replica is updated to the newest version, which
 is validated instead. If it starts with an older one, it is updated to the current version, and the validation is
 repeated. If training goes back to a checkpoint, the validation is cancelled at once.
@@ -79,7 +79,7 @@ class WeightUpdateLoop:
         self._wait_scope: anyio.CancelScope | None = None
         self._applied: Publication | None = None
         self.weights_version = WeightsVersion(0, 0)
-        """The version that every replica serves; (0, 0): the model's files."""
+        """The version that every replica serves; (0, 0) is the weights in the model's files."""
         self.step = 0
         """The optimizer steps that produced this version."""
 
@@ -102,7 +102,7 @@ class WeightUpdateLoop:
             await self._apply(first, initial=True)
         else:
             profile.set_position(step=1, version=0)
-        # Any earlier, a resumed run would sample from the model's files.
+        # If generation began earlier, a resumed run would sample from the weights in the model's files.
         task_status.started()
         if self._validate_first or (first is not None and self._needs_validation(first)):
             await self._validate(first.step if first else 0)
@@ -140,7 +140,7 @@ class WeightUpdateLoop:
             publish_to_applied_s = self._parts.clock() - started
         self.weights_version, self.step, self._applied = publication.weights_version, publication.step, publication
         profile.set_position(step=self.step + 1, version=self.weights_version.version)
-        # Only after the replicas: the staleness gate counts versions that every replica serves.
+        # After the replicas, because the staleness gate counts only versions that every replica serves.
         await self._parts.queue.set_applied_version(publication.version, lineage=publication.lineage)
         if initial and not any(report.load_s for report in reports):
             return
@@ -159,7 +159,7 @@ class WeightUpdateLoop:
         ):
             reports = await self._parts.fleet.apply(publication)
             span.add(replicas=len(reports))
-        # A replica that was replaced meanwhile may already serve a newer version, and reports it with its tokens.
+        # A replica that was replaced meanwhile may already serve a newer version, which it reports with its tokens.
         if outdated := [report for report in reports if report.weights_version < publication.weights_version]:
             raise InfraError(
                 f"replica {outdated[0].replica} serves {_describe(outdated[0].weights_version)} after "
@@ -169,10 +169,10 @@ class WeightUpdateLoop:
         return reports
 
     async def _validate(self, step: int) -> None:
-        """Validate the version that every replica serves, or a newer one that a replaced replica has started with.
+        """Validate the version that every replica serves, or the newer one with which a replaced replica has started.
 
-        Does nothing if this validation is recorded already, or if training has gone back to a checkpoint meanwhile:
-            that version is published and validated like any other.
+        Do nothing if the version's validation is recorded already. Return early if training goes back to a checkpoint:
+        the checkpoint's version is published and validated like any other.
 
         Raises:
             InfraError: a replica has answered with another version for longer than `start_s`.
@@ -186,7 +186,7 @@ class WeightUpdateLoop:
             except SupersededError as error:
                 newest = None
                 if error.other > error.version:
-                    # The replica received it from the store, which may have been restarted since and receives it again.
+                    # The replica received it from the store. If the store was restarted since, it receives it again.
                     newest = await self._feed.wait_newer(self.weights_version, timeout_s=self._timeouts.call_s)
                 if newest is None:
                     # A replica that was replaced during an apply may have started with the previous version.
@@ -196,7 +196,7 @@ class WeightUpdateLoop:
                     continue
                 if newest.lineage > self.weights_version.lineage:
                     return
-                logger.warning("%s, as some were replaced; version %d is validated instead", error, newest.version)
+                logger.warning("%s, because some were replaced; version %d is validated instead", error, newest.version)
                 await self._apply(newest)
                 step, attempt, until = newest.step, 1, math.inf
             else:
@@ -212,20 +212,20 @@ class WeightUpdateLoop:
         """
         if anyio.current_time() >= until:
             raise InfraError(
-                f"{error}, and have done so for {self._timeouts.start_s:g} s (timeouts.start_s), each time after "
-                f"all of them were brought to {_describe(self.weights_version)}; their logs in the run "
-                "directory may show which version they load"
+                f"{error}. This has lasted for {self._timeouts.start_s:g} s (timeouts.start_s), although "
+                f"all replicas were updated to {_describe(self.weights_version)} again each time; their logs in the "
+                "run directory may show which version they load"
             )
         logger.warning("%s; it is repeated once every replica serves %s", error, _describe(self.weights_version))
         if self._applied is not None:
             await self._update_replicas(self._applied)
 
     async def _run_validation(self, validator: Validator, step: int, attempt: int) -> ValidationRecord | None:
-        """Return the record, or None: training has gone back to a checkpoint meanwhile, or there are no figures.
+        """Return the record, or None if training has gone back to a checkpoint meanwhile or no prompt was answered.
 
         Raises:
-            SupersededError: alone.
-            Others as `Validator.run`, inside an exception group.
+            SupersededError: raised directly.
+            Others: the errors of `Validator.run`, inside an exception group.
         """
         superseded: SupersededError | None = None
         record: ValidationRecord | None = None

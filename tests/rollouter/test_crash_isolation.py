@@ -60,7 +60,7 @@ def test_the_only_session_at_the_limit_is_blamed_with_evidence() -> None:
     crash(blame, "bad", "d", at_s=1_000_000_060.0)
     assert states(blame, ["bad", "b", "c", "d"]) == {"bad": "blamed", "b": "free", "c": "free", "d": "free"}
     message = blame.poison_error("bad").message
-    assert "2 engines crashed while they had bad, the last time with no other possible cause in flight" in message
+    assert "2 engines crashed with bad in flight, the last one without any other possible cause in flight" in message
     assert "2001-09-09 01:46:40 UTC, with 2 others in flight: engine of bad died" in message
     assert "2001-09-09 01:47:40 UTC, with 1 others in flight: engine of bad died" in message
     blame.end("bad")

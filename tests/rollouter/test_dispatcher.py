@@ -354,7 +354,7 @@ async def test_only_the_poison_sample_is_dropped_with_its_evidence(
     assert (await rig.queue.status()).counts.dropped["failed"] == 1
     assert rig.drops.counts == {"crashed engines": 1}
     assert 2 <= len(fleet.crashes) <= 3
-    assert f"{len(fleet.crashes)} engines crashed while they had sample_0_4" in caplog.text
+    assert f"{len(fleet.crashes)} engines crashed with sample_0_4 in flight" in caplog.text
     assert fleet.generated_tokens == sum(2 * (1 + k % 5) for k in range(1, 31) if k != 4)
     crashes = len(fleet.crashes)
     assert rig.dispatcher.status()["crash_isolation"] == {

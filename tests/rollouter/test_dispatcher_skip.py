@@ -360,5 +360,5 @@ async def test_the_coverage_check_counts_no_replays(tmp_path: Path) -> None:
 async def test_a_fleet_without_engines_refuses_to_generate() -> None:
     fleet = UnavailableFleet()
     assert await fleet.apply(Publication(1, 1, 0, {})) == []
-    with pytest.raises(ConfigError, match=r"sample_0_9 has no record, and there is no engine .*engines=always"):
+    with pytest.raises(ConfigError, match=r"sample_0_9 has no record\. No engine was started.*engines=always"):
         await anext(fleet.generate([], session="sample_0_9"))

@@ -371,7 +371,7 @@ async def test_a_validation_that_times_out_has_no_figures_and_the_run_goes_on(
         await rig.feed.publish(3, step=20, validate=True)
         await rig.sink.until(4)
     assert rig.actions == ["apply 1", "apply 2", "apply 3", "validate 3"]
-    assert "validation of version 1: no prompt of 3 could be answered, so it has no figures" in caplog.text
+    assert "validation of version 1: no prompt of 3 could be answered, so it has no metrics" in caplog.text
 
 
 async def test_a_failing_reward_in_validation_stops_or_drops_as_configured() -> None:
