@@ -1,8 +1,8 @@
 """Generates one group: a prompt's `n` trajectories and, for ReMax, a greedy one.
 
 Without an agent every trajectory is one turn, and one call to the fleet generates all of them. With an agent each
-conversation requests its own turns. With `extra` trajectories, the unfinished ones are aborted in the engines as soon
-as enough have ended.
+conversation requests its turns one by one. With `extra` trajectories, the unfinished ones are aborted in the engines as
+soon as enough have ended.
 """
 
 from __future__ import annotations

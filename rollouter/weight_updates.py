@@ -47,7 +47,7 @@ class RolloutStart(NamedTuple):
     validated: WeightsVersion | None = None
     """The newest weights version whose validation is recorded: neither it nor an older one is validated again."""
     validated_step: int = 0
-    """The newest step of the model's current history whose validation is recorded; 0: none. Validations that
+    """The newest step of the model's current history whose validation is recorded, or 0 without one. Validations that
     `trainer.test_freq` asks for after this step are still due."""
     has_engines: bool = True
     """False if every sample is replayed."""

@@ -12,7 +12,7 @@
         ids = more.ids
     else:                                                # the same row continues
         ids = [*ids, *turn.response_ids, *more.ids]
-    problem = chat.difference(row_ids, messages)         # at the end; None: the template gives the same tokens
+    problem = chat.difference(row_ids, messages)         # at the end; None if the template gives the same tokens
 
 Messages before the assistant's first one come from the data set, and special tokens in them are special. In later
 messages they are escaped: a tool's `<|im_end|>` stays text.
@@ -218,7 +218,7 @@ class ChatTokenizer:
         The text that the template writes behind the end of that turn may change, since it is no longer the last turn.
 
         Args:
-            before: The conversation up to and including the assistant's turn as it was parsed.
+            before: The conversation up to and including the assistant's parsed turn.
             new: The answers of tools and users.
             sampled: The turn's tokens.
 

@@ -38,7 +38,7 @@ class ExternalAgent:
     """A `ConversationAgent` that runs the user's program. The program sends its requests to the URL of `serve_at`."""
 
     schemas: tuple[Mapping[str, Any], ...] = ()
-    """Empty: the program brings its own tools."""
+    """Empty, because the program defines its tools itself."""
 
     def __init__(self, config: Config, program: AgentProgram, cache: ChatCache, *, model: str) -> None:
         """`model` is the model's name at the endpoint."""

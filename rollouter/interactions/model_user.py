@@ -126,7 +126,7 @@ def swapped(messages: Sequence[Message], *, opening: str) -> list[dict[str, str]
     """Return the conversation from the user's side: the assistant's messages are `user`, the user's `assistant`.
 
     System and tool messages and tool calls are hidden. Adjacent messages of one role are joined, for chat templates
-    that require alternating roles. The last message is the assistant's; `…` stands for an empty one.
+    that require alternating roles. The last message is the assistant's; if it is empty, `…` replaces it.
     """
     roles = {"user": "assistant", "assistant": "user"}
     turns = [("user", opening)] + [(roles[str(m["role"])], text_of(m)) for m in messages if m.get("role") in roles]

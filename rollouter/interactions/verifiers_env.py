@@ -2,7 +2,7 @@
 
     init_state ─▶ setup_state ─▶ (add_trajectory_step ─▶ is_completed ─▶ env_response) … ─▶ rubric.score_rollout
 
-These are the steps of `MultiTurnEnv.rollout` around its own model calls. Here the policy takes the turns.
+These are the steps of `MultiTurnEnv.rollout` without its model calls, because here the policy takes the turns.
 """
 
 from __future__ import annotations
