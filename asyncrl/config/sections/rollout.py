@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 _TURNS = "rollout.multi_turn"
 _SET_ELSEWHERE: Mapping[str, str] = {
-    "model": "model.path",
-    "tokenizer": "model.tokenizer_path",
-    "trust_remote_code": "model.trust_remote_code",
-    "dtype": "rollout.dtype",
-    "enforce_eager": "rollout.enforce_eager",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "max_model_len": "rollout.max_model_len",
-    "max_num_seqs": "rollout.max_num_seqs",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "model": "set model.path",
+    "tokenizer": "set model.tokenizer_path",
+    "trust_remote_code": "set model.trust_remote_code",
+    "dtype": "set rollout.dtype",
+    "enforce_eager": "set rollout.enforce_eager",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "max_model_len": "set rollout.max_model_len",
+    "max_num_seqs": "set rollout.max_num_seqs",
+    "tensor_parallel_size": "set rollout.tensor_parallel_size",
     **dict.fromkeys(
         ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
-        "rollout.tensor_parallel_size or rollout.num_replicas: GPUs are assigned only for these",
+        "set rollout.tensor_parallel_size or rollout.num_replicas: GPUs are assigned only for these",
     ),
-    "load_format": "nothing: weights are read from safetensors, never from a pickle",
-    "logprobs_mode": "nothing: log-probs must be those the loss expects",
-    "worker_cls": "nothing: weight updates need the engine's own worker class",
-    "worker_extension_cls": "nothing: weight updates need asyncrl's extension",
+    "load_format": "leave it out: weights are read from safetensors, never from a pickle",
+    "logprobs_mode": "leave it out: log-probs must be those the loss expects",
+    "worker_cls": "leave it out: weight updates need the engine's own worker class",
+    "worker_extension_cls": "leave it out: weight updates need asyncrl's extension",
 }
-"""Engine arguments that other keys set, or that are fixed."""
+"""Engine arguments that other keys set, or that are fixed, each with the fix of the error that refuses it."""
 
 
 def _check_top_k(value: int) -> int:
@@ -235,9 +235,9 @@ class RolloutConfig(ConfigSection):
 
 def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
     for name, value in config.rollout.engine_kwargs.items():
-        if other := _SET_ELSEWHERE.get(name):
+        if fix := _SET_ELSEWHERE.get(name):
             key = f"rollout.engine_kwargs.{name}"
-            yield ConfigProblem(key, value, "asyncrl sets it, and the two values could differ", f"set {other}")
+            yield ConfigProblem(key, value, "asyncrl sets it, and the two values could differ", fix)
     quantization = config.rollout.engine_kwargs.get("quantization")
     if quantization and config.weight_sync.verify != "off":
         yield ConfigProblem(
