@@ -1,4 +1,4 @@
-"""Every test runs without network, with one thread per library and a quiet Ray; set before these are imported."""
+"""Settings of all tests: no network, one thread per library and a quiet Ray, set before the libraries are imported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from skip import SkipManager
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Runs the tests of a file in one process, and all that start engines one after another."""
+    """Runs the tests of a file in one process, and all tests that start engines one after another."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
@@ -43,18 +43,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the runs that need engines, which take longest: another process works through the rest meanwhile."""
+    """Begin with the runs that need engines, which take longest; another process runs the other tests meanwhile."""
     items.sort(key=lambda item: "tests/e2e/" not in item.path.as_posix())
 
 
-# The time that an example takes depends on the machine.
+# The duration of an example depends on the machine.
 settings.register_profile("asyncrl", deadline=None)
 settings.load_profile("asyncrl")
 
 
 @pytest.fixture(autouse=True)
 def nothing_skipped() -> Iterator[None]:
-    """The step that a loop sets, and roles that a test enables, end with the test."""
+    """Disable the roles that a test enabled and reset the step that a loop set."""
     yield
     SkipManager.reset()
 
@@ -69,7 +69,7 @@ def nothing_profiled() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
-    """A process group that a test does not leave would break every later test that joins one."""
+    """Fail a test that does not leave its process group, which would break later tests that join one."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():

@@ -36,7 +36,7 @@ LENGTHS = TurnLengths(median=20, sigma=0.6, longest=100, prompt_sigma=0.6)
 
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces vLLM's parser, which takes seconds to load."""
+    """Replace vLLM's parser, which takes seconds to load."""
     monkeypatch.setattr(conversations, "FORMAT", NO_TOOLS)
 
 
@@ -68,7 +68,7 @@ def test_responses_to_one_prompt_have_similar_lengths() -> None:
     assert len(set.union(*groups)) > 10
 
 
-async def test_turns_have_the_length_that_is_drawn_and_end_by_themselves() -> None:
+async def test_turns_have_the_drawn_length_and_end_with_a_stop() -> None:
     drawn = DrawnFleet(fleet(), LENGTHS, seed=3)
     names = [f"sample_0_1/{k}" for k in range(3)]
     turns = await finished_turns(drawn.generate([request(name) for name in names], session="s"))
@@ -100,7 +100,7 @@ async def test_a_barrier_opens_when_all_have_arrived() -> None:
     assert sorted(passed[:3]) == sorted(passed[3:]) == ["a", "b", "c"]
 
 
-async def test_a_batch_that_fails_fails_for_all() -> None:
+async def test_a_failed_batch_fails_for_all_its_callers() -> None:
     engines = fleet()
     engines.fail("batch-1", InfraError("gone"))
     barrier, errors = BarrierFleet(engines, 2), list[str]()
@@ -137,7 +137,7 @@ async def test_versions_are_consumed_in_order() -> None:
     outcome = await take(make_work(engines), 2)
     assert len(outcome.samples) == 6 and outcome.trajectories == 12
     assert outcome.sampled_tokens == engines.generated_tokens
-    assert engines.max_in_flight <= 3, "the samples of the next version wait"
+    assert engines.max_in_flight <= 3, "the samples of the next version still wait"
     assert {str(sample.sample_id) for sample in outcome.samples[:3]} == {f"sample_0_{k}" for k in (1, 2, 3)}
 
 
@@ -213,7 +213,7 @@ async def test_over_sampling_discards_tokens_and_takes_as_many_samples() -> None
     assert trajectories["tokens"] < none["tokens"], "the longest ones are discarded"
 
 
-def test_cost_of_calls_that_the_parser_understands() -> None:
+def test_the_cost_of_parsing_is_measured_on_valid_calls() -> None:
     alone, one, three = measure_cost(1, turns=(1, 3), groups=1)
     assert [(row["agent"], row["turns"]) for row in (alone, one, three)] == [("no", 1), ("yes", 1), ("yes", 3)]
     assert alone["parse"] == alone["extend"] == alone["check"] == one["extend"] == 0

@@ -1,4 +1,4 @@
-"""Tests of the chaos harness without a run: broken promises, faults and recoveries, damaged files."""
+"""Tests of the chaos harness without a run: broken promises, faults, recoveries, and damaged files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def turn(index: int, place: int, *spans: tuple[int, int]) -> TurnDone:
 
 
 def good() -> Accounts:
-    """Four samples: 1 to 3 trained, 2 and 3 of them again after a rewind; 4 dropped."""
+    """Return the accounts of four samples: 1 to 3 are trained, 2 and 3 again after a rewind, and 4 is dropped."""
     return Accounts(
         fates=[*(Fate(sample_id, "trained") for sample_id in ids(1, 2, 3)), Fate(SampleId(0, 4), "dropped", "failed")],
         counts=SampleCounts(fed=4, trained=3, dropped={"failed": 1, "stale": 0}),
@@ -194,10 +194,10 @@ async def test_tokens_reported_before_a_crash_are_compared_with_the_final_turn()
     assert violations(replace(good(), broken_calls=[first, second])) == []
 
 
-async def test_an_abandoned_call_owes_no_tokens(tmp_path: Path) -> None:
+async def test_tokens_of_an_abandoned_call_may_be_lost(tmp_path: Path) -> None:
     put, lines = noted()
     watch = CallWatch(put)
-    for _ in range(2):  # requeued under the same name
+    for _ in range(2):  # the sample is requeued under the same name
         with pytest.raises(InfraError):
             died = call(Accepted("replica-0"), Delta(0, make_turn(3, 2), False), error=InfraError("gone"))
             async for _ in watch.calling(died, [request("a/0-1")]):
@@ -246,7 +246,7 @@ def running(at: float, **changes: Any) -> RunState:
 
 
 def moved(state: RunState, **pids: int) -> tuple[ProcessInfo, ...]:
-    """The processes with other pids for these parts."""
+    """Return the processes with new pids for these parts."""
     return tuple(process._replace(pid=pids.get(process.part, process.pid)) for process in state.processes)
 
 
@@ -257,7 +257,7 @@ def struck(name: str, *parts: str) -> Strike:
     return Strike(1, kind_named(name), 10.5, pids=pids, parts=names, before=before)
 
 
-def test_every_fault_kind_comes_once_before_any_repeats_in_an_order_set_by_the_seed() -> None:
+def test_every_kind_of_fault_occurs_once_before_any_repeats_in_an_order_set_by_the_seed() -> None:
     def drawn(seed: int) -> list[str]:
         draws = faults.deck(KINDS, random.Random(seed))
         return [next(draws).name for _ in range(sum(kind.weight for kind in KINDS))]
@@ -276,7 +276,7 @@ def test_most_faults_hit_actors_and_engines() -> None:
 
 
 def test_a_hundred_faults_fit_into_a_planned_round() -> None:
-    """Uses the recovery times in seconds of two idle cores."""
+    """The plan uses recovery times in seconds that were measured on two idle cores."""
     takes: dict[str, float] = {
         **dict.fromkeys(faults.ACTORS, 15.0), **dict.fromkeys(faults.ENGINES, 55.0),
         **dict.fromkeys({kind.target for kind in KINDS if kind.ends_launch}, 70.0), "reward": 12.0,
@@ -289,7 +289,7 @@ def test_a_hundred_faults_fit_into_a_planned_round() -> None:
     assert now < limit_s
 
 
-def test_a_late_round_makes_the_shortest_pauses() -> None:
+def test_a_round_that_is_late_makes_the_shortest_pauses() -> None:
     gap = partial(faults.gap_s, random.Random(0), (1.0, 12.0), limit_s=100.0)
     assert gap(dealt=4, wanted=10, elapsed_s=60.0) == 1.0
     assert gap(dealt=7, wanted=10, elapsed_s=60.0) > 1.0
@@ -307,7 +307,7 @@ def test_an_engine_is_idle_once_its_replica_reports_no_requests() -> None:
     dry, other = replica("a", 6, 7, at=20.0), replica("b", 66, 77, at=20.0)
     busy = replace(dry, in_flight=1)
     assert not faults.is_idle(engine, running(21.0, replicas=(busy, other)), since=10.0)
-    assert not faults.is_idle(engine, running(21.0, replicas=(dry,)), since=20.5), "an earlier report"
+    assert not faults.is_idle(engine, running(21.0, replicas=(dry,)), since=20.5), "the report was made before the fault"
     assert faults.is_idle(engine, running(21.0, replicas=(dry,)), since=10.0)
 
 
@@ -345,7 +345,7 @@ def test_the_queue_has_recovered_once_its_successor_answers() -> None:
 
 def test_an_engine_has_recovered_once_enough_replicas_serve() -> None:
     strike = struck("engine kill", "replica", "engine")
-    assert faults.recovered_at(strike, running(12.0)) is None, "the last report is that of the old engine"
+    assert faults.recovered_at(strike, running(12.0)) is None, "the last report comes from the old engine"
     coming = replica("b", 66, 77, at=20.0, phase="starting")
     assert faults.recovered_at(strike, running(20.0, replicas=(coming,))) is None
     up = replica("b", 66, 77, at=30.0)
@@ -399,7 +399,7 @@ def test_a_torn_log_loses_no_committed_row(tmp_path: Path, seed: int) -> None:
     connection = journal(tmp_path / "alive", 20)
     run_dir = tmp_path / "dead"
     run_dir.mkdir()
-    for name in ("journal.db", "journal.db-wal"):  # as a process that was killed leaves them
+    for name in ("journal.db", "journal.db-wal"):  # a killed process leaves these files
         (run_dir / name).write_bytes((tmp_path / "alive" / name).read_bytes())
     connection.close()
     disk.tear_journal(run_dir, random.Random(seed))
@@ -409,7 +409,7 @@ def test_a_torn_log_loses_no_committed_row(tmp_path: Path, seed: int) -> None:
     assert rows == list(range(20))
 
 
-def test_payloads_are_damaged_where_there_are_any(tmp_path: Path) -> None:
+def test_payloads_are_damaged_if_the_run_has_any(tmp_path: Path) -> None:
     for damage in (disk.flip_payload, disk.tear_journal):
         with pytest.raises(disk.NothingThereError):
             damage(tmp_path, random.Random(0))

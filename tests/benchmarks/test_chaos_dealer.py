@@ -1,4 +1,4 @@
-"""Tests of faults that need more than a signal, with plain processes instead of a run's."""
+"""Tests of faults that need more than a signal, with plain processes instead of those of a run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Standing(Subject):
         )
 
     def look(self) -> None:
-        """Wait until a process is seen to be stopped, which takes a while on a busy machine."""
+        """Wait until a process shows as stopped, which takes a while on a busy machine."""
         limit = time.monotonic() + LIMIT_S
         while not self.was_stopped and time.monotonic() < limit:
             time.sleep(0.01)
@@ -106,7 +106,7 @@ def test_the_journal_writer_is_killed_before_its_journal_is_torn(subject: Standi
     connection.close()
     assert "journal.db-wal" in strike.note and not strike.lived
     assert [processes[part].wait(LIMIT_S) for part in ("driver", "queue", "rollouter")] == [-signal.SIGKILL] * 3
-    assert lives(processes["trainer"].pid), "the Trainer ends with the launch, not by the fault"
+    assert lives(processes["trainer"].pid), "the fault does not kill the Trainer, which ends with the launch"
 
 
 def test_no_process_stays_stopped_when_the_journal_writer_has_gone(subject: Standing, processes: Processes) -> None:
@@ -121,7 +121,7 @@ def test_no_process_stays_stopped_when_the_journal_writer_has_gone(subject: Stan
 
 
 def stopped(subject: Standing) -> tuple[Dealer, Strike, RunState]:
-    """Stop a driver. The last value is a state that it writes after all probes are answered."""
+    """Stop a driver. The last returned value is a state that the driver writes after all probes are answered."""
     by = dealer(subject)
     began = time.time()
     strike = by.deal(kind_named("driver stop"), 1)
@@ -132,15 +132,15 @@ def stopped(subject: Standing) -> tuple[Dealer, Strike, RunState]:
 
 
 def over(by: Dealer, strike: Strike, settled: RunState, **changes: Any) -> float | None:
-    """Judge a state that the driver writes soon, and then the settled one."""
-    assert by.over(strike, replace(settled, written_at=strike.at + PROBE_S / 2, **changes)) is None, "it may yet come"
+    """Check a state that the driver writes soon after it continues, and then the settled one."""
+    assert by.over(strike, replace(settled, written_at=strike.at + PROBE_S / 2, **changes)) is None, "a replacement may still follow"
     return by.over(strike, replace(settled, **changes))
 
 
 def test_a_stopped_driver_must_replace_nothing(subject: Standing) -> None:
     by, strike, settled = stopped(subject)
-    assert by.over(strike, replace(settled, step=0)) is None, "nothing has moved since"
-    assert over(by, strike, settled) == strike.at + PROBE_S / 2, "then it was back"
+    assert by.over(strike, replace(settled, step=0)) is None, "the run has made no progress since then"
+    assert over(by, strike, settled) == strike.at + PROBE_S / 2, "the driver is back at the time of its first state"
     assert strike.lived and subject.outcome.violations == []
 
 

@@ -1,4 +1,4 @@
-"""Tests of a round's result: its figures, its verdict, its exit code."""
+"""Tests of the result of a chaos round: its figures, its verdict and its exit code."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_median_is_judged_from_five_faults_on(tmp_path: Path) -> None:
     fast = [dealt(number, "queue kill", 1.0) for number in range(6, 11)]
     assert summary.aim_met([*slow, *fast]) == {"engines": False, "actors": True}
     assert summary.aim_met([*slow[:4], *fast]) == {"engines": None, "actors": True}
-    assert result([*slow, *fast], tmp_path)["verdict"] == "kept", "without --aim"
+    assert result([*slow, *fast], tmp_path)["verdict"] == "kept", "no aim applies without --aim"
     found = result([*slow, *fast], tmp_path, aim=True)
     assert found["verdict"] == "slow" and found["aim_met"] == {"engines": False, "actors": True}
     assert found["failed"][0].startswith("median recovery of engines was not under 60 s (--aim)")

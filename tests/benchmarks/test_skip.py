@@ -32,7 +32,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not isinstance(value, str)}
 
 
-def test_the_result_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_result_contains_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(benchmark, "SIZES", TINY)
     monkeypatch.setattr(benchmark, "FILE_ROUNDS", 1)
     monkeypatch.setattr(benchmark, "CALLS", 10)
@@ -65,13 +65,13 @@ def test_the_result_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 assert math.isfinite(value)
             else:
                 assert value > 0, (row, name)
-    assert list(tmp_path.iterdir()) == [target.parent], "everything else is deleted"
+    assert list(tmp_path.iterdir()) == [target.parent], "the benchmark deletes all other files"
     out, err = capsys.readouterr()
     assert all(f"skip, {name}" in out for name in ("files", "loop", "disabled")) and "files, short" in err
 
 
 class Fleet:
-    """Answers at once, with one token more for each further response, and `max_tokens` at most."""
+    """A fleet that answers at once. Each further response is one token longer, up to `max_tokens`."""
 
     async def generate(
         self, requests: Sequence[GenerateRequest], *, session: str
@@ -124,7 +124,7 @@ async def test_generating_again_is_not_counted_as_replay(tmp_path: Path) -> None
         await replay_case(case, EngineStage(Fleet()))  # type: ignore[arg-type]
 
 
-def test_the_samples_differ_and_come_back() -> None:
+def test_the_samples_differ_and_are_read_back_unchanged() -> None:
     one, other = (make_generated(TINY[0], seed) for seed in (1, 2))
     (back,) = from_content(to_content([one]))
     assert same(one, back) and not same(one, other) and not same(one, replace(one, trajectories=one.trajectories[:1]))

@@ -33,16 +33,16 @@ def test_every_variant_makes_the_same_update(model: Path, lengths: str) -> None:
     rows = make_rows(WORKLOAD.lengths(SIGMAS[lengths]), WORKLOAD.prompt_tokens, SHAPE.vocab_size)
     runner = _Runner(0, UpdateCase("tiny", "cpu", 1, lengths, WORKLOAD, rounds=1), model, rows)
     ways = {name: runner._build(name) for name in WAYS}
-    # The second loss is of weights that the first update made.
+    # The second loss is computed with the weights after the first update.
     losses = {name: [way.update(), way.update()] for name, way in ways.items()}
     assert losses["padded"] == pytest.approx(losses["plain"], abs=1e-6)
     assert losses["packed"] == pytest.approx(losses["plain"], abs=1e-6)
     assert losses["plain"][0] != losses["plain"][1]
 
 
-def test_a_variant_with_other_work_is_not_measured(model: Path) -> None:
+def test_a_variant_with_another_loss_is_not_measured(model: Path) -> None:
     runner = _Runner(0, UpdateCase("tiny", "cpu", 1, "equal", WORKLOAD, rounds=1), model, [])
-    runner._compare({"plain": 0.5, "padded": 0.5, "packed": math.nan})  # nan: nothing to compare on this rank
+    runner._compare({"plain": 0.5, "padded": 0.5, "packed": math.nan})  # nan means that this rank has nothing to compare
     with pytest.raises(SystemExit, match="different work"):
         runner._compare({"plain": 0.5, "padded": 0.5, "packed": 0.6})
 
@@ -82,15 +82,15 @@ def test_length_mixes_share_a_mean_and_differ_in_their_tail() -> None:
     assert np.median(tailed) == pytest.approx(100 * math.exp(-(0.9**2) / 2), rel=0.15)
 
 
-def test_operations_of_an_update(model: Path) -> None:
+def test_the_operations_of_an_update_are_counted(model: Path) -> None:
     rows = make_rows([6, 2], 4, SHAPE.vocab_size)
     module = AutoModelForCausalLM.from_pretrained(model)
-    # Norms aside, which multiply no matrices; the tied embedding counts once, as the head.
+    # Norms do not count because they multiply no matrices. The tied embedding counts once, as the head.
     parameters = sum(weight.numel() for weight in module.parameters() if weight.ndim == 2)
     assert update_flops(model, rows) == 6 * parameters * 16 + 6 * 2 * 16 * (10**2 + 6**2)
 
 
-def test_a_row_of_the_table() -> None:
+def test_a_row_of_the_table_has_speed_and_memory() -> None:
     case = UpdateCase("1.5B", "cuda", 1, "equal", WORKLOAD, rounds=3)
     measured = UpdateTimes(
         tokens=1000,

@@ -1,4 +1,4 @@
-"""The machine's own Chromium, headless, for tests of pages. Import `chromium` into a test module:
+"""A headless Chromium for tests of pages: the one that is installed on the machine. Import `chromium` into a test module:
 
     from tests.browser.chromium import Tab, chromium  # noqa: F401
 
@@ -45,12 +45,12 @@ _OWN = ("data", "blob", "about")
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """One browser for a module."""
+    """A browser that the tests of a module share."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         reason = f"there is no browser on this machine (none of {', '.join(NAMES)} is on PATH)"
         if os.environ.get("CI") == "true":
-            pytest.fail(f"{reason}, and CI=true: pages have to be tested there")
+            pytest.fail(f"{reason}, and with CI=true the tests of pages must run")
         pytest.skip(reason)
     with browsing(path) as browser:
         yield browser
@@ -58,14 +58,14 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def browsing(path: str) -> Iterator[Browser]:
-    """Start a browser; its processes and those of Playwright have ended afterwards."""
+    """Start a browser. On exit, end its processes and those of Playwright."""
     me = psutil.Process()
     others = set(me.children(recursive=True))
     started: set[psutil.Process] = set()
 
     def record_children() -> None:
-        # Playwright's driver with its children and, where orphans are adopted, the browser's crash handlers; the test
-        # may have started other processes.
+        # These are Playwright's driver with its children and, where orphans are adopted, the browser's crash handlers.
+        # The test may have started other processes.
         for child in me.children():
             if child not in others and _is_ours(child):
                 with suppress(psutil.NoSuchProcess):
@@ -107,7 +107,7 @@ class Tab:
     @classmethod
     @contextmanager
     def opened(cls, browser: Browser, url: str) -> Iterator[Self]:
-        """Open a page; requests to other origins than its own (for a file: other files) are blocked."""
+        """Open a page. Requests to other origins, or to other files if the page is a file, are blocked."""
         context = browser.new_context(viewport=LAPTOP)  # type: ignore[arg-type]
         tab = cls(context.new_page())
         tab.page.set_default_timeout(TIMEOUT_MS)
@@ -122,11 +122,11 @@ class Tab:
             context.close()
 
     def external(self, url: str) -> list[str]:
-        """Return requests to other origins than that of `url`."""
+        """Return the requests to origins other than that of `url`."""
         return [requested for requested in self.requests if not _is_own(requested, url)]
 
     def overflow(self) -> int:
-        """Pixels by which the page is wider than the window."""
+        """Return by how many pixels the page is wider than the window."""
         return int(self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
 
     def _record_request(self, request: Request) -> None:

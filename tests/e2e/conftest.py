@@ -33,17 +33,17 @@ TINY = TransformerShape(
 
 @dataclass
 class EngineProcess:
-    """A started application and everything a test needs to change and check what it serves."""
+    """A started application, with what a test needs to publish weights and to check the responses."""
 
     config: Config
     store: Any
     model: Any
-    """A transformers model, the stand-in for the trainer's; float32."""
+    """A transformers model in float32 that stands in for the Trainer's."""
     version: int = 0
     lineage: int = 0
 
     def perturb(self, scale: float = 0.02) -> dict[str, np.ndarray]:
-        """Move the model's weights at random and return them as a trainer would publish them."""
+        """Change the model's weights at random, and return them as a Trainer would publish them."""
         import torch
 
         with torch.no_grad():
@@ -52,7 +52,7 @@ class EngineProcess:
         return {name: tensor.detach().numpy() for name, tensor in self.model.state_dict().items()}
 
     def log_probs(self, prompt_ids: np.ndarray, turn: Turn) -> np.ndarray:
-        """Of the turn's tokens under the model's weights of now: float32 `[L]`."""
+        """Return the log-probs of the turn's tokens under the model's current weights: float32 `[L]`."""
         import torch
 
         ids = torch.from_numpy(np.concatenate([prompt_ids, turn.response_ids])).long()
@@ -64,7 +64,7 @@ class EngineProcess:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """One engine for a module: Ray holds one cluster per process, and other modules bring their own."""
+    """Start an engine for the tests of a module. A process has one Ray cluster, and other modules start their own."""
     import ray
     import torch
     from transformers import LlamaForCausalLM

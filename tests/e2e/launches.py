@@ -1,4 +1,4 @@
-"""Real launches in processes of their own, looked at from outside like a user's."""
+"""Real launches in separate processes, which tests observe from outside as a user does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 SHORT = ("trainer.total_training_steps=4", "data.max_val_samples=16", "logging.console=plain")
 MARK = "ASYNCRL_TEST_RUN"
-"""Environment variable by which a launch's processes are known, whoever their parent is now."""
+"""Environment variable that identifies the processes of a launch, even after they have got another parent."""
 
 
 @dataclass
@@ -40,36 +40,36 @@ class LaunchedRun:
             raise AssertionError(f"the launch did not end in {timeout_s} s:\n{self.output()}") from None
 
     def wait_for(self, text: str, timeout_s: float = 180.0) -> None:
-        """Until its output has `text`."""
+        """Wait until the output of the launch contains `text`."""
         limit = time.monotonic() + timeout_s
         while text not in self.output():
-            assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output()}"
-            assert time.monotonic() < limit, f"did not say {text!r} in {timeout_s} s:\n{self.output()}"
+            assert self.process.poll() is None, f"the launch ended before it printed {text!r}:\n{self.output()}"
+            assert time.monotonic() < limit, f"the launch did not print {text!r} within {timeout_s} s:\n{self.output()}"
             time.sleep(0.1)
 
     def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
-        """Until that holds, of a launch that runs."""
+        """Wait until `holds()` is true; fail if the launch ends before. `what` names the condition in messages."""
         limit = time.monotonic() + timeout_s
         while not holds():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.output()}"
-            assert time.monotonic() < limit, f"no {what} in {timeout_s} s:\n{self.output()}\n{self.state()}"
+            assert self.process.poll() is None, f"the launch ended before {what}:\n{self.output()}"
+            assert time.monotonic() < limit, f"no {what} within {timeout_s} s:\n{self.output()}\n{self.state()}"
             time.sleep(0.1)
 
     def state(self) -> dict[str, Any]:
-        """state.json; empty before there is one."""
+        """Return the content of state.json, or an empty mapping if the file does not exist yet."""
         file = self.run_dir / "state.json"
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def pids(self, part: str) -> list[int]:
-        """Of the part's processes, as the driver knows them."""
+        """Return the pids of the part's processes as the driver reports them."""
         return [process["pid"] for process in self.state().get("processes", ()) if process["part"] == part]
 
     def kill(self, part: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to the one process of `part`, or the first of several."""
+        """Send a signal to the first process of `part`."""
         os.kill(self.pids(part)[0], number)
 
     def recovered(self, part: str) -> int:
-        """How many restarts of `part` are over."""
+        """Return the number of completed restarts of `part`."""
         restarts = self.state().get("restarts", ())
         return sum(one["part"] == part and one["recovered_at"] is not None for one in restarts)
 
@@ -77,7 +77,7 @@ class LaunchedRun:
         self.process.send_signal(signal.SIGINT)
 
     def steps(self) -> list[dict[str, Any]]:
-        """The optimizer steps in metrics.jsonl, those before a resume included."""
+        """Return the optimizer steps in metrics.jsonl, including those before a resume."""
         lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [line for line in map(json.loads, lines) if line["kind"] == "step"]
 
@@ -85,7 +85,7 @@ class LaunchedRun:
         return json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8"))
 
     def survivors(self) -> list[str]:
-        """Processes of the launch that are still alive, wherever they ended up."""
+        """Return the processes of the launch that are still alive, whatever their parent is."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -97,8 +97,10 @@ class LaunchedRun:
 
 
 def trained_once(run: LaunchedRun) -> bool:
-    """Whether the Trainer's own record, which is not the queue's, says that the model has seen every trained sample in
-    exactly one step."""
+    """Return whether the surviving model saw every trained sample in exactly one step.
+
+    This is checked with the Trainer's record of steps, which is independent of the queue.
+    """
     surviving: dict[str, int] = {}
     for line in (run.run_dir / "trained.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)

@@ -1,4 +1,4 @@
-"""A run's OpenAI endpoint on the real engine, without a trajectory's key; and agents with keys, in real launches."""
+"""The OpenAI endpoint of a run on the real engine, without and with the key of a trajectory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOOLS: Any = [
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    """Of a started application, as a launch with an agent has it."""
+    """Start the application of a launch with an agent, and return a client of its endpoint."""
     import ray
 
     from asyncrl.weights.object_store import start_store
@@ -79,8 +79,8 @@ def test_chat_completions_and_streams(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="calculator", messages=QUESTION, max_tokens=8, temperature=0, stream=True
     )
-    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert "".join(pieces) == chat.choices[0].message.content
+    chunks = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(chunks) == chat.choices[0].message.content
     assert chat.choices[0].message.content and text.choices[0].text
 
 
@@ -93,7 +93,7 @@ def test_tool_calls_of_the_model_are_parsed(client: openai.OpenAI) -> None:
             assert (call.function.name, choice.finish_reason) == ("calc", "tool_calls")
             assert "x" in json.loads(call.function.arguments)
             return
-    raise AssertionError("it calls its tool three times out of ten")
+    raise AssertionError("no tool call in 40 responses, although the model calls its tool in three of ten")
 
 
 def test_unknown_api_keys_are_refused(client: openai.OpenAI) -> None:
@@ -123,7 +123,7 @@ def test_a_user_written_agent_is_trained(tmp_path: Path, example: str) -> None:
     assert summary["status"] == "completed" and summary["samples"]["trained"] == 24
     assert balanced(summary["samples"]) and summary["samples"]["dropped"].get("failed", 0) == 0
     lines = [json.loads(line) for file in (tmp_path / "dump").rglob("*.jsonl") for line in file.open(encoding="utf-8")]
-    assert any(len(line["turns"]) > 1 and line["scores"] for line in lines), "some call the tool"
+    assert any(len(line["turns"]) > 1 and line["scores"] for line in lines), "some trajectories call the tool"
     assert run.survivors() == []
 
 

@@ -1,4 +1,4 @@
-"""Conversations with a tool, as a user runs them: what was said, sampled and trained, and that it is learned."""
+"""Runs with a calculator tool, as a user launches them: exact tokens, complete events, and a policy that learns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dumped(directory: Path) -> list[dict[str, Any]]:
 
 
 def tokens(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Of the response, and which of them were sampled."""
+    """Return the tokens of the response, and a mask of the sampled ones."""
     runs = row["response_mask"]
     mask = np.concatenate([np.full(length, bool(value)) for value, length in runs])
     return np.array(row["response_ids"]), mask
@@ -68,12 +68,12 @@ def test_conversations_are_trained_with_exact_tokens_and_survive_a_killed_rollou
             continue  # its last message is cut
         (row,) = one["rows"]
         ids, mask = tokens(row)
-        # What the model saw is what the template makes of the messages, and nothing of it was sampled by anybody else.
+        # The row equals the template's rendering of the messages, and the mask covers exactly the tokens of the turns.
         assert [*row["prompt_ids"], *ids] == chat.retokenized(one["messages"])[: len(row["prompt_ids"]) + len(ids)]
         assert mask.sum() == sum(turn["num_tokens"] for turn in one["turns"])
-        said = [message["content"] for message in one["messages"] if message["role"] == "tool"]
-        told = tokenizer.decode(ids[~mask].tolist()) if (~mask).any() else ""
-        assert all(text in told for text in said)
+        tool_texts = [message["content"] for message in one["messages"] if message["role"] == "tool"]
+        unsampled = tokenizer.decode(ids[~mask].tolist()) if (~mask).any() else ""
+        assert all(text in unsampled for text in tool_texts)
         assert len(row["rollout_log_probs"]) == len(ids)
         assert all(value <= 0 for value in np.array(row["rollout_log_probs"])[mask])
         assert not np.array(row["rollout_log_probs"])[~mask].any()
@@ -99,7 +99,7 @@ def test_conversations_are_trained_with_exact_tokens_and_survive_a_killed_rollou
 
 
 def check_events(run: LaunchedRun) -> None:
-    """Who recorded what, and that it fits together, in a run whose Rollouter was killed."""
+    """Check which parts recorded events, and that the events agree, in a run whose Rollouter was killed."""
     files = {path: path.read_text().splitlines() for path in event_files(run.run_dir)}
     parts = {path.stem.split("-")[0] for path in files}
     assert parts == {"driver", "queue", "replica", "rank", "rollouter", "trainer"}
@@ -116,7 +116,7 @@ def check_events(run: LaunchedRun) -> None:
     for request in named["request"]:
         phases = sum(request.get(f"{phase}_s", 0.0) for phase in ("gate", "queued", "prefill", "decode", "paused"))
         assert 0 < phases <= request["duration_s"] + 1e-3
-    # What the killed Rollouter had been sent and had not written is lost; the rest is of conversations that there were.
+    # Events that the killed Rollouter had received and not written are lost; the others belong to real conversations.
     called = {(event["sample"], event["trajectory"], event["turn"]) for event in named["tool.execute"]}
     asked = {(event["sample"], event["trajectory"], event["turn"]) for event in named["request"]}
     assert len(called & asked) > 0.5 * len(called) > 0
@@ -124,13 +124,13 @@ def check_events(run: LaunchedRun) -> None:
 
 
 def check_report(run: LaunchedRun) -> None:
-    """What people are shown of it."""
+    """Check the report and the trace of the run."""
     command = [sys.executable, "-m", "asyncrl"]
     subprocess.run([*command, "report", str(run.run_dir)], check=True, timeout=120, stdout=subprocess.DEVNULL)
     directory = run.run_dir / "report"
     found = json.loads((directory / "report.json").read_text())
     assert found["run"]["steps"] == 6 and found["run"]["samples_trained"] == 96 and found["run"]["torn_lines"] == 0
-    unrecorded = found["run"]["samples_unrecorded"]  # what the Rollouter had delivered, and not written of, when killed
+    unrecorded = found["run"]["samples_unrecorded"]  # delivered, with unwritten events, at the kill
     assert unrecorded <= 16 and found["turns"]["trajectories"] >= (96 - unrecorded) * 8
     assert any("No event shows how" in note for note in found["notes"]) == bool(unrecorded)
     page = html.unescape((directory / "index.html").read_text())

@@ -1,4 +1,4 @@
-"""One short round of chaos on a real run: the harness finds no broken promise, and leaves nothing behind."""
+"""One short chaos round on a real run: the harness finds no broken promise and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.chaos.launches import MARK
 
 SEED = 7
 FAULTS = ("queue kill", "rollouter kill", "trainer kill")
-"""Of an engine: tests/e2e/test_vllm_serving.py."""
+"""Faults of an engine are tested in tests/e2e/test_vllm_serving.py."""
 
 
 @pytest.mark.timeout(400)
@@ -43,15 +43,15 @@ def test_a_run_keeps_its_promises_through_faults(tmp_path: Path) -> None:
         timeout=380,
         check=False,
     )
-    told = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    summary = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert told["verdict"] == "kept"
-    assert [each["fault"] for each in told["each"] if each["recovered_s"] is not None and each["lived"]] == [
-        each["fault"] for each in told["each"]
+    assert summary["verdict"] == "kept"
+    assert [each["fault"] for each in summary["each"] if each["recovered_s"] is not None and each["lived"]] == [
+        each["fault"] for each in summary["each"]
     ]
-    assert {each["fault"] for each in told["each"]} == set(FAULTS), "each fault once"
-    assert told["samples"]["trained"] > 0
-    assert told["launches"] == 1
+    assert {each["fault"] for each in summary["each"]} == set(FAULTS), "each fault was injected once"
+    assert summary["samples"]["trained"] > 0
+    assert summary["launches"] == 1
     assert not _left()
 
 

@@ -1,4 +1,4 @@
-"""`asyncrl launch` as a user runs it: real Ray, real vLLM, real files, whatever the end."""
+"""`asyncrl launch` as a user runs it: real Ray, real vLLM and real files, and every way in which a run ends."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_engines_too_and_a_resumed_run_completes(tmp_path: Path) -> None:
-    """Without engines, in every round of tests: tests/e2e/test_skip_launch.py."""
+def test_ctrl_c_stops_a_run_with_engines_and_a_resumed_run_completes(tmp_path: Path) -> None:
+    """tests/e2e/test_skip_launch.py has the same test without engines."""
     run = start(tmp_path, *SHORT, "trainer.total_training_steps=500")
     total = interrupted_in_order(run)["step"] + 3
     again = start(tmp_path, *SHORT, f"trainer.total_training_steps={total}", "resume=auto", run_dir=run.run_dir)
@@ -49,7 +49,7 @@ def test_a_raising_reward_function_fails_the_run_with_its_traceback(tmp_path: Pa
 
 
 def check_recovered(run: LaunchedRun, *parts: str) -> None:
-    """It completed, the sample counts are right, and exactly these parts were restarted."""
+    """Check that the run completed, its sample counts are consistent, and exactly these parts were restarted."""
     summary = run.summary()
     assert summary["status"] == "completed", run.output()
     assert balanced(summary["samples"])
@@ -115,7 +115,7 @@ def test_a_full_disk_fails_the_run_and_is_named_in_its_summary(tmp_path: Path) -
     if mounted.returncode != 0:
         pytest.skip("mounting a small file system is not permitted here")
     try:
-        # The checkpoint does not fit.
+        # The checkpoint does not fit on the disk.
         run = start(tmp_path, *SHORT, "logging.sinks=[jsonl]", run_dir=disk / "run")
         assert run.wait() == 1, run.output()
         summary = run.summary()

@@ -1,4 +1,4 @@
-"""Faults that are planted in real launches are what `asyncrl report` names first."""
+"""`asyncrl report` names a fault that a test plants in a real launch as its first finding."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ QUIET = (
     "logging.console=plain",
     "trainer.save_last=false",
 )
-"""Nothing beside the training: neither validation nor checkpoints."""
+"""The run only trains: it has neither validation nor checkpoints."""
 
 
 def worst(run: LaunchedRun) -> dict[str, Any]:
-    """What the report of a completed run says first."""
+    """Return the first finding in the report of a completed run."""
     assert run.wait() == 0, run.output()
     command = [sys.executable, "-m", "asyncrl", "report", str(run.run_dir), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -39,7 +39,7 @@ def worst(run: LaunchedRun) -> dict[str, Any]:
 
 @contextmanager
 def slowed(pid: int, *, stopped_s: float = 0.15, running_s: float = 0.05) -> Iterator[None]:
-    """A process that stands still most of the time, in short pieces."""
+    """Slow a process down: stop it for most of the time, in short intervals."""
     ended = threading.Event()
 
     def work() -> None:
@@ -114,7 +114,7 @@ def test_the_report_finds_one_slow_reward_call(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_report_finds_a_slow_reward_function(tmp_path: Path) -> None:
-    """Every response is scored for as long: generation and training of a step are a fraction of that."""
+    """Every score takes the same time, much longer than generation and training of a step."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import asyncio\n"

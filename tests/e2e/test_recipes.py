@@ -1,4 +1,4 @@
-"""The shipped recipes as a user runs them: what they train together, on how many ranks, and that it is learned."""
+"""The shipped recipes as a user runs them: roles, numbers of ranks, resume, and a reward that rises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.launches import SHORT, LaunchedRun, balanced, start
 
 BATCH = 16
-"""Samples of a step of the quickstart."""
+"""Number of samples in a step of the quickstart."""
 
 
 def finished(run: LaunchedRun, *, timeout_s: float = 240.0) -> None:
@@ -42,15 +42,15 @@ def test_two_ranks_train_policy_and_critic_and_one_rank_resumes_both(tmp_path: P
     assert (summary["step"], summary["version"], summary["resumed"]["step"]) == (6, 6, 4)
     assert summary["samples"]["trained"] == summary["samples"]["fed"] == 6 * BATCH
     assert balanced(summary["samples"])
-    # What the first launch has validated is not validated again.
+    # The second launch does not repeat validations of the first one.
     assert [point["step"] for point in summary["validation"]["points"]] == [0, 4, 6]
     steps = second.steps()
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert all(step["critic/grad_norm"] > 0 for step in steps)
-    # In the first step only the critic learned; the policy has since, on two ranks and on one.
+    # Only the critic trains in the first step; the policy trains in all others, on two ranks and on one.
     assert ["actor/grad_norm" in step for step in steps] == [False] + 5 * [True]
     assert all(step["actor/grad_norm"] > 0 for step in steps[1:])
-    # On one rank the values go on from what two had learned: an untrained head says 0 of everything.
+    # One rank continues with the critic that two ranks trained: an untrained head would give 0 for every token.
     assert abs(steps[4]["critic/value_mean"]) > 0
 
 

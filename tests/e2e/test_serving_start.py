@@ -1,4 +1,4 @@
-"""An engine that cannot start says why, soon."""
+"""An engine that cannot start fails early with the reason."""
 
 from __future__ import annotations
 

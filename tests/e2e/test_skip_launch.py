@@ -1,4 +1,4 @@
-"""A run recorded and replayed: the same samples, the same losses to the last bit, and no engine."""
+"""A recorded run is replayed without engines, with the same samples and bit-identical losses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def launch(
         where,
         *(f"skip.{role}.{key}={value}" for key, value in settings.items()),
         f"trainer.total_training_steps={STEPS}",
-        "trainer.save_last=false",  # a checkpoint would cover the samples, whose files are compared here
+        "trainer.save_last=false",  # a checkpoint would let the run delete the sample files, which the tests compare
         "async_training.deterministic=true",
         "logging.console=plain",
         *more,
@@ -58,7 +58,7 @@ def launch(
 
 
 def trained_on(run: LaunchedRun) -> dict[str, Sample]:
-    """Every sample that the run had in its hands, by id."""
+    """Return every sample that the run stored, by id."""
     blobs = [PackedBlob(decode(read_segment(path))) for path in sorted((run.run_dir / "samples").iterdir())]
     samples = [blob.unpack(position) for blob in blobs for position in range(len(blob))]
     return {str(sample.sample_id): sample for sample in samples}
@@ -75,7 +75,7 @@ def assert_identical(one: dict[str, Sample], other: dict[str, Sample]) -> None:
 
 
 def names_of_engines(run: LaunchedRun) -> Iterator[str]:
-    """Processes of vLLM that belong to the launch, as long as it runs."""
+    """Yield the names of the launch's running vLLM processes."""
     for process in psutil.process_iter():
         try:
             if (
@@ -88,7 +88,7 @@ def names_of_engines(run: LaunchedRun) -> Iterator[str]:
 
 
 def diff(one: LaunchedRun, other: LaunchedRun) -> tuple[int, dict[str, Any]]:
-    """`asyncrl skip diff`."""
+    """Return the exit code and the JSON output of `asyncrl skip diff`."""
     command = [sys.executable, "-m", "asyncrl", "skip", "diff", "--json", str(one.run_dir), str(other.run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (0, 1), done.stderr
@@ -147,8 +147,8 @@ def test_a_recorded_run_is_replayed_bit_for_bit_without_engines(
     first, second = trained_on(recorded), trained_on(replayed)
     assert_identical({name: first[name] for name in second}, second)
     assert {sample.provenance for sample in second.values()} == {Provenance.REPLAYED}
-    code, told = diff(recorded, replayed)
-    assert (code, told) == (0, {"steps": STEPS, "difference": None})
+    code, result = diff(recorded, replayed)
+    assert (code, result) == (0, {"steps": STEPS, "difference": None})
     assert [step["actor/loss"] for step in recorded.steps()] == [step["actor/loss"] for step in replayed.steps()]
     assert replayed.survivors() == []
 
@@ -160,9 +160,9 @@ def test_skip_diff_finds_the_step_at_which_another_learning_rate_matters(tmp_pat
     for name, more in (("one", ()), ("other", ("trainer.optim.lr=1e-6",))):
         runs.append(launch(tmp_path / name, dump_dir, *short, *more))
         assert runs[-1].wait() == 0, runs[-1].output()
-    code, told = diff(runs[0], runs[1])
-    # The first step's loss is of the model as it was; the second one's of what the first has made of it.
-    assert (code, told["difference"]["step"]) == (1, 2)
+    code, result = diff(runs[0], runs[1])
+    # The first loss is computed with the initial weights; the second one with the weights after the first step.
+    assert (code, result["difference"]["step"]) == (1, 2)
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_reference_log_probs_and_rewards_are_replayed_too(tmp_path: Path) -> Non
     assert replayed.wait() == 0, replayed.output()
     assert diff(recorded, replayed) == (0, {"steps": 4, "difference": None})
     last = replayed.steps()[-1]
-    # As of the last status before that step, which may be a second old.
+    # These metrics come from the last status before that step, which may be a second old.
     assert last["skip/ref_log_prob/replayed"] > 0
     assert last["skip/reward/replayed"] > 0
 
@@ -243,7 +243,7 @@ def test_repeated_records_train_long_without_engines_while_parts_are_killed(tmp_
 def test_a_reward_model_is_served_in_a_run_without_engines(
     recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
 ) -> None:
-    """Other rewards for the same responses: what `iterate` is for."""
+    """The replayed responses get other rewards, which is a typical use of recorded samples."""
     run = launch(
         tmp_path,
         dump_dir,
@@ -258,7 +258,7 @@ def test_a_reward_model_is_served_in_a_run_without_engines(
     before, after = recorded.steps()[:2], run.steps()
     assert [step["actor/loss"] for step in after] != [step["actor/loss"] for step in before]
     assert run.summary()["samples"]["replayed"] == 32
-    code, told = diff(recorded, run)
-    assert (code, told["difference"]["step"]) == (1, 1)
-    assert "rewards" in told["difference"]["names"]
+    code, result = diff(recorded, run)
+    assert (code, result["difference"]["step"]) == (1, 1)
+    assert "rewards" in result["difference"]["names"]
     assert run.survivors() == []

@@ -1,4 +1,4 @@
-"""The real thing: vLLM under Ray Serve takes new weights while it generates."""
+"""A real vLLM engine under Ray Serve loads new weights while it generates."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def publish(engine: EngineProcess, scale: float = 0.02) -> Publication:
 
 
 async def until_idle(engine: EngineProcess) -> None:
-    """Ray cancels calls in the background, so requests of an earlier call may still be leaving the engine."""
+    """Wait until the engine is idle. Ray cancels calls in the background, so an earlier call may still have requests."""
     started = time.time()
     while (last := (await replicas(engine))[-1]).load is None or last.reported_at < started or last.load.running:  # noqa: ASYNC110
         await anyio.sleep(0.1)
@@ -80,7 +80,9 @@ async def until_generating(engine: EngineProcess, placed: anyio.Event) -> None:
 
 
 async def apply_in_flight(engine: EngineProcess, fleet: Any, count: int) -> tuple[list[Turn], ApplyReport, np.ndarray]:
-    """Publish and apply while `count` requests run; also log-probs of their tokens under the old weights."""
+    """Publish and apply a version while `count` requests run. Also return the log-probs of their tokens under the old
+    weights.
+    """
     turns: list[Turn] = []
     placed = anyio.Event()
 
@@ -145,7 +147,7 @@ async def test_a_replica_reports_its_load_and_health(engine: EngineProcess) -> N
 async def test_generation_ends_at_a_stop_string(engine: EngineProcess) -> None:
     (turn,) = await finished_turns(fleet_of(engine).generate(requests(1, 300, stop=["!"]), session="s"))
     assert turn.finish_reason is FinishReason.STOP
-    assert turn.response_ids[-1] == 4  # "!" is the first character after the special tokens
+    assert turn.response_ids[-1] == 4  # "!" is the first character after the special tokens in the vocabulary
 
 
 async def test_kept_requests_continue_under_the_new_weights(engine: EngineProcess) -> None:
@@ -156,18 +158,18 @@ async def test_kept_requests_continue_under_the_new_weights(engine: EngineProces
     for turn, under_old in zip(turns, old, strict=True):
         assert len(turn.response_ids) == LONG
         assert [span.version for span in turn.spans] == [engine.version - 1, engine.version]
-        # With the KV cache computed anew, every token's log-prob is exactly that of the version its span names.
+        # If the KV cache is recomputed, each log-prob is exactly that of the version in the token's span.
         new = versions_per_token(turn.spans, LONG) == engine.version
         np.testing.assert_allclose(turn.rollout_log_probs[~new], under_old[~new], atol=1e-3)
         np.testing.assert_allclose(turn.rollout_log_probs[new], engine.log_probs(PROMPT, turn)[new], atol=1e-3)
         assert np.abs(under_old[new] - turn.rollout_log_probs[new]).max() > 0.01
     await until_idle(engine)
     load = (await replicas(engine))[-1].load
-    assert load is not None and load.preemptions == 0, "a KV cache cleared for a new version is no lack of memory"
+    assert load is not None and load.preemptions == 0, "clearing the KV cache for a new version does not count as preemption"
 
 
 async def test_each_request_records_the_duration_of_its_phases(engine: EngineProcess, tmp_path: Path) -> None:
-    """The replica sends them with its answers, and the Rollouter writes them."""
+    """The replica sends the events with its answers, and the Rollouter writes them."""
     profile.configure("rollouter", ProfilerSettings("summary", tmp_path / "events"))
     profile.set_position(step=5, version=engine.version)
     fleet = fleet_of(engine)
@@ -182,8 +184,8 @@ async def test_each_request_records_the_duration_of_its_phases(engine: EnginePro
         group.start_soon(generate)
         await until_generating(engine, placed)
         (report,) = await fleet.apply(await publish(engine))
-    assert report.events == (), "the fleet takes them out"
-    async with anyio.create_task_group() as group:  # cancelled by its caller: its event comes with the next answer
+    assert report.events == (), "the fleet removes the events from the report"
+    async with anyio.create_task_group() as group:  # its caller cancelled it, so its event arrives with the next answer
         placed = anyio.Event()
         cut_off = replace(named[0], request_id="sample_0_8/0")
         group.start_soon(finished_turns, fleet.generate([cut_off], session="s"), lambda event: placed.set())
@@ -215,11 +217,11 @@ async def test_each_request_records_the_duration_of_its_phases(engine: EnginePro
     assert {one["version"] for one in syncs.values()} == {engine.version}
     assert syncs["sync.pause"]["duration_s"] == pytest.approx(report.pause_s, abs=1e-3)
     assert syncs["sync.load"]["duration_s"] <= syncs["sync.pause"]["duration_s"]
-    assert 3 <= syncs["sync.pause"]["in_flight"] <= report.in_flight, "some may end before it"
+    assert 3 <= syncs["sync.pause"]["in_flight"] <= report.in_flight, "some requests may end before the pause"
 
 
 def assert_adds_up(one: dict[str, Any]) -> None:
-    """The phases add up to at most the whole duration, which includes the ways in and out of the engine."""
+    """Check that the phases add up to at most the duration, which includes the ways into and out of the engine."""
     assert (
         sum(one[f"{phase}_s"] for phase in ("gate", "queued", "prefill", "decode", "paused"))
         <= one["duration_s"] + 1e-5
@@ -249,7 +251,7 @@ async def test_aborted_requests_resume_with_their_tokens_and_budget(engine: Engi
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 async def test_a_pause_reports_the_requests_in_flight(engine: EngineProcess, tmp_path: Path, mode: str) -> None:
-    """Those modes pause an empty engine; the report says how many requests ran when the update began."""
+    """Both modes pause an engine without requests; the report has the number of requests when the update began."""
     profile.configure("rollouter", ProfilerSettings("summary", tmp_path / "events"))
     fleet = fleet_of(engine, partial=mode == "abort", mode="abort")
     _, report, _ = await apply_in_flight(engine, fleet, 4)
@@ -260,7 +262,7 @@ async def test_a_pause_reports_the_requests_in_flight(engine: EngineProcess, tmp
     assert [one["in_flight"] for one in pauses] == [0]
 
 
-async def test_wait_mode_drains_requests_before_the_pause(engine: EngineProcess) -> None:
+async def test_wait_mode_finishes_requests_before_the_pause(engine: EngineProcess) -> None:
     fleet = fleet_of(engine, partial=False)
     turns, report, old = await apply_in_flight(engine, fleet, 4)
     assert report.pause_s < 1
@@ -320,7 +322,7 @@ async def test_replicas_follow_training_back_to_a_checkpoint(engine: EngineProce
 
 
 class Calls:
-    """Observes a fleet's calls: the tokens of each request, over all calls."""
+    """Observes the calls of a fleet and collects the tokens of each request over all calls."""
 
     def __init__(self, fleet: Any, count: int) -> None:
         self.received: list[Turn | None] = [None] * count
@@ -355,7 +357,7 @@ async def replicas(engine: EngineProcess) -> tuple[ReplicaReport, ...]:
 
 
 class WeightsTrainer:
-    """Stands for the Trainer: the versions that it has published die with it."""
+    """A stand-in for the Trainer. The versions that it published are lost when its process dies."""
 
     def __init__(self, store: Any, lineage: int) -> None:
         self._publisher = ObjectStorePublisher(store, call_s=30, lineage=lineage)
@@ -367,7 +369,7 @@ class WeightsTrainer:
 async def test_tokens_of_a_dead_engine_continue_on_its_successor_which_waits_for_fetchable_weights(
     engine: EngineProcess,
 ) -> None:
-    """The engine core is killed, and so is the process that has published what is served."""
+    """The test kills the engine core and the process that published the served version."""
     import ray
 
     trainer: Any = ray.remote(WeightsTrainer).options(num_cpus=0).remote(engine.store, engine.lineage + 1)
@@ -389,7 +391,7 @@ async def test_tokens_of_a_dead_engine_continue_on_its_successor_which_waits_for
         assert replica.phase == "serving"
         ray.kill(trainer)
         os.kill(replica.engine_pids[0], signal.SIGKILL)
-        # The next engine is up except for its weights, which no process has any more.
+        # The next engine is up but has no weights, because no process holds any.
         while (last := (await replicas(engine))[-1]).replica == replica.replica or not last.engine_pids:  # noqa: ASYNC110
             await anyio.sleep(0.1)
         assert last.phase in ("starting", "fetching")
@@ -437,7 +439,7 @@ async def test_an_engine_that_hangs_is_replaced(engine: EngineProcess) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("applying", [False, True])
 async def test_an_engine_that_hangs_while_it_is_idle_is_replaced(engine: EngineProcess, applying: bool) -> None:
-    """It is idle, or the fleet asks it to apply a version."""
+    """The engine stays idle, or the fleet asks it to apply a version."""
     fleet = fleet_of(engine)
     await finished_turns(fleet.generate(requests(1, 8), session="s"))
     replica = (await replicas(engine))[-1]

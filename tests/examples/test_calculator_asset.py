@@ -1,4 +1,4 @@
-"""The shipped calculator model: rows, chat template, calls for vLLM's parser, and how often it calls and is right."""
+"""The shipped calculator model: rows, chat template, calls for vLLM's parser, and the quality of its responses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_rows_are_right_and_validation_is_held_out() -> None:
         for index, row in enumerate(split):
             (message,) = row["prompt"]
             assert message["role"] == "user"
-            # Digits and one operator of our own, so eval is safe; the script computes the answer in another way.
+            # The text has only digits and one operator, so eval is safe. The script computes the answer in another way.
             assert row["reward_model"] == {
                 "style": "rule",
                 "ground_truth": str(eval(message["content"].removesuffix("="), {})),
@@ -122,7 +122,7 @@ def test_later_messages_never_rewrite_the_tokens_of_earlier_ones(tokenizer: PreT
         assert whole[: len(part)] == part
 
 
-def test_calls_are_rendered_as_they_are_written(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_rendered_calls_equal_written_calls(tokenizer: PreTrainedTokenizerBase) -> None:
     written = render(tokenizer, [USER, {"role": "assistant", "content": CALL}], go_on=False)
     (call,) = CALLING["tool_calls"]
     as_text = {"function": {"name": "calc", "arguments": json.dumps({"x": EXPRESSION})}}
@@ -134,7 +134,7 @@ def test_calls_are_rendered_as_they_are_written(tokenizer: PreTrainedTokenizerBa
     assert text == f"<bos><user>347*28=<eos><assistant>Hm. {CALL}\n{CALL}<eos>"
 
 
-def test_vllm_reads_the_calls(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_vllms_parser_reads_the_calls(tokenizer: PreTrainedTokenizerBase) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

@@ -1,4 +1,4 @@
-"""The loop in examples/custom_loop takes the steps of DPO by autograd, in one process and under torchrun."""
+"""The loop in examples/custom_loop takes the same steps as DPO by autograd, in one process and under torchrun."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loop() -> Any:
 
 @pytest.fixture(scope="module")
 def expected(loop: Any) -> list[dict[str, float]]:
-    """The same steps by autograd through DPO's loss, in float64, a pair at a time."""
+    """Return the reference steps: autograd through DPO's loss in float64, one pair at a time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def expected(loop: Any) -> list[dict[str, float]]:
     def log_prob(prompt: str, response: str) -> torch.Tensor:
         text = f"<bos><user>{prompt}<eos><assistant>{response}<eos>"
         ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        start = len(ids) - len(response) - 1  # a token is a character
+        start = len(ids) - len(response) - 1  # each token is one character
         table = model(ids[None]).logits[0].log_softmax(-1)
         return table[start - 1 : -1].gather(1, ids[start:, None]).sum()
 
@@ -68,11 +68,11 @@ def same(history: list[dict[str, Any]], expected: list[dict[str, float]]) -> Non
         assert [one[key] for one in history] == pytest.approx([one[key] for one in expected], rel=1e-4)
 
 
-def test_its_steps_are_those_of_dpo_by_autograd(loop: Any, expected: list[dict[str, float]]) -> None:
+def test_the_loop_takes_the_steps_of_dpo_by_autograd(loop: Any, expected: list[dict[str, float]]) -> None:
     spec = EngineSpec(
         model_type="language_model",
         model=ModelConfig(path="asyncrl://quickstart"),
-        # Several micro-batches, with pairs torn apart.
+        # The budget gives several micro-batches, which separate the responses of a pair.
         engine=EngineConfig(strategy="local", device="cpu", ppo_max_token_len=150),
         optim=OptimConfig(lr=LR, weight_decay=0.0),
     )
@@ -83,7 +83,7 @@ def test_its_steps_are_those_of_dpo_by_autograd(loop: Any, expected: list[dict[s
     assert history[-1]["accuracy"] == 1.0
 
 
-def test_a_wrong_strategy_is_one_line(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_wrong_strategy_is_one_line(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         loop.main(["--strategy", "fdsp2"])
     assert ended.value.code == 2

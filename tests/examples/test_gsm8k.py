@@ -45,7 +45,7 @@ def problem(number: int) -> dict[str, str]:
     return {"question": f"What is {number} + 1?", "answer": f"It is one more.\n#### {number + 1}"}
 
 
-def test_a_row_is_as_verl_writes_it(tmp_path: Path) -> None:
+def test_a_row_equals_that_of_verls_script(tmp_path: Path) -> None:
     assert run(SAMPLE, "--out", tmp_path, "--format", "jsonl", "--limit", 1) == 0
     (row,) = lines(tmp_path / "train.jsonl")
     question = json.loads(SAMPLE.read_text().splitlines()[0])
@@ -89,7 +89,7 @@ def test_both_kinds_of_input_give_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "train.jsonl").read_text() == (tmp_path / "b" / "train.jsonl").read_text()
 
 
-def test_many_rows_are_written_in_pieces(tmp_path: Path) -> None:
+def test_many_rows_are_written_in_row_groups(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw.jsonl", [problem(number) for number in range(2500)])
     assert run(raw, "--out", tmp_path) == 0
     file = pq.ParquetFile(tmp_path / "train.parquet")
@@ -98,7 +98,7 @@ def test_many_rows_are_written_in_pieces(tmp_path: Path) -> None:
     assert truths == [str(number + 1) for number in range(2500)]
 
 
-def test_a_question_is_on_one_side_whatever_else_is_there(tmp_path: Path) -> None:
+def test_other_rows_do_not_change_the_split_of_a_question(tmp_path: Path) -> None:
     def split(name: str, numbers: list[int], *more: object) -> tuple[set[str], set[str]]:
         raw = write(tmp_path / f"{name}.jsonl", [problem(number) for number in numbers])
         assert run(raw, "--out", tmp_path / name, "--format", "jsonl", "--val-share", 0.2, *more) == 0
@@ -112,7 +112,7 @@ def test_a_question_is_on_one_side_whatever_else_is_there(tmp_path: Path) -> Non
     assert split("other", list(range(1000)), "--seed", 1)[1] != val
 
 
-def test_a_validation_file_of_its_own(tmp_path: Path) -> None:
+def test_the_validation_rows_may_come_from_a_separate_file(tmp_path: Path) -> None:
     test = write(tmp_path / "test.jsonl", [problem(1), problem(2), problem(3)])
     assert run(SAMPLE, "--val", test, "--out", tmp_path / "out", "--format", "jsonl", "--limit", 2) == 0
     assert len(lines(tmp_path / "out" / "train.jsonl")) == 2
@@ -190,7 +190,7 @@ def test_options_are_checked_before_anything_is_read(
     assert (tmp_path / "train.parquet").read_text() == "mine"
 
 
-def test_force_overwrites(tmp_path: Path) -> None:
+def test_force_overwrites_existing_files(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("mine")
     assert run(SAMPLE, "--out", tmp_path, "--format", "jsonl", "--force") == 0
     assert len(lines(tmp_path / "train.jsonl")) == 12
@@ -207,7 +207,7 @@ def test_the_configuration_is_valid_for_the_rows(tmp_path: Path, capsys: pytest.
     assert run(SAMPLE, "--out", tmp_path, "--val-share", 0.3) == 0
     overrides = [
         "model.path=asyncrl://quickstart",
-        "rollout.response_length=448",  # the quickstart's model has no place for more
+        "rollout.response_length=448",  # the quickstart's model has no room for longer texts
         f"data.train_files=[{tmp_path}/train.parquet]",
         f"data.val_files=[{tmp_path}/val.parquet]",
     ]

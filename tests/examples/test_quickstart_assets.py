@@ -1,4 +1,4 @@
-"""The shipped model, tokenizer and rows: whole, small, offline, and as hard as the quickstart needs them."""
+"""The shipped model, tokenizer and rows: complete, small, usable offline, and of the difficulty the quickstart needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def make_model() -> dict[str, Any]:
-    """The names of the script that made the assets."""
+    """Return the global names of the script that made the assets."""
     return runpy.run_path(str(SCRIPT))
 
 
@@ -81,7 +81,7 @@ def test_rows_have_verls_fields_and_right_answers() -> None:
             assert [message["role"] for message in row["prompt"]] == ["user"]
 
 
-def test_no_prompt_comes_twice_and_none_is_in_both_sets() -> None:
+def test_no_prompt_occurs_twice_in_the_training_and_validation_sets() -> None:
     prompts = [row["prompt"][0]["content"] for split in ("train", "val") for row in rows(split)]
     assert len(prompts) == len(set(prompts))
 
@@ -110,7 +110,7 @@ def test_demonstrations_never_show_a_held_out_prompt(make_model: dict[str, Any],
 
 
 def test_the_base_model_can_add_but_not_well(tokenizer: Any) -> None:
-    """Sampled at temperature 1: room to learn, and enough right answers to learn from."""
+    """At temperature 1 it must leave room to learn and give enough right answers to learn from."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(HOME, dtype=torch.float32)

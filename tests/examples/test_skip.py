@@ -1,4 +1,4 @@
-"""The example of a role of one's own records a judge's answers and replays them."""
+"""The example of a user-defined role records a judge's answers and replays them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "examples" / "skip" / "ask_twice.py"
 
 
-def test_the_judge_is_asked_once() -> None:
+def test_the_judge_is_called_once() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

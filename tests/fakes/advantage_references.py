@@ -40,7 +40,7 @@ def discounted(rewards: Matrix, mask: Mask, gamma: float = 1.0) -> Matrix:
 
 
 def gae(rewards: Matrix, mask: Mask, values: Matrix, gamma: float, lam: float) -> tuple[Matrix, Matrix]:
-    """The definition A_t = Σ_k (γλ)^k δ_{t+k}: whitened advantages, and returns."""
+    """Return whitened advantages and returns by the definition A_t = Σ_k (γλ)^k δ_{t+k}."""
     advantages, returns = [], []
     for row, tokens, predicted in zip(rewards, sampled_tokens(mask), values, strict=True):
         following = [*(predicted[token] for token in tokens[1:]), 0.0]
@@ -55,7 +55,7 @@ def gae(rewards: Matrix, mask: Mask, values: Matrix, gamma: float, lam: float) -
 
 
 def outcomes(rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[int]) -> dict[str, list[float]]:
-    """By estimator, the advantage of each trajectory; `centred` and `centred_passk` are not divided by a deviation."""
+    """Return the advantage of each trajectory by estimator; `centred` and `centred_passk` have no division by a deviation."""
     found: dict[str, list[float]] = {
         name: [] for name in ("centred", "grpo", "rloo", "opo", "centred_passk", "grpo_passk")
     }

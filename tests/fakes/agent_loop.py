@@ -34,7 +34,7 @@ FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last or m.
 
 
 class LineParser:
-    """`[name {"json": 1}]` is a call; `[` without an end is none."""
+    """A parser for which `[name {"json": 1}]` is a call, and a `[` without its end is a malformed one."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

@@ -33,9 +33,9 @@ class CommandLine:
 
 
 def in_subprocess(*arguments: str) -> tuple[int, set[str], float]:
-    """Return the exit code, the loaded modules and the CPU seconds of a process of its own.
+    """Return the exit code, the loaded modules and the CPU seconds of the command in a separate process.
 
-    CPU time and wall time are equal on an idle machine, and only wall time grows on a busy one.
+    CPU time does not grow on a busy machine, as wall time does.
     """
     code = (
         "import sys; from asyncrl.cli.main import main; code = main(sys.argv[1:]); print(); print(*sys.modules);"

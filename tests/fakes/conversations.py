@@ -1,4 +1,4 @@
-"""Trajectories for tests of scores: a sum, with or without calls of a calculator. One token per character."""
+"""Trajectories for tests of scores: a sum, with or without calls of a calculator, and with one token per character."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def prompt(**changes: Any) -> Prompt:
 
 
 def answer(text: str) -> Trajectory:
-    """One turn."""
+    """Return a trajectory of one turn with this text."""
     turn = Turn(ids(text), np.zeros(len(text), dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
     return single_turn(prompt(), turn)
 
 
 def dialogue(
-    *said: str,
+    *texts: str,
     rewards: Sequence[float] = (),
     scores: Mapping[str, float] | None = None,
     reason: str = "stop",
 ) -> Trajectory:
-    """Turns of the assistant, each but the last with a call of `add` that gave 22."""
+    """Return a trajectory with these turns of the assistant. Each but the last calls `add`, which returns 22."""
     messages: list[Mapping[str, Any]] = [QUESTION]
     turns: list[TurnInfo] = []
     tokens, mask = "", []
-    for number, text in enumerate(said):
-        is_last = number == len(said) - 1
+    for number, text in enumerate(texts):
+        is_last = number == len(texts) - 1
         calls = () if is_last else (ToolCall("add", '{"a": 17, "b": 5}', "22"),)
         finish = FinishReason.STOP if is_last else FinishReason.TOOL_CALL
         reward = rewards[number] if rewards else 0.0

@@ -46,7 +46,7 @@ def rollout_parts(
     prompts: Sequence[Prompt] = (make_prompt(1),) * NUM_PROMPTS,
     **changes: Any,
 ) -> RolloutParts:
-    """The parts of a Rollouter around these; the others are fakes unless `changes` has them."""
+    """Return the parts of a Rollouter; those that are neither arguments nor in `changes` are fakes."""
     waits = WaitBoard(clock)
     defaults: dict[str, Any] = {
         "payloads": MemoryPayloads(),
@@ -63,7 +63,7 @@ def rollout_parts(
 
 
 class DispatcherRig:
-    """A dispatcher between a real queue and a fake fleet; at most `permits` samples unconsumed, `total` in all."""
+    """A dispatcher between a real queue and a fake fleet, with `permits` samples at a time and `total` in the run."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class DispatcherRig:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[DispatcherRig]:
-        """The dispatcher runs inside; at the end the queue is closed and the dispatcher has to end by itself."""
+        """Run the dispatcher during the block. Then close the queue, upon which the dispatcher has to end."""
         with anyio.fail_after(20):
             async with anyio.create_task_group() as group:
                 group.start_soon(self.dispatcher.run)
@@ -135,7 +135,7 @@ class DispatcherRig:
                 await self.queue.close()
 
     async def run(self, num_samples: int) -> list[int]:
-        """Run until so many samples are leased. Return their indices."""
+        """Run until this many samples are leased, and return their indices."""
         async with self.running():
             lease = await self.lease(num_samples)
         return sorted(entry.meta.sample_id.index for entry in lease.samples)
@@ -145,13 +145,13 @@ class DispatcherRig:
             return await self.queue.lease(num_samples, trainer_version=trainer_version, timeout_s=10)
 
     async def until_dropped(self, num_samples: int) -> None:
-        """Wait until the queue has dropped so many samples."""
+        """Wait until the queue has dropped this many samples."""
         with anyio.fail_after(10):
             while (await self.queue.status()).counts.num_dropped < num_samples:
                 await anyio.lowlevel.checkpoint()
 
     async def fails(self, kind: type[Error]) -> Error:
-        """Run until it fails, and return the first failure."""
+        """Run until the dispatcher fails, and return the first failure."""
         with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
             await self.dispatcher.run()
         error = first_failure(caught.value)
@@ -160,7 +160,7 @@ class DispatcherRig:
 
 
 def group_request(n: int, *, max_tokens: int = 16, **options: Any) -> GroupRequest:
-    """A request for `n` trajectories of a prompt of two tokens."""
+    """Return a request for `n` trajectories of a prompt of two tokens."""
     sampling = {"max_tokens": max_tokens}
     return GroupRequest("sample_0_1", SampleId(0, 1), make_prompt(1, 2), sampling, n, **options)
 

@@ -28,7 +28,7 @@ def prompt(text: str = PROMPT) -> Prompt:
 
 
 def calculation() -> Trajectory:
-    """Two turns with a call between them; the weights changed from 3 to 4 within the first one."""
+    """Return two turns with a call between them. The weights version changes from 3 to 4 within the first turn."""
     parts = ("calculate(6*7)", "[tool: 42]", "It is 42.")
     tokens = ids("".join(parts))
     mask = np.repeat([True, False, True], [len(part) for part in parts])
@@ -49,7 +49,7 @@ def calculation() -> Trajectory:
 
 
 def guess() -> Trajectory:
-    """One turn, and no messages of its own."""
+    """Return a trajectory of one turn, without messages."""
     answer = "It is 41."
     log_probs = np.full(len(answer), -1.0, np.float32)
     return single_turn(prompt(), Turn(ids(answer), log_probs, (Span(0, 4),), FinishReason.LENGTH))
@@ -59,14 +59,14 @@ SCORES = (Score(1.25, {"rule": 1.0}, (0.25, 0.0)), Score(0.0, {"rule": 0.0}))
 
 
 def group() -> tuple[Trajectory, ...]:
-    """To go with `SCORES`."""
+    """Return the trajectories that `SCORES` belongs to."""
     return calculation(), guess()
 
 
 def sample(
     index: int = 42, trajectories: Sequence[Trajectory] = (), *, epoch: int = 0, replay: Replay | None = None
 ) -> Sample:
-    """A sample of these trajectories, by default those of `group`, its rows as they are trained on."""
+    """Return a sample with these trajectories, by default those of `group`, as it goes to training."""
     rows = [
         Row(
             row.prompt_ids,

@@ -31,7 +31,7 @@ Answer = Callable[[GenerateRequest], Sequence[int]]
 
 
 def echo(request: GenerateRequest) -> Sequence[int]:
-    """The prompt's tokens, cut to `max_tokens`."""
+    """Answer with the prompt's tokens, cut to `max_tokens`."""
     return request.prompt_ids[: request.sampling["max_tokens"]].tolist()
 
 
@@ -42,9 +42,9 @@ class EngineCall:
     session: str
     requests: Sequence[GenerateRequest]
     turns: list[Turn | None]
-    """The tokens of each request so far; the finish reason is that of a complete turn, or ABORTED."""
+    """The tokens of each request so far. The finish reason of an incomplete turn is ABORTED."""
     replica: str = ""
-    """Empty after a crash, until it is placed again."""
+    """The replica that runs the call; empty after a crash until the call is placed again."""
     version: int = 0
     """The version that the replica served when it accepted the call."""
     go: anyio.Event = field(default_factory=anyio.Event)
@@ -61,11 +61,11 @@ def complete(turn: Turn | None) -> bool:
 
 
 class FakeFleet:
-    """An `EngineFleet`. A call answers at once, after `pace(session)`, or with `hold` when the test calls `release`.
+    """A scripted `EngineFleet`. A call answers at once, after `pace(session)`, or, with `hold`, on `release`.
 
-    With `chunk_tokens`, every request reports so many tokens at a time, each time after `pace(session)`: shorter
-    responses are complete earlier, and reported tokens survive a crash. Without it, a response is reported at once; if
-    its replica changes its version meanwhile, the first half of its tokens has the old version.
+    With `chunk_tokens`, every request reports that many tokens at a time, each time after `pace(session)`: shorter
+    responses are complete earlier, and reported tokens survive a crash. Without it, a response is reported as a whole,
+    and if its replica changes its version meanwhile, the first half of the tokens has the old version.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class FakeFleet:
         chunk_tokens: int | None = None,
         poison: Callable[[GenerateRequest], bool] | None = None,
     ) -> None:
-        """`poison`: a replica crashes when it computes a request for which this returns true."""
+        """Create the fleet. A replica crashes when it computes a request for which `poison` returns true."""
         self.hold = hold
         self.calls: dict[str, EngineCall] = {}
-        """In flight now, by session."""
+        """The calls in flight, by session."""
         self.sessions: list[str] = []
         """The sessions of all calls, in order."""
         self.requests: list[GenerateRequest] = []
@@ -93,11 +93,11 @@ class FakeFleet:
         self.generated_tokens = 0
         self.apply_error: Exception | None = None
         self.stuck_at: WeightsVersion | None = None
-        """Replicas stay at this weights version, and report it."""
+        """If set, replicas stay at this weights version and report it."""
         self.replaced: dict[str, int] = {}
         """Sessions whose replica was replaced, with the version of the new replica."""
         self.apply_gate: anyio.Event | None = None
-        """Set one to hold the next apply until the test sets the event."""
+        """If set, the next apply waits for this event."""
         self.weights_versions = {f"replica-{number}": WeightsVersion(0, 0) for number in range(num_replicas)}
         """The weights version of each replica."""
         self._answer = answer
@@ -161,7 +161,7 @@ class FakeFleet:
         await self._notify()
         return reports
 
-    # -------------------------------------------------------------------------------------------- the test's side
+    # -------------------------------------------------------------------------------------------- for tests
 
     @property
     def version(self) -> int:
@@ -176,17 +176,17 @@ class FakeFleet:
         }
 
     def release(self, *sessions: str) -> None:
-        """Let these calls answer; without arguments, all calls in flight."""
+        """Let the calls of these sessions answer, or all calls in flight if there are no arguments."""
         for session in sessions or tuple(self.calls):
             self.calls[session].go.set()
 
     def release_all(self) -> None:
-        """Let all calls answer, also later ones."""
+        """Let all calls answer, including later ones."""
         self.hold = False
         self.release()
 
     def fail(self, session: str, *errors: Exception) -> None:
-        """Let the next calls of this session raise these errors, one each."""
+        """Let each of the next calls of this session raise one of these errors."""
         self._errors.setdefault(session, []).extend(errors)
 
     def crash(self, replica: str = "replica-0", message: str = "the engine died") -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class FakeFleet:
     async def until_in_flight(self, *sessions: str) -> None:
         await self.until(lambda fleet: all(s in fleet.calls and fleet.calls[s].replica for s in sessions))
 
-    # -------------------------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------------------------------- internals
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -239,7 +239,7 @@ class FakeFleet:
         elif self._chunk_tokens is not None:
             await anyio.lowlevel.checkpoint()
         if call.crash is not None:
-            return []  # the replica crashed after the call had resumed
+            return []  # the replica crashed after this call continued
         if errors := self._errors.get(call.session):
             raise errors.pop(0)
         pending = call.pending

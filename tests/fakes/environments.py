@@ -1,4 +1,4 @@
-"""Environments of a user's own, as configurations name them: `tests.fakes.environments:Own`."""
+"""User-defined environments, as configurations name them: `tests.fakes.environments:Own`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def _nothing() -> Any:
 
 
 class Own(Environment):
-    """Its methods do what the test has put into `does`; `calls` has what was called."""
+    """An environment whose methods run the functions that a test puts into `does`; `calls` lists the calls."""
 
     def __init__(
         self, does: Mapping[str, Callable[[], Awaitable[Any]]] | None = None, calls: list[Any] | None = None
@@ -125,5 +125,5 @@ def context(**fields: Any) -> EpisodeContext:
 
 
 def assistant(text: str) -> tuple[str, list[Message]]:
-    """The arguments of `step` for the first turn."""
+    """Return the arguments of `step` for the first turn."""
     return text, [{"role": "user", "content": "17+5?"}, {"role": "assistant", "content": text}]

@@ -1,4 +1,4 @@
-"""Write events of a run that never was."""
+"""Write event files of a synthetic run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EventTuple = tuple[str, float, float, dict[str, Any]]
 
 
 def write_events(run_dir: Path, *lines: EventTuple, part: str = "all") -> None:
-    """Append events to those of a run."""
+    """Append events to the files of a run."""
     files = EventFiles(run_dir / EVENTS_DIRECTORY)
     lost = files.write(
         [
@@ -28,6 +28,6 @@ def write_events(run_dir: Path, *lines: EventTuple, part: str = "all") -> None:
 
 
 def report_of(run_dir: Path, *lines: EventTuple, summary: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
-    """Write events, and return report.json of the run."""
+    """Write events, and return the run's report as in report.json."""
     write_events(run_dir, *lines)
     return analyse(load(run_dir), {"name": "run", **about}, summary or {})

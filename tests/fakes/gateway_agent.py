@@ -38,7 +38,7 @@ Line = str | BaseException | Callable[[TurnRequest], Awaitable[str]]
 
 
 class GatewayRig:
-    """The policy answers with its lines, in order; a line that ends in `…` is cut by length."""
+    """A gateway whose policy answers with the given lines in order; a line that ends in `…` is cut by length."""
 
     def __init__(self, *lines: Line, template: str | None = None, **agent: Any) -> None:
         rollout = agent.pop("rollout", {})
@@ -77,7 +77,7 @@ class GatewayRig:
         return text
 
     def app(self) -> ASGIApp:
-        """The HTTP side, in front of something that is not recorded."""
+        """Return the HTTP application, in front of one whose calls are not recorded."""
 
         async def call(key: str, path: str, body: Any) -> Any:
             return await self.agent.gateway.answer(key, path, body)
@@ -93,7 +93,7 @@ class GatewayRig:
         )
 
     def client(self, task: AgentTask) -> AsyncOpenAI:
-        """The official client."""
+        """Return OpenAI's official client for a trajectory."""
         return AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=self.http(), max_retries=0)
 
     async def ask(self, request: TurnRequest) -> Turn:
@@ -152,6 +152,6 @@ class GatewayRig:
         return float(task.trajectory)
 
     def fleet(self, text: str) -> FakeFleet:
-        """A fleet that answers all requests with `text`."""
+        """Return a fleet that answers all requests with `text`."""
         ids = [*self.cache.tokens(text), self.tokenizer.eos_token_id]
         return FakeFleet(answer=lambda request: ids[: request.sampling["max_tokens"]])

@@ -1,4 +1,4 @@
-"""Losses that travel to ranks: one to learn with, and ones that go wrong on a rank."""
+"""Losses that are sent to ranks: one that trains, and others that fail or block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Likelihood:
 
 
 class GoesWrong(Likelihood):
-    """On one rank only, in the middle of a step, when the others are on their way to the next collective."""
+    """Fails on one rank in the middle of a step, while the other ranks enter the next collective."""
 
     def __init__(self, rank: int, how: Literal["dies", "raises", "sleeps"]) -> None:
         self.rank = rank

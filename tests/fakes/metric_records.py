@@ -29,7 +29,7 @@ class RecordingView(View):
 
 
 def step(number: int, reward: float = 0.5, *, lineage: int = 0, **metrics: float) -> StepRecord:
-    """A step that trains two samples with 100 tokens and publishes version `number`."""
+    """Return a step that trains two samples with 100 tokens and publishes version `number`."""
     required = {"tokens/trained": 100.0, "timing/wait_samples_s": 0.5, "time/monotonic_s": 10.0 + number}
     return StepRecord(number, number, {"reward/mean": reward, **required, **metrics}, (reward, reward), (0, 1), lineage)
 
@@ -43,7 +43,7 @@ def apply(version: int, *, lineage: int = 0) -> ApplyRecord:
 
 
 def validation(version: int, reward: float, *, lineage: int = 0) -> ValidationRecord:
-    """A validation of step `version` with one example, whose response is the version."""
+    """Return a validation of step `version` with one example, whose response is the number of the version."""
     example = {"prompt": "1+1=", "response": str(version), "ground_truth": "2", "reward": reward}
     metrics = {"reward/mean": reward, "reward/mean/a/b": reward}
     return ValidationRecord(version, version, metrics, (example,), lineage)

@@ -1,4 +1,4 @@
-"""A whole run in one process: every real part, with Ray and vLLM's engine replaced where the project calls them."""
+"""A whole run in one process: all parts are real, and Ray and vLLM's engine are replaced where the project calls them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Method:
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         call: Coroutine[Any, Any, Any] = self._method(*args, **kwargs)
         if threading.get_ident() == self._loop._thread_id:  # type: ignore[attr-defined]
-            # A caller that is cancelled leaves the actor at work.
+            # The actor's method continues if its caller is cancelled.
             return asyncio.shield(self._loop.create_task(call))
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
@@ -83,7 +83,7 @@ def _get(refs: Any, timeout: float | None = None) -> Any:
 
 @contextmanager
 def without_ray(actors: Mapping[str, Any]) -> Iterator[None]:
-    """Ray's calls in this process: objects are their own references, and `actors` are found by name."""
+    """Replace Ray's calls: an object is its own reference, and named actors are looked up in `actors`."""
     context = SimpleNamespace(
         namespace=NAMESPACE,
         gcs_address="",
@@ -107,7 +107,7 @@ def without_ray(actors: Mapping[str, Any]) -> Iterator[None]:
 
 
 class OneEngine:
-    """vLLM's `AsyncLLM`, as far as a replica calls it: it samples one token again and again, and loads weights."""
+    """A stand-in for vLLM's `AsyncLLM` with the methods that a replica calls: it repeats one token and loads weights."""
 
     def __init__(self, path: str, *, max_model_len: int) -> None:
         self.model_config = SimpleNamespace(max_model_len=max_model_len)
@@ -175,7 +175,7 @@ class OneReplica:
 
 
 class _Stream:
-    """What a streaming call over a deployment handle returns."""
+    """The response of a streaming call through a deployment handle."""
 
     def __init__(self, items: AsyncIterator[Any]) -> None:
         self._items = items
@@ -187,7 +187,7 @@ class _Stream:
 
 
 class OneRank(Processes):
-    """The group's only rank, in this process."""
+    """A group with one rank, in this process."""
 
     async def reserve(self, **limits: Any) -> None: ...
 
@@ -214,7 +214,7 @@ async def run(config: Config, directory: Path) -> tuple[CollectedRecords, Collec
     torch.set_num_threads(1)
     handles: dict[str, Any] = {}
     with ExitStack() as stack:
-        stack.callback(dist.leave)  # a rank's process group ends with its process, which is this one
+        stack.callback(dist.leave)  # this process is the rank, so it has to leave the process group
         stack.enter_context(without_ray(handles))
         stack.enter_context(patch.object(group_module, "Processes", OneRank))
         stack.enter_context(patch.object(worker_module, "get_tensor_model_parallel_rank", lambda: 0))

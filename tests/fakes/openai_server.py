@@ -1,4 +1,4 @@
-"""A local HTTP server that plays an OpenAI-compatible endpoint, by a script."""
+"""A local HTTP server that plays an OpenAI-compatible endpoint from a script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import anyio
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """Status and body of one response; a body that is text is sent as it is."""
+    """Status and body of one response; a body that is text is sent unchanged."""
 
     body: Mapping[str, Any] | str
     status: int = 200
@@ -23,38 +23,38 @@ class ServerAnswer:
 
 
 class Hang:
-    """No response at all, until the client has gone."""
+    """No response at all; the server waits until the client disconnects."""
 
 
 class HangUp:
-    """The connection is closed in place of a response."""
+    """The server closes the connection instead of responding."""
 
 
 Script = ServerAnswer | Hang | HangUp
 Handler = Callable[[Mapping[str, Any]], Script]
 
 
-def said(content: str | None, *, finish_reason: str = "stop", refusal: str | None = None) -> ServerAnswer:
+def chat_answer(content: str | None, *, finish_reason: str = "stop", refusal: str | None = None) -> ServerAnswer:
     message = {"role": "assistant", "content": content, "refusal": refusal}
     choice = {"index": 0, "message": message, "finish_reason": finish_reason}
     return ServerAnswer({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]})
 
 
-def failed(status: int, message: str = "no", **headers: str) -> ServerAnswer:
+def error_answer(status: int, message: str = "no", **headers: str) -> ServerAnswer:
     return ServerAnswer(
         {"error": {"message": message}}, status, {name.replace("_", "-"): v for name, v in headers.items()}
     )
 
 
 class OpenAIServer:
-    """What it was asked, and what it says: the script's answers in order, or a handler's."""
+    """Records requests, and answers with those of the script in order or with those of a handler."""
 
     def __init__(self, script: Sequence[Script] | Handler) -> None:
         self._script = script
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.open = 0
-        """Requests without an answer at this moment."""
+        """Number of requests that are not answered yet."""
         self.most_open = 0
         self.base_url = ""
         self.hanging = anyio.Event()

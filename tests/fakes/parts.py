@@ -1,6 +1,6 @@
 """Small stand-ins for the other ports: payloads, turn log, weight feed, prompts, scorer, record sink, clock.
 
-No threads and no real time: they run under any event loop, a virtual clock's too, and do the same every time.
+They use no threads and no real time, so they are deterministic under any event loop, including one with virtual time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class MemoryPayloads:
-    """`PayloadStore` that hands the sample itself around; those in `lost` are not found any more."""
+    """A `PayloadStore` whose reference to a sample is the sample itself; samples in `lost` are no longer found."""
 
     def __init__(self) -> None:
         self.lost: set[SampleId] = set()
@@ -38,12 +38,12 @@ class MemoryPayloads:
 
 
 class MemoryTurns:
-    """`TurnLog`. Give one to several Rollouters in a row, and the later ones find what the earlier ones completed."""
+    """A `TurnLog` that successive Rollouters may share: later ones find the turns that earlier ones completed."""
 
     def __init__(self) -> None:
         self.turns: dict[SampleId, dict[str, Turn]] = {}
         self.recorded = 0
-        """Turns ever recorded."""
+        """Number of turns that were recorded in total."""
 
     async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
         turns = self.turns.setdefault(sample_id, {})
@@ -59,7 +59,7 @@ class MemoryTurns:
 
 
 class FakeFeed:
-    """`WeightFeed` whose publications the test makes. Like the store, it keeps the newest weights version only."""
+    """A `WeightFeed` whose versions the test publishes. Like the store, it keeps only the newest weights version."""
 
     def __init__(self) -> None:
         self._latest: Publication | None = None
@@ -78,7 +78,7 @@ class FakeFeed:
         return publication
 
     def forget(self) -> None:
-        """The store has been restarted: nothing is known until something is published again."""
+        """Lose the version, as a restarted store does, until a version is published again."""
         self._latest = None
 
     async def latest(self) -> Publication | None:
@@ -94,7 +94,7 @@ class FakeFeed:
 
 
 class ListPrompts:
-    """`PromptSource` and validation set over given prompts, in order."""
+    """A `PromptSource` and validation set with the given prompts in order."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = list(prompts)
@@ -114,7 +114,7 @@ def make_prompt(*ids: int, **fields: Any) -> Prompt:
 
 
 class FakeScorer:
-    """`RewardScorer` with a function from the first row to a reward; `gate(prompt)` runs first."""
+    """A `RewardScorer` that applies `reward` to the first row of a trajectory, after it has awaited `gate(prompt)`."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class FakeScorer:
 
 
 class ListSink:
-    """`RecordSink` that keeps the records; `until(n)` waits for the nth."""
+    """A `RecordSink` that keeps the records; `until(n)` waits for the nth record."""
 
     def __init__(self) -> None:
         self.records: list[RunRecord] = []

@@ -1,4 +1,4 @@
-"""Queues that are rebuilt from their operations, called by parts of a run, and journals that are closed."""
+"""Helpers for tests of the queue: logs, callers, rebuilding a queue from its operations, and closing a journal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.queue.state import QueueState
 
 
 class MemoryLog:
-    """A `QueueLog` that keeps the values."""
+    """A `QueueLog` that keeps the operations in memory."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -57,13 +57,13 @@ def replay(state: QueueState, operations: Iterable[Operation]) -> QueueState:
 
 
 def rebuilt(options: QueueOptions, operations: Iterable[Operation], journal: QueueLog) -> LocalSampleQueue:
-    """The queue that recorded these operations, in another process."""
+    """Return the queue that another process rebuilds from these operations."""
     begin = QueueState.begin(options.prompts_per_epoch, keeps_payloads=True, total_samples=options.pacing.total_samples)
     return LocalSampleQueue(options, journal=journal, state=replay(begin, operations))
 
 
 async def end(journal: Journal) -> None:
-    """Write what is pending, and close the journal as the end of its process does."""
+    """Write pending operations, and close the journal as the end of its process does."""
     try:
         await journal.flushed(journal._seq)
     finally:

@@ -1,4 +1,4 @@
-"""A reward model small enough for tests."""
+"""Reward models that are small enough for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTEXT = 48
 
 
 def make_classifier(path: Path, *, num_labels: int = 1, pad_token_id: int | None = None, template: bool = True) -> str:
-    """A small Llama classifier with random weights and the quickstart's tokenizer."""
+    """Write a small Llama classifier with random weights and the quickstart's tokenizer."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
@@ -31,7 +31,7 @@ def make_classifier(path: Path, *, num_labels: int = 1, pad_token_id: int | None
 
 
 def make_pair_classifier(path: Path) -> str:
-    """A small BERT classifier with random weights, whose tokenizer marks the two parts of a pair."""
+    """Write a small BERT classifier with random weights, whose tokenizer marks the two parts of a pair."""
     import torch
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification

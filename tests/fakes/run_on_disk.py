@@ -29,7 +29,7 @@ from tests.fakes.queues import end
 
 
 def snapshot(seq: int = 0) -> QueueSnapshot:
-    """A queue without samples, after `seq` transitions."""
+    """Return the snapshot of a queue without samples after `seq` transitions."""
     return QueueSnapshot(1, (), SampleCounts(), 0, seq)
 
 
@@ -74,14 +74,14 @@ class RunOnDisk:
         (self.path / "summary.json").write_text(json.dumps({"status": status, "step": step}))
 
     def again(self, **changes: Any) -> Config:
-        """The configuration that continues the run, with changes to sections (mappings) and top-level keys."""
+        """Return a configuration that resumes the run, with changes to sections (mappings) and top-level keys."""
         tree = self.config.model_dump() | {"resume": "auto"}
         for key, value in changes.items():
             tree[key] = tree[key] | value if isinstance(value, dict) else value
         return Config.model_validate(tree)
 
     def resume(self, **changes: Any) -> Resume | None:
-        """What the run resumes from."""
+        """Return the point from which the run resumes, or None."""
         return find_resume(self.again(**changes))
 
     def found(self, **changes: Any) -> Resume:

@@ -1,4 +1,4 @@
-"""States of a run, as the driver writes them: a healthy one to vary, and arbitrary ones."""
+"""States of a run as the driver writes them: a healthy one that tests vary, and arbitrary ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report(name: str = "0", phase: ReplicaPhase = "serving", **given: Any) -> Re
 
 
 def queue_status(**given: Any) -> QueueStatus:
-    """One lease is 32 samples; 11 versions are trained, and the gate is closed."""
+    """Return the status of a queue with leases of 32 samples, 11 trained versions and a closed staleness gate."""
     counts = SampleCounts(fed=416, running=0, ready=30, leased=0, trained=384, dropped={"stale": 2})
     values: dict[str, Any] = {
         "counts": counts,
@@ -46,7 +46,7 @@ def queue_status(**given: Any) -> QueueStatus:
 
 
 def running(**given: Any) -> RunState:
-    """A run that waits on nothing in particular, written half a second ago."""
+    """Return the state of a healthy run, written half a second ago."""
     values: dict[str, Any] = {
         "written_at": NOW - 0.5,
         "started_at": NOW - 1000,

@@ -1,4 +1,4 @@
-"""Samples and turns for hypothesis to draw, and what it means that two of them are the same."""
+"""Hypothesis strategies for samples and turns, and assertions that two of them are equal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 
 def make_sample(index: int, tokens: int = 8, rows: int = 2) -> Sample:
-    """One that every test can tell from those with another `index`."""
+    """Return a sample that differs from those with another `index`."""
     row = Row(
         prompt_ids=np.arange(index, index + 3, dtype=np.int32),
         response_ids=np.arange(index, index + tokens, dtype=np.int32),

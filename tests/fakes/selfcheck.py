@@ -1,4 +1,4 @@
-"""Run the engine contract in processes of its own."""
+"""Run the engine contract in separate processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def selfcheck(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]
 
 
 def selfcheck_document(*options: str, ranks: int = 1) -> dict[str, Any]:
-    """Return the JSON document of `selfcheck`, whose exit code fits its results."""
+    """Return the JSON document of `selfcheck`, and check that its exit code fits the results."""
     run = selfcheck(*options, "--json", ranks=ranks)
     assert "{" in run.stdout, f"selfcheck ended with {run.returncode}: {run.stdout}\n{run.stderr[-4000:]}"
     document: dict[str, Any] = json.loads(run.stdout[run.stdout.index("{") :])

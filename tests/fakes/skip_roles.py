@@ -1,4 +1,4 @@
-"""Roles that record in a directory of a test."""
+"""Roles of `skip` that record into a directory of a test."""
 
 from __future__ import annotations
 

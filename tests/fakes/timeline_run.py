@@ -25,12 +25,12 @@ START = 1_780_000_000.0
 
 @dataclass
 class FakeRun:
-    """Generates events step by step, each `step_s` long and ending with `trained`."""
+    """A synthetic run. Each step takes `step_s` and ends with its `sample.trained` events."""
 
     path: Path
     replicas: int = 2
     samples: int = 6
-    """A step."""
+    """Number of samples in a step."""
     trajectories: int = 2
     turns: int = 2
     step_s: float = 6.0
@@ -48,7 +48,7 @@ class FakeRun:
         (self.path / "config.yaml").write_text(yaml.safe_dump(config))
 
     def state(self, phase: RunPhase = "completed", step: int = 1) -> None:
-        """Write the state file; a running run is this process."""
+        """Write the state file, in which this process is the driver."""
         StateFile(self.path / "state.json").write_now(run_state(phase, step))
 
     def write(self, steps: int, first: int = 1, at: float = 0.0) -> float:
@@ -144,7 +144,7 @@ def _phases(begun: float, took: float, pause: tuple[float, float]) -> dict[str, 
 
 
 def run_state(phase: RunPhase = "completed", step: int = 1) -> RunState:
-    """A state of this process, which counts as live while it runs."""
+    """Return a state whose driver is this process, so that a running run counts as live."""
     return RunState(
         written_at=time.time(), started_at=START, pid=os.getpid(), phase=phase, experiment="fake", mode="fully_async",
         host=socket.gethostname(), total_steps=8, step=step, version=step,

@@ -25,9 +25,9 @@ def schema_of(name: str, parameters: Mapping[str, Any] = QUERY) -> dict[str, Any
 
 
 class RememberingTool(BaseTool[list[str]]):
-    """Its state are its queries; `log` lists the calls of its methods over all trajectories.
+    """A tool whose state is the list of its queries; `log` lists the calls of its methods over all trajectories.
 
-    `act` makes the answer of the query, and may raise or wait; each `gates` entry holds that method up until it is set.
+    `act` returns the answer to a query, and may raise or wait. A method in `gates` waits until its event is set.
     """
 
     def __init__(self, act: Callable[[str], Any] = str.upper, gates: Mapping[str, anyio.Event] | None = None) -> None:
@@ -65,7 +65,7 @@ class RememberingTool(BaseTool[list[str]]):
 
 
 def toolbox_of(*tools: BaseTool[Any], key: str = "tools.0", **limits: Any) -> Toolbox:
-    """A toolbox of tools that are called `search`, `search_1`, …; each has these limits."""
+    """Return a toolbox of tools with the names `search`, `search_1`, …, each with these limits."""
     loaded = []
     for number, tool in enumerate(tools):
         name = f"search_{number}" if number else "search"

@@ -14,7 +14,7 @@ from asyncrl.storage.run_dir import RunDir
 
 
 class FakeWandb(ModuleType):
-    """`reachable=False`: its server does not answer."""
+    """A stand-in for wandb; with `reachable=False` its server does not answer."""
 
     def __init__(self, *, reachable: bool = True) -> None:
         super().__init__("wandb")
@@ -49,7 +49,7 @@ class FakeWandb(ModuleType):
 
 
 class FakeMlflow:
-    """`mlflow.entities` and `mlflow.tracking`."""
+    """A stand-in for `mlflow.entities` and `mlflow.tracking`."""
 
     def __init__(self) -> None:
         self.uris: list[str] = []
@@ -105,7 +105,7 @@ class FakeTrackio:
 
 
 class Libraries:
-    """All three, installed for `import`."""
+    """The stand-ins of all three libraries, which `import` finds."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.wandb = FakeWandb()
@@ -124,7 +124,7 @@ class Libraries:
 
 
 def offline(patch: pytest.MonkeyPatch, home: str) -> None:
-    """Remove what a user of this machine has configured, and what the libraries set is undone after the test."""
+    """Remove the configuration of this machine's user; environment variables that the libraries set end with the test."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "MLFLOW_TRACKING_URI"):
         patch.delenv(name, raising=False)
     for name in ("WANDB_SILENT", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_CONFIGURE_LOGGING"):
@@ -133,7 +133,7 @@ def offline(patch: pytest.MonkeyPatch, home: str) -> None:
 
 
 def write_twice(library: str, run_dir: RunDir) -> None:
-    """Two processes of a run write one and two rows."""
+    """Write one row in a first process of a run and two rows in a second one."""
     for resumed, numbers in ((False, (1,)), (True, (2, 3))):
         run = TrackedRun("sums", "small", run_dir.path.name, run_dir.path, {"lr": {"now": 0.1}}, resumed)
         sink = RemoteSink(library, open_tracker(library, run))

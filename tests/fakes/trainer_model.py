@@ -1,4 +1,4 @@
-"""A model small enough to train in a test, its directory, and a configuration for it."""
+"""A model that is small enough to train in a test, its directory, and configurations of it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SHAPE = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-"""Of any transformers configuration: two layers of a few thousand parameters."""
+"""Sizes for any transformers configuration: two layers with a few thousand parameters."""
 
 
 def write_model(directory: Path, *, seed: int = 0, hidden: int = 16, tied: bool = True) -> Path:
-    """A two-layer Llama of a few thousand parameters, with a tokenizer file to be copied along."""
+    """Write a two-layer Llama of a few thousand parameters, with a tokenizer file that exports have to copy."""
     torch.manual_seed(seed)
     settings = LlamaConfig(
         hidden_size=hidden,
@@ -49,7 +49,7 @@ def write_model(directory: Path, *, seed: int = 0, hidden: int = 16, tied: bool 
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         initializer_range=0.3,
-        attention_dropout=0.5,  # as some published models have it; training has to switch it off
+        attention_dropout=0.5,  # some published models have dropout, which training has to disable
     )
     LlamaForCausalLM(settings).save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"model": "a tokenizer"}))
@@ -57,7 +57,7 @@ def write_model(directory: Path, *, seed: int = 0, hidden: int = 16, tied: bool 
 
 
 def random_model(config: PreTrainedConfig, model_type: ModelType) -> PreTrainedModel:
-    """A model with random weights and sdpa attention; a head for values or rewards has one output."""
+    """Return a model with random weights and sdpa attention. A head for values or rewards has one output."""
     torch.manual_seed(0)
     config = type(config)(**{**config.to_dict(), "num_labels": 1, "classifier_dropout": 0.0})
     model_class: Any = {
@@ -78,6 +78,6 @@ def make_config(model: Path, **sections: Any) -> Config:
 def make_spec(
     path: Path | str, *, model_type: ModelType = "language_model", lr: float | None = 1e-2, **engine: Any
 ) -> EngineSpec:
-    """A specification of an engine on CPU; without `lr` it is forward only."""
+    """Return the specification of an engine on CPU, which is forward only if `lr` is None."""
     settings = EngineConfig(**({"strategy": "local", "device": "cpu"} | engine))
     return EngineSpec(model_type, ModelConfig(path=str(path)), settings, None if lr is None else OptimConfig(lr=lr))

@@ -1,4 +1,4 @@
-"""Stand-ins for what the train loop drives: a role's ranks, experience, checkpoints; and samples to feed it."""
+"""Stand-ins for the parts around the train loop (ranks, experience, checkpoints, publishers), and samples to feed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.workers.worker import Published, RoleGroup
 
 
 class FakeGroup(RoleGroup):
-    """A `RoleGroup` whose weights are the number of steps. `on_step` runs in each step, before it counts."""
+    """A `RoleGroup` whose weights are the number of steps. `on_step` runs in each step before it is counted."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FakeGroup(RoleGroup):
         self.on_step = on_step
         self.on_publish = on_publish
         self.steps: list[list[int]] = []
-        """Of each step, the first response token of its rows: `make_sample` puts the feed index there."""
+        """For each step, the first response token of its rows, which is the feed index in samples of `make_sample`."""
         self.batches: list[TensorDict] = []
         self.published: list[tuple[int, int, int, bool]] = []
         """`(version, step, the weights' step, validate)`."""
@@ -80,7 +80,7 @@ class FakeGroup(RoleGroup):
 
 
 class FakeExperience:
-    """Advantage of a row: its reward minus its group's mean. `change` may alter the batch."""
+    """Computes the advantage of a row as its reward minus its group's mean. `change` may alter the batch."""
 
     def __init__(self) -> None:
         self.change: Callable[[TensorDict], Any] = lambda batch: None
@@ -99,7 +99,7 @@ class FakeExperience:
 
 
 class FakeCheckpoints:
-    """Keeps what would be written; `on_finish` runs while it is."""
+    """Keeps checkpoints in memory; `on_finish` runs while one is written."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[Progress, QueueSnapshot]] = []
@@ -120,7 +120,7 @@ class FakeCheckpoints:
 
 
 class MemoryRecord:
-    """`loop.TrainedStepsFile` that keeps `(step, version, feed indices)`."""
+    """A `loop.TrainedStepsFile` that keeps `(step, version, feed indices)`."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, list[int]]] = []
@@ -130,7 +130,7 @@ class MemoryRecord:
 
 
 class CopyingPublisher:
-    """Keeps copies of what is published."""
+    """A publisher that keeps copies of the published tensors."""
 
     def __init__(self) -> None:
         self.published: dict[int, dict[str, NDArray[Any]]] = {}
@@ -148,7 +148,7 @@ class CopyingPublisher:
 
 
 class TrainerRecords(list[StepRecord]):
-    """`RecordSink` that keeps the records."""
+    """A `RecordSink` that keeps the records."""
 
     async def put(self, record: Any) -> None:
         self.append(record)
@@ -161,7 +161,9 @@ def make_sample(
     spans: Sequence[Span] = (Span(0, 0),),
     length: int = 4,
 ) -> Sample:
-    """One trajectory per reward, each one row of `length` response tokens, the first of which is the feed index."""
+    """Return a sample with one trajectory per reward. Each is one row of `length` response tokens, whose first token is
+    the feed index.
+    """
     rows = tuple(
         Row(
             prompt_ids=np.array([1, 2], dtype=np.int32),
@@ -179,10 +181,10 @@ def make_sample(
 
 
 def forked(sample: Sample, number: int, *masks: Sequence[int], turn_rewards: Sequence[Any] = ()) -> Sample:
-    """`sample` with its trajectory `number`, which is one row, as a row for each of `masks`: what was sampled of it.
+    """Return `sample` with its one-row trajectory `number` split into one row for each of `masks`, the response masks.
 
     Args:
-        turn_rewards: of each of these rows; none: of none.
+        turn_rewards: The turn rewards of each of these rows; empty if no row has any.
     """
     rows: list[Row] = []
     for row in sample.rows:

@@ -1,4 +1,4 @@
-"""A train loop over a real queue and fake parts, for tests to feed and run."""
+"""A train loop between a real queue and fake parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 
 
 class TrainerRig:
-    """A loop over a real queue. By default pacing lets every sample of a test be fed before a version is applied."""
+    """A train loop on a real queue. By default pacing permits all samples of a test before a version is applied."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TrainerRig:
         total_samples: int | None = None,
         **changes: Any,
     ) -> None:
-        """`validated_step`: by default the step of `progress`."""
+        """Create the loop and its parts. `validated_step` defaults to the step of `progress`."""
         self.settings = replace(SETTINGS, **changes)
         trained, step = (progress.trained_samples, progress.step) if progress else (0, 0)
         passes_left = math.ceil((self.settings.total_steps - step) / self.settings.ppo_epochs)
@@ -105,7 +105,7 @@ class TrainerRig:
         self.records = TrainerRecords()
 
     async def run(self, num_samples: int = 0, make: Callable[[SampleId], Sample] = make_sample) -> TrainerRecords:
-        """Run the loop to its end, after feeding `num_samples` samples."""
+        """Feed `num_samples` samples, and run the loop to its end."""
         await feed(self.queue, num_samples, make)
         with anyio.fail_after(10):
             await self.loop.run(self.records)

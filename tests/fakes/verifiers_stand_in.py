@@ -1,6 +1,6 @@
-"""A stand-in for the package `verifiers`, of which it has what `verifiers_env` uses, as 0.1.10 does it.
+"""A stand-in for the package `verifiers`: the interfaces that `verifiers_env` uses, which behave as in version 0.1.10.
 
-It is not that package. The tests that run against it also run against the real one where that is installed.
+Tests that run against this stand-in also run against the real package where it is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Error(Exception):
 
 
 class State(dict[str, Any]):
-    """The row's own fields are read through."""
+    """A rollout's state, which also gives access to the fields of its row."""
 
     def __getitem__(self, key: str) -> Any:
         given = super().get("input", {})
@@ -75,7 +75,7 @@ class Environment:
         methods = [method for _, method in inspect.getmembers(self, predicate=inspect.ismethod)]
         self._stops = [method for method in methods if hasattr(method, "stop")]
         self._cleanups = [method for method in methods if hasattr(method, "cleanup")]
-        # What the package does, by way of its module's `signal`.
+        # The package does this through the `signal` of its module.
         sys.modules["verifiers.envs.environment"].signal.signal(signal.SIGTERM, lambda *_: None)
 
     def get_dataset(self) -> list[dict[str, Any]]:
@@ -125,15 +125,15 @@ class MultiTurnEnv(Environment):
         return state
 
     async def get_prompt_messages(self, state: State) -> Any:
-        raise AssertionError("the policy speaks, not this")
+        raise AssertionError("the policy generates the turns, not the environment")
 
     async def add_trajectory_step(self, state: State, step: dict[str, Any]) -> None:
         state["trajectory"].append(step)
 
     async def render_completion(self, state: State) -> None:
         last = state["trajectory"][-1]
-        said = [*last["prompt"], *last["completion"], *(state["final_env_response"] or [])]
-        state["completion"] = said[len(state["prompt"]) :]
+        messages = [*last["prompt"], *last["completion"], *(state["final_env_response"] or [])]
+        state["completion"] = messages[len(state["prompt"]) :]
 
 
 class SingleTurnEnv(MultiTurnEnv):
@@ -153,7 +153,7 @@ def load_environment(env_id: str, **env_args: Any) -> Any:
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """What the package's import would put into `sys.modules`."""
+    """Return the modules that an import of the package puts into `sys.modules`."""
     environment = types.ModuleType("verifiers.envs.environment")
     environment.signal = signal  # type: ignore[attr-defined]
     return {

@@ -1,4 +1,4 @@
-"""A vision-language model small enough for a test, with its processor: made, not fetched."""
+"""A vision-language model that is small enough for tests, made without downloads, and its processor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and the special tokens of Idefics3."""
+    """Return a tokenizer of bytes and of the special tokens of Idefics3."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,8 +48,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_vision_model(directory: Path, *, seed: int = 0) -> Path:
-    """Idefics3 with 150,000 parameters: two layers that see, two that read. Of all models that transformers and vLLM
-    both have it is one whose processor needs no torchvision."""
+    """Write an Idefics3 of 150,000 parameters with two vision layers and two language layers.
+
+    Its processor needs no torchvision, unlike those of most models that both transformers and vLLM support.
+    """
     tokenizer = make_tokenizer()
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     text = LlamaConfig(
@@ -86,13 +88,13 @@ def write_vision_model(directory: Path, *, seed: int = 0) -> Path:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory)
     size = {"longest_edge": 32}
-    eyes = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-    Idefics3Processor(eyes, tokenizer, image_seq_len=FEATURES, chat_template=TEMPLATE).save_pretrained(directory)
+    image_processor = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    Idefics3Processor(image_processor, tokenizer, image_seq_len=FEATURES, chat_template=TEMPLATE).save_pretrained(directory)
     return directory
 
 
 def picture(seed: int, size: tuple[int, int] = (40, 24)) -> Image.Image:
-    """Noise, so that no two are alike."""
+    """Return an image of noise, which differs for each seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(noise)
 

@@ -1,4 +1,4 @@
-"""Recording through which files a sample and a weights version pass, for docs/architecture.md."""
+"""Records the modules through which a sample and a weights version pass, for docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 PACKAGES = ("asyncrl", "rollouter", "trainer", "skip")
 NOT_ON_THE_WAY = ("asyncrl.profiling", "skip.manager", "skip.role", "rollouter.rollouter", "trainer.trainer")
-"""Modules that wrap calls, or that only start the loops in which the walks take place."""
+"""Modules that only wrap calls or start the loops in which the walks take place."""
 
 
 class WalkStep(NamedTuple):
@@ -21,7 +21,7 @@ class WalkStep(NamedTuple):
     function: str
     """`module:qualified name`."""
     text: str
-    """What happens there, for the page."""
+    """Description of the step on the page."""
 
 
 class WalkRecorder:
@@ -36,7 +36,7 @@ class WalkRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record in this thread, and in those that start meanwhile."""
+        """Record calls in this thread and in threads that start during the block."""
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
         try:
@@ -46,7 +46,7 @@ class WalkRecorder:
             threading.setprofile(None)
 
     def modules(self, steps: Sequence[WalkStep]) -> list[str]:
-        """Modules through which calls reach the steps, in the order of the walk."""
+        """Return the modules through which calls reach the steps, in the order of the walk."""
         return list(dict.fromkeys(module for step in steps for module in self._stacks[step.function]))
 
     def _profile(self, frame: FrameType, event: str, arg: object) -> None:
@@ -62,7 +62,7 @@ class WalkRecorder:
 
 
 def _modules_of(frame: FrameType | None) -> list[str]:
-    """Project modules from the bottom of the stack to its top."""
+    """Return the project modules on the stack, from the outermost call to the innermost."""
     found: list[str] = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -30,7 +30,7 @@ def wrap(wrapper: Wrapper, model: PreTrainedModel) -> nn.Module:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # LoRA puts frozen and trained weights into one unit
+        warnings.simplefilter("ignore")  # with LoRA, a unit has frozen and trained weights
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}),

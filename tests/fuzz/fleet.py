@@ -174,7 +174,7 @@ class Engines:
         """End the replica with its calls."""
         if replica.ended:
             return
-        self._world.say(f"{replica.name} ends: {why}, with {len(replica.calls)} calls")
+        self._world.log(f"{replica.name} ends: {why}, with {len(replica.calls)} calls")
         replica.ended = True
         replica.end.set()
         replica.gate.kill()
@@ -183,7 +183,7 @@ class Engines:
             call.error.replica = replica.name
             call.woken.set()
         replica.scope.cancel()
-        self._tell()
+        self._notify()
 
     def hang(self, replica: FuzzReplica) -> None:
         """Stop the replica without a sign. Its health checks fail after a while."""
@@ -228,9 +228,9 @@ class Engines:
 
     def _phase(self, replica: FuzzReplica, phase: ReplicaPhase) -> None:
         replica.phase, replica.phase_since = phase, anyio.current_time()
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -253,12 +253,12 @@ class Engines:
                     self._world.poisoned(requests[poisonous[0]])
                     self.crash(replica, "poison")
                     continue
-                pieces = [self._piece(replica, number, requests[number], made) for number in pending]
-                pending = [piece.number for piece in pieces if not piece.done]
-                yield pieces
+                deltas = [self._next_delta(replica, number, requests[number], made) for number in pending]
+                pending = [delta.number for delta in deltas if not delta.done]
+                yield deltas
         finally:
             replica.calls.remove(call)
-            self._tell()
+            self._notify()
 
     async def _choose(self) -> FuzzReplica:
         while not (free := [replica for replica in self.up() if replica.phase in ("serving", "fetching")]):
@@ -268,7 +268,7 @@ class Engines:
     async def _pace(self, session: str, replica: FuzzReplica, call: OpenCall) -> None:
         """Wait for the next tokens, or for the end of the call or the replica."""
         if not session.startswith("val") and self._world.rng.random() < self._world.setup.stragglers:
-            self._world.say(f"{session} does not end")
+            self._world.log(f"{session} does not end")
             await call.sleep(None)
         await call.sleep(self._world.some(self._world.setup.mean_s))
         while replica.paused and not call.aborted:
@@ -277,7 +277,7 @@ class Engines:
         if replica.hung:
             await call.sleep(None)
 
-    def _piece(self, replica: FuzzReplica, number: int, request: GenerateRequest, made: list[int]) -> Delta:
+    def _next_delta(self, replica: FuzzReplica, number: int, request: GenerateRequest, made: list[int]) -> Delta:
         name = request.request_id.rpartition("-")[0]
         drawn = self._lengths.setdefault(name, self._world.rng.randint(1, self._config.rollout.response_length))
         length = min(drawn, request.sampling["max_tokens"])

@@ -62,7 +62,7 @@ class FuzzQueueActor(QueueActor):
         disk = launch.files.journal
         self._log = CrashLog(disk, launch.rng, launch.world.see, launch.committed)
         self._ready_queue = rebuilt(options, disk.operations(), self._log)
-        launch.world.say(f"queue rebuilt: {self._ready_queue.state.counts()}")
+        launch.world.log(f"queue rebuilt: {self._ready_queue.state.counts()}")
 
     def die(self) -> None:
         self._log.die()
@@ -139,7 +139,7 @@ class LaunchOfRun:
         return Supervisor(
             part,
             RestartBudget(part.name, 1000, 1e9),
-            lambda restart: self.world.say(str(restart)),
+            lambda restart: self.world.log(str(restart)),
             incarnation=state.incarnations.get(part.name, 0) + 1,
             clock=anyio.current_time,
             wall_clock=anyio.current_time,
@@ -186,7 +186,7 @@ class LaunchOfRun:
 
     async def run(self) -> bool:
         """True: the run is complete."""
-        self.world.say(f"launch {self.world.launches}, lineage {self.lineage}, from step {self.progress.step}")
+        self.world.log(f"launch {self.world.launches}, lineage {self.lineage}, from step {self.progress.step}")
         # A driver that was killed while it was stopped has no records of the last steps; their checkpoint has them.
         self.world.completed_step = self.progress.step
         self._forget_validations()
@@ -212,7 +212,7 @@ class LaunchOfRun:
         lost_queue = isinstance(error, DeadlineError) and "sample queue" in str(error)
         if not (self.stopped and isinstance(error, InfraError)) and not lost_queue:
             raise error
-        self.world.say(f"the launch ends: {error}")
+        self.world.log(f"the launch ends: {error}")
         self.died = True
 
     async def _run(self) -> None:
@@ -285,7 +285,7 @@ class LaunchOfRun:
 
     async def _strike(self, fault: Fault) -> None:
         self.world.struck += 1
-        self.world.say(f"FAULT {fault.kind}")
+        self.world.log(f"FAULT {fault.kind}")
         match fault.kind:
             case "engine" | "hang engine" as kind:
                 # Serve replaces a replica that hangs while it starts.
@@ -328,7 +328,7 @@ class LaunchOfRun:
         if self.commits_left > 0:
             self.commits_left -= 1
             if self.commits_left == 0:
-                self.world.say("the queue dies over its answer")
+                self.world.log("the queue dies over its answer")
                 self.queue_host.kill(self.rng.uniform(0.3, 1.0))
 
     def _part(self, name: str) -> FuzzPart:

@@ -135,7 +135,7 @@ class VirtualLoop(base_events.BaseEventLoop):
             raise error
         if timeout_s == 0:
             if self.turns > self._max_turns:
-                raise self._failed(LivelockError, f"{self._max_turns} callbacks and no end")
+                raise self._failed(LivelockError, f"{self._max_turns} callbacks without an end")
             if self.turns - self._turns_at_pause < SPIN_TURNS or not self._scheduled:
                 return
             timeout_s = max(0.0, self._scheduled[0].when() - self._now_s)
@@ -144,7 +144,7 @@ class VirtualLoop(base_events.BaseEventLoop):
             raise self._failed(DeadlockError, "nothing is ready and no timer is set")
         self._now_s += timeout_s
         if self._now_s > self._max_virtual_s:
-            raise self._failed(LivelockError, f"{self._max_virtual_s:g} virtual seconds and no end")
+            raise self._failed(LivelockError, f"{self._max_virtual_s:g} virtual seconds without an end")
 
     def _make_task(self, _: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         return _NumberedTask(next(self._numbers), coroutine, loop=self, **options)
@@ -171,7 +171,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         pass
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        raise ThreadError(f"run_in_executor({_name(func)}) under a virtual clock, asked for by\n{_caller()}")
+        raise ThreadError(f"run_in_executor({_name(func)}) under a virtual clock, called by\n{_caller()}")
 
 
 def run(
@@ -200,7 +200,7 @@ def run(
 @contextmanager
 def _no_threads() -> Iterator[None]:
     async def run_sync(func: Callable[..., Any], *_: Any, **__: Any) -> Any:
-        raise ThreadError(f"anyio.to_thread({_name(func)}) under a virtual clock, asked for by\n{_caller()}")
+        raise ThreadError(f"anyio.to_thread({_name(func)}) under a virtual clock, called by\n{_caller()}")
 
     real = backend.AsyncIOBackend.__dict__["run_sync_in_worker_thread"]
     backend.AsyncIOBackend.run_sync_in_worker_thread = staticmethod(run_sync)  # type: ignore[method-assign]

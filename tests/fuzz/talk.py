@@ -9,7 +9,7 @@ from asyncrl.core.trajectory import Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Prompt, SampleId
 from rollouter.agent.conversation import AskTurn, ConversationTokens, TurnRequest
 
-TOLD = 3
+REPLY = 3
 
 
 class FuzzConversationAgent:
@@ -32,9 +32,9 @@ class FuzzConversationAgent:
             if len(turns) == self._max_turns or turn.finish_reason is FinishReason.LENGTH or room < 1:
                 break
             if self._forks:
-                tokens.fork([*prompt.prompt_ids, TOLD])
+                tokens.fork([*prompt.prompt_ids, REPLY])
             else:
-                tokens.add_unsampled([TOLD])
+                tokens.add_unsampled([REPLY])
         return Trajectory(tokens.rows(), tuple(turns), turn.finish_reason, ({"role": "assistant", "content": ""},))
 
     async def __aenter__(self) -> FuzzConversationAgent:

@@ -128,7 +128,7 @@ def lose_one(self: QueueState, sample_ids: Iterable[SampleId]) -> None:
         del self.ready[sample_id]
 
 
-def wake_nobody(self: SetAppliedVersion, queue: QueueCore, *, retried: bool) -> None:
+def wake_no_caller(self: SetAppliedVersion, queue: QueueCore, *, retried: bool) -> None:
     before = queue.num_recorded
     _set_applied(self, queue, retried=retried)
     queue.num_recorded = before
@@ -138,7 +138,7 @@ async def do_nothing(*args: Any) -> None:
     """Return at once."""
 
 
-def blame_everyone(self: CrashBlame, crash: ReplicaCrash) -> None:
+def blame_every_session(self: CrashBlame, crash: ReplicaCrash) -> None:
     if not crash.assessed:
         _assess(self, crash)
         for session in set(crash.messages) - set(crash.finished) - set(self._evidence):
@@ -175,7 +175,7 @@ PLANTED = {
         ((CommitSamples, "perform", lambda self, queue, *, retried: None),),
         ("is in the surviving model, but not TRAINED in the journal",),
     ),
-    "the staleness gate wakes no waiter": PlantedBug(((SetAppliedVersion, "perform", wake_nobody),), ("no progress",)),
+    "the staleness gate wakes no waiter": PlantedBug(((SetAppliedVersion, "perform", wake_no_caller),), ("no progress",)),
     "the queue does not rewind": PlantedBug(
         ((RewindTraining, "perform", lambda self, queue, *, retried: None),), ("of lineage 1 applied in lineage 0",)
     ),
@@ -199,7 +199,7 @@ PLANTED = {
         ((CrashBlame, "_blame", lambda self, session, last: None),), ("poison that has crashed more than",)
     ),
     "innocent samples are blamed": PlantedBug(
-        ((CrashBlame, "assess", blame_everyone),), ("nothing was wrong with it", "no prompt gets through")
+        ((CrashBlame, "assess", blame_every_session),), ("nothing was wrong with it", "no prompt gets through")
     ),
     "a validation is skipped": PlantedBug(
         ((WeightUpdateLoop, "_validate", do_nothing),), ("the last validation is of step",)
@@ -210,7 +210,7 @@ PLANTED = {
     # About one in sixty of the seeds with the fault finds this.
     "the store hides its memory loss": PlantedBug(
         ((FuzzStore, "__init__", claim_to_be_informed),),
-        ("virtual seconds and no end", "no progress", "spans in order", "the last validation is of step",
+        ("virtual seconds without an end", "no progress", "spans in order", "the last validation is of step",
          "on-policy pacing"),
         ("store",),
         most_seeds=5000,
@@ -218,17 +218,17 @@ PLANTED = {
     # The answer waits for a driver that was stopped.
     "the age of an answer is wrong": PlantedBug(
         ((watch, "on_clock", lambda status, now: replace(status, at=now)),),
-        ("was well, and was ended",),
+        ("was healthy but was ended",),
         ("driver stops",),
     ),
     # The driver had been stopped, not the part.
     "a part is killed over one missed probe": PlantedBug(
-        ((supervision, "RETRY_S", 0.0),), ("was well, and was killed",), ("driver stops",)
+        ((supervision, "RETRY_S", 0.0),), ("was healthy but was killed",), ("driver stops",)
     ),
     # Few kills fall into the short moment.
     "the trainer ends before its last version is served": PlantedBug(
         ((TrainPart, "until_served", do_nothing),),
-        ("virtual seconds and no end", "no progress"),
+        ("virtual seconds without an end", "no progress"),
         ("trainer",),
         most_seeds=2000,
     ),

@@ -106,7 +106,7 @@ class Checkpoints:
         await self._world.pause()
         await self._gate.passing()
         self._world.files.checkpoints[step] = self._begun
-        self._world.say(f"checkpoint of step {step} written")
+        self._world.log(f"checkpoint of step {step} written")
         await self._confirm(step)
         # Keep two, as `trainer.max_checkpoints_to_keep` may.
         for old in sorted(self._world.files.checkpoints)[:-2]:

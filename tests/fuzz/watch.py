@@ -38,7 +38,7 @@ class DriverWatch:
         self._awake = anyio.Event()
         self._awake.set()
         self._asks_store = anyio.Event()
-        self._heard: dict[str, tuple[Progress, tuple[Wait, ...]]] = {}
+        self._answers: dict[str, tuple[Progress, tuple[Wait, ...]]] = {}
         self._watchdog = Watchdog(WATCHDOG_S, start_s=START_S)
         self._replicas = ReplicaWatch(launch.setup.num_replicas, 2 * PROBE_S, START_S)
 
@@ -76,7 +76,7 @@ class DriverWatch:
     def _state(self) -> RunState:
         launch = self._launch
         supervisors = (launch.rollouter, launch.trainer)
-        progress = self._heard["trainer"][0] if "trainer" in self._heard else Progress()
+        progress = self._answers["trainer"][0] if "trainer" in self._answers else Progress()
         return RunState(
             written_at=anyio.current_time(),
             started_at=0.0,
@@ -92,7 +92,7 @@ class DriverWatch:
             counts=self._queue.counts if self._queue is not None else SampleCounts(),
             replicas=self._store.replicas if self._store is not None else (),
             num_replicas=launch.setup.num_replicas,
-            waits={part: waits for part, (_, waits) in self._heard.items()},
+            waits={part: waits for part, (_, waits) in self._answers.items()},
             restarting={
                 each.part.name: each.replacing_since for each in supervisors if each.replacing_since is not None
             },
@@ -128,12 +128,12 @@ class DriverWatch:
             return replace(loop.progress) if loop is not None else Progress(), part.waits()
 
         async def answered(answer: tuple[Progress, tuple[Wait, ...]]) -> None:
-            self._heard[part.name] = answer
+            self._answers[part.name] = answer
 
         async def missed(error: DeadlineError) -> None:
             if asked is part.process and asked is not None and not asked.ended:
                 if not asked.gate.frozen:
-                    self._world.broken.append(f"the {part.name} was well, and was killed")
+                    self._world.broken.append(f"the {part.name} was healthy but was killed")
                 supervisor.replace_unresponsive(error)
 
         await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=answered, on_timeout=missed)
@@ -147,7 +147,7 @@ class DriverWatch:
 
         async def missed(error: DeadlineError) -> None:
             if self._queue is not None and launch.queue_host.end_known(self._queue.pid, 0.5) is False:
-                self._world.broken.append("the queue was well, and was killed")
+                self._world.broken.append("the queue was healthy but was killed")
 
         async def ask(limit_s: float) -> QueueStatus:
             return await self._asked(QueueClient(handle, limit_s).status, limit_s)
@@ -174,7 +174,7 @@ class DriverWatch:
         async def missed(error: DeadlineError) -> None:
             """End a store that does not answer."""
             if self._store is not None and self._launch.store_host.end_known(self._store.pid, 0.5) is not None:
-                self._world.broken.append("the store was well, and was killed")
+                self._world.broken.append("the store was healthy but was killed")
 
         await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=answered, on_timeout=missed)
 
@@ -184,7 +184,7 @@ class DriverWatch:
             try:
                 await self._launch.train.republish()
             except InfraError as error:
-                self._world.say(f"nothing could be published to the store again: {error}")
+                self._world.log(f"nothing could be published to the store again: {error}")
             self._store_forgot = anyio.Event()
 
     def _watch_replicas(self, store: StoreStatus) -> None:
@@ -193,7 +193,7 @@ class DriverWatch:
         for report in changes.unresponsive:
             for replica in [one for one in engines.replicas if one.name == report.replica]:
                 if not replica.hung and not replica.ended:
-                    self._world.broken.append(f"{replica.name} was well, and was ended because its reports were missed")
+                    self._world.broken.append(f"{replica.name} was healthy but was ended because its reports were missed")
                 engines.crash(replica, "it hangs")
         if changes.missing:
             self._world.broken.append(f"{changes.missing[0].replica} is reported to have no successor")

@@ -56,14 +56,14 @@ class FuzzWorld:
         self.broken: list[str] = []
         """Promises that were broken during the run."""
 
-    def say(self, event: str) -> None:
+    def log(self, event: str) -> None:
         if self.trace is not None:
             self.trace(f"{anyio.current_time():9.4f}  {event}")
 
     def see(self, operation: Operation) -> None:
         """Trace an operation of the queue when it is appended; a crash may lose it."""
         if self.trace is not None:
-            self.say(str(operation))
+            self.log(str(operation))
 
     async def pause(self) -> None:
         """Wait as long as a message takes."""

@@ -1,4 +1,4 @@
-"""A command line and a run directory for the tests of the commands."""
+"""Fixtures for the tests of the commands: a command line and a run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl show` prints samples from dumps and from payloads, and says where a sample is that has neither."""
+"""`asyncrl show` prints samples from dumps and from payloads, and reports the state of a sample that has neither."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.fakes.queues import end
 
 QUICKSTART = "asyncrl://quickstart"
 PAYLOAD = "1-3.safetensors"
-"""The payload of the first sample of `kept`."""
+"""The payload of the first sample of `undumped_run`."""
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def drawn(*lines: Any) -> str:
     return capture.get()
 
 
-def test_in_colour_every_other_version_has_another_shade() -> None:
+def test_neighbouring_versions_have_different_colours() -> None:
     one = DumpedTrajectory(
         SampleId(0, 1), 0, 1, "", 0.0, calculation(), SCORES[0],
         ((Piece(3, "calculate"), Piece(4, "(6*7)")), (Piece(4, "It is 42."),)),
@@ -181,12 +181,12 @@ def test_no_color_is_plain_on_a_terminal_too(run_dir: Path, cli: CommandLine, mo
     assert plain(cli("show", 42, "--no-color").out) == TABLE + CONVERSATION
 
 
-def test_json_is_what_was_dumped(run_dir: Path, cli: CommandLine) -> None:
+def test_json_output_equals_the_dumped_lines(run_dir: Path, cli: CommandLine) -> None:
     path = write(run_dir)
     dumped = [json.loads(line) for line in path.read_bytes().splitlines()]
     printed = cli("show", 42, "--json")
     assert printed.json == dumped
-    assert len(printed.out.splitlines()) == 4, "a trajectory a line"
+    assert len(printed.out.splitlines()) == 4, "one line per trajectory"
     assert cli("show", 42, "--json", "-t", 1).json == dumped[1]
 
 
@@ -228,7 +228,7 @@ def first_row() -> TokenRow:
     return replace(calculation().rows[0], response_ids=ids("calculate(6*7)"), **response)
 
 
-def test_a_rewritten_history_begins_a_row(run_dir: Path, cli: CommandLine) -> None:
+def test_a_rewritten_history_starts_a_new_row(run_dir: Path, cli: CommandLine) -> None:
     one = calculation()
     second = TokenRow(
         ids("user: 6*7? [42] "), ids("It is 42."), np.ones(9, np.bool_), np.zeros(9, np.float32), (Span(0, 4),)
@@ -251,7 +251,7 @@ def test_a_call_that_ended_the_conversation_shows_its_result(run_dir: Path, cli:
     assert "finish       tool_call · 14 tokens in 1 turn" in out
 
 
-def test_examples_in_the_prompt_are_no_turns(run_dir: Path, cli: CommandLine) -> None:
+def test_examples_in_the_prompt_are_not_turns(run_dir: Path, cli: CommandLine) -> None:
     few = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, *prompt().messages)
     write(run_dir, trajectories=group()[1:], scores=SCORES[1:], prompt=replace(prompt(), messages=few))
     out = plain(cli("show", 42).out)
@@ -261,13 +261,13 @@ def test_examples_in_the_prompt_are_no_turns(run_dir: Path, cli: CommandLine) ->
 
 def test_turns_without_a_message_are_shown_in_order(run_dir: Path, cli: CommandLine) -> None:
     """An agent may rewrite its history."""
-    kept = (*prompt().messages, {"role": "user", "content": "Shorter, please."}, calculation().messages[-1])
-    write(run_dir, trajectories=[replace(calculation(), messages=kept)], scores=SCORES[:1])
+    rewritten = (*prompt().messages, {"role": "user", "content": "Shorter, please."}, calculation().messages[-1])
+    write(run_dir, trajectories=[replace(calculation(), messages=rewritten)], scores=SCORES[:1])
     out = plain(cli("show", 42).out)
     assert out.index("Shorter") < out.index("turn 0") < out.index("calculate⟨v4⟩(6*7)") < out.index("turn 1")
 
 
-def test_messages_may_be_more_than_text(run_dir: Path, cli: CommandLine) -> None:
+def test_messages_may_contain_more_than_text(run_dir: Path, cli: CommandLine) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500}}
     messages = ({"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]},)
     write(run_dir, prompt=replace(prompt(), messages=messages, ground_truth={"is": ["a", 1]}))
@@ -374,9 +374,9 @@ def test_bad_arguments_are_errors(cli: CommandLine, arguments: tuple[str, ...], 
 
 
 @pytest.fixture
-def kept(run_dir: Path) -> Path:
-    """No dump; of five samples the first is READY with its payload, the second trained, the third stale, the fourth
-    failed before it was scored, and the fifth running."""
+def undumped_run(run_dir: Path) -> Path:
+    """A run without a dump and with five samples: the first is READY with its payload, the second was trained, the third
+    was dropped as stale, the fourth failed before it was scored, and the fifth is running."""
     configure(run_dir, None)
 
     async def write_it() -> None:
@@ -401,7 +401,7 @@ def kept(run_dir: Path) -> Path:
     return run_dir
 
 
-def test_a_payload_is_shown_while_it_is_there(kept: Path, cli: CommandLine) -> None:
+def test_the_payload_of_a_sample_without_a_dump_is_shown(undumped_run: Path, cli: CommandLine) -> None:
     out, err = cli("show", 1)
     assert "note: the sample is not in a dump; its turns and messages are derived" in err
     headers = [line for line in plain(out).splitlines() if " · " in line]
@@ -420,15 +420,15 @@ def test_a_payload_is_shown_while_it_is_there(kept: Path, cli: CommandLine) -> N
     assert dumped[0]["rows"][0]["response_mask"] == [[1, 14], [0, 10], [1, 9]]
 
 
-def test_a_payload_without_a_tokenizer_is_shown_as_ids(kept: Path, cli: CommandLine) -> None:
-    configure(kept, None, model="nowhere/model")
+def test_a_payload_without_a_tokenizer_is_shown_as_ids(undumped_run: Path, cli: CommandLine) -> None:
+    configure(undumped_run, None, model="nowhere/model")
     out, err = cli("show", 1, "-t", 1)
     assert "no tokenizer can be loaded from 'nowhere/model'" in err
     assert f"\n{' '.join(map(str, ids('It is 41.').tolist()))}\n" in out
 
 
 @pytest.mark.parametrize(
-    ("index", "fate"),
+    ("index", "reason"),
     [
         (2, "sample 2 to show in 20260102-030405: it was trained on at "),
         (3, "it was dropped (stale) at "),
@@ -437,10 +437,10 @@ def test_a_payload_without_a_tokenizer_is_shown_as_ids(kept: Path, cli: CommandL
         (6, "its generation never began; the newest sample is 5"),
     ],
 )
-@pytest.mark.usefixtures("kept")
-def test_fate_of_a_sample_that_is_not_kept(cli: CommandLine, index: int, fate: str) -> None:
+@pytest.mark.usefixtures("undumped_run")
+def test_show_reports_why_a_sample_has_no_trajectories(cli: CommandLine, index: int, reason: str) -> None:
     out, err = cli("show", index, code=BAD_CONFIG)
-    assert out == "" and fate in err
+    assert out == "" and reason in err
     assert (
         ("its payload is not (or no longer) in the run" in err)
         == ("Launch with rollout.dump_dir=DIR" in err)
@@ -449,9 +449,9 @@ def test_fate_of_a_sample_that_is_not_kept(cli: CommandLine, index: int, fate: s
     assert ("None of its trajectories was scored" in err) == (index in (4, 5))
 
 
-def test_the_record_of_a_sample_is_suggested(kept: Path, cli: CommandLine, tmp_path: Path) -> None:
+def test_the_record_of_a_sample_is_suggested(undumped_run: Path, cli: CommandLine, tmp_path: Path) -> None:
     role = {"enable": True, "dump_dir": str(tmp_path / "skip")}
-    configure(kept, None, project_name="p", experiment_name="e", skip={"async_rollout": role})
+    configure(undumped_run, None, project_name="p", experiment_name="e", skip={"async_rollout": role})
     record = tmp_path / "skip" / "p" / "e" / "async_rollout" / "2"
     assert "Launch with rollout.dump_dir=DIR" in cli("show", 2, code=BAD_CONFIG).err
     record.mkdir(parents=True)
@@ -467,12 +467,12 @@ def test_the_record_of_a_sample_is_suggested(kept: Path, cli: CommandLine, tmp_p
         (lambda run_dir: (run_dir / "journal.db").unlink(), "the run keeps no journal"),
     ],
 )
-def test_damage_is_reported(kept: Path, cli: CommandLine, damage: Callable[[Path], Any], error: str) -> None:
-    damage(kept)
+def test_damage_is_reported(undumped_run: Path, cli: CommandLine, damage: Callable[[Path], Any], error: str) -> None:
+    damage(undumped_run)
     out, err = cli("show", 1, code=BAD_CONFIG)
     assert out == "" and error in err
 
 
-def test_an_unreadable_configuration_is_a_note(kept: Path, cli: CommandLine) -> None:
-    (kept / "config.yaml").write_text("{")
+def test_an_unreadable_configuration_is_a_note(undumped_run: Path, cli: CommandLine) -> None:
+    (undumped_run / "config.yaml").write_text("{")
     assert "names no model.path, so tokens cannot be decoded" in cli("show", 1).err

@@ -1,4 +1,4 @@
-"""`asyncrl status` and `asyncrl why` on run directories: live, dead, damaged, unknown."""
+"""`asyncrl status` and `asyncrl why` on the directories of live, dead, damaged and unknown runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STUCK = replace(
 
 
 def now_is(state: RunState, **changes: Any) -> RunState:
-    """As if it were written half a second ago, by this process."""
+    """Return the state as this process would have written it half a second ago."""
     shift = time.time() - NOW
     return replace(
         state,
@@ -151,7 +151,7 @@ def test_liveness_of_a_run(run_dir: Path, ended_pid: int) -> None:
     ("config", "level"),
     [
         ("profiler: {level: full}", "full"),
-        ("profiler: {level: off}", "off"),  # a boolean, as YAML reads it
+        ("profiler: {level: off}", "off"),  # YAML reads a bare `off` as a boolean
         ("profiler: {level: 'off'}", "off"),
         ("", None),
         ("profiler: 3", None),
@@ -168,7 +168,7 @@ def test_a_silent_replica_is_on_the_page(run_dir: Path) -> None:
     assert "1  serving  no report for 60 s  version 11" in page(run_dir, silent, 100)
 
 
-def test_why_prints_a_link_a_line(run_dir: Path, cli: CommandLine) -> None:
+def test_why_prints_one_link_per_line(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir, now_is(STUCK))
     assert [line.split(" for ")[0] for line in cli("why").out.splitlines()] == [
         "Trainer is blocked on samples",
@@ -178,7 +178,7 @@ def test_why_prints_a_link_a_line(run_dir: Path, cli: CommandLine) -> None:
     ]
 
 
-def test_the_whole_answer_as_json(run_dir: Path, cli: CommandLine) -> None:
+def test_status_and_why_as_json(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir, now_is(STUCK))
     answer = cli("status", "quickstart", "--json").json
     assert (answer["live"], answer["phase"]) == (True, "running")
@@ -197,7 +197,7 @@ def test_the_whole_answer_as_json(run_dir: Path, cli: CommandLine) -> None:
     assert [link["subject"] for link in why["chain"]] == ["Trainer", "Rollouter", "version 12", "replica 1"]
 
 
-def test_a_driver_that_was_killed(run_dir: Path, ended_pid: int, cli: CommandLine) -> None:
+def test_status_of_a_killed_driver(run_dir: Path, ended_pid: int, cli: CommandLine) -> None:
     write(run_dir, replace(now_is(STUCK), pid=ended_pid))
     assert "dead after 16:39: the driver has been gone for" in cli("status").out
     lines = cli("why").out.splitlines()
@@ -207,7 +207,7 @@ def test_a_driver_that_was_killed(run_dir: Path, ended_pid: int, cli: CommandLin
     assert lines[5].startswith("    ◀ replica 1 is paused for 94 s")
 
 
-def test_a_driver_that_is_stopped(run_dir: Path, stopped_pid: int, cli: CommandLine) -> None:
+def test_status_of_a_stopped_driver(run_dir: Path, stopped_pid: int, cli: CommandLine) -> None:
     write(run_dir, replace(now_is(STUCK), pid=stopped_pid))
     assert "stopped by a signal" in cli("status").out
     assert f"kill -CONT {stopped_pid} resumes it" in cli("why").out.splitlines()[0]
@@ -216,7 +216,7 @@ def test_a_driver_that_is_stopped(run_dir: Path, stopped_pid: int, cli: CommandL
 def test_state_of_the_drivers_process() -> None:
     mine = now_is(STUCK)
     assert driver_state(mine) == "alive"
-    # Another process has reused the number; the driver ran on another machine.
+    # In the first case another process has reused the pid; in the second one the driver ran on another machine.
     assert driver_state(replace(mine, written_at=mine.written_at - 1e6)) == "gone"
     assert driver_state(replace(mine, host="elsewhere")) == "unknown"
 
@@ -230,7 +230,7 @@ def test_status_of_a_failed_run(run_dir: Path, cli: CommandLine) -> None:
     assert cli("why").out.startswith("run failed (rank 0 died)\nat that time:\n  Trainer is blocked")
 
 
-def test_a_summary_overrides_the_state_and_suffices_alone(run_dir: Path, cli: CommandLine) -> None:
+def test_a_summary_overrides_the_state_and_is_enough_by_itself(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir, now_is(STUCK))
     summarize(run_dir, "completed")
     assert cli("why").out == "run completed\n"
@@ -254,7 +254,7 @@ def test_a_torn_state_is_a_note_and_an_empty_run_an_error(run_dir: Path, cli: Co
 
 @pytest.fixture
 def journal(run_dir: Path) -> Path:
-    """Five samples fed, one of them READY."""
+    """A journal with five fed samples, one of which is READY."""
 
     async def write_it() -> None:
         path = run_dir / "journal.db"

@@ -70,7 +70,7 @@ def test_no_config_is_the_quickstart() -> None:
     assert load_config().model.path == "asyncrl://quickstart"
 
 
-def test_the_four_modes_are_those_of_the_design() -> None:
+def test_the_four_mode_recipes_set_the_keys_of_their_modes() -> None:
     def settings(recipe: str) -> tuple[bool, bool, bool]:
         keys = load_config(recipe).async_training
         return keys.trigger_parameter_sync_step > 1, keys.staleness_threshold > 0, keys.partial_rollout
@@ -283,7 +283,7 @@ def test_a_missing_file_is_reported_with_a_similar_one(tmp_path: Path) -> None:
     assert "did you mean quickstart?" in only_problem(source="quickstrat").fix
 
 
-def test_sync_is_a_barrier_over_the_same_samples() -> None:
+def test_sync_mode_adds_a_barrier_and_keeps_the_samples_per_version() -> None:
     both = ["async_training.trigger_parameter_sync_step=4", "async_training.require_batches=2"]
     free, barrier = load_config(None, both), load_config(None, both, mode="sync")
     keys = barrier.async_training

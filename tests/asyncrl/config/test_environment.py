@@ -81,7 +81,7 @@ def conversation(**multi_turn: Any) -> dict[str, Any]:
         ({"run_dir": "used"}, "run_dir", "resume=auto"),
         ({"run_dir": "train.csv/run"}, "run_dir", "is no directory"),
         ({"resume": "autp"}, "resume", "did you mean auto?"),
-        ({"resume": "./none"}, "resume", "give none, auto, a run directory"),  # a path is no misspelt `none`
+        ({"resume": "./none"}, "resume", "give none, auto, a run directory"),  # a path is not a misspelt `none`
         ({"serve.api_key_env": "MY_KEY"}, "serve.api_key_env", "export MY_KEY="),
         ({"reward.judge.model": "judge-1", "reward.judge.api_key_env": "MY_KEY"}, "reward.judge.api_key_env", "export"),
         ({"reward.function": "exact_mach"}, "reward.function", "did you mean exact_match?"),
@@ -110,7 +110,7 @@ def conversation(**multi_turn: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_a_missing_or_misspelt_thing_is_reported_with_a_fix(changes: dict[str, Any], key: str, text: str) -> None:
+def test_a_missing_or_misspelt_value_is_reported_with_a_fix(changes: dict[str, Any], key: str, text: str) -> None:
     problem = single(machine_problems(changes))
     assert (problem.key, problem.severity) == (key, "error")
     assert text in str(problem)
@@ -174,7 +174,7 @@ def test_a_port_in_use_is_reported() -> None:
         ("prometheus", "prometheus_client", "ray[default]"),
     ],
 )
-def test_a_sink_without_its_package(sink: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_without_its_package_is_reported(sink: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_modules(monkeypatch, module)
     problem = single(machine_problems({"logging.sinks": ["jsonl", sink]}))
     assert (problem.key, problem.value, problem.fix) == ("logging.sinks", sink, f"pip install '{package}'")
@@ -197,7 +197,7 @@ def test_a_sink_that_does_not_exist_is_reported(sink: str, text: str) -> None:
     assert text in str(single(machine_problems({"logging.sinks": ["jsonl", sink]})))
 
 
-def test_otlp_export_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_otlp_export_without_its_packages_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing_parent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
@@ -213,7 +213,7 @@ def test_otlp_export_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> No
 # ------------------------------------------------------------------------------------------------ models
 
 
-def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_a_model_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_config, no_weights = machine_problems({"model.path": str(tmp_path)})
     assert "config.json" in no_config.consequence and "safetensors" in no_weights.consequence
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -223,7 +223,7 @@ def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert machine_problems({"model.path": "some/model"}) == []
 
 
-def test_a_context_longer_than_the_model(tmp_path: Path) -> None:
+def test_a_context_longer_than_the_models_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert single(machine_problems({"model.path": str(tmp_path)})).key == "rollout.max_model_len"
@@ -236,7 +236,7 @@ def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
     assert tensor_shapes("asyncrl://quickstart") == tensor_shapes(resolve("asyncrl://quickstart")) != {}
 
 
-def test_models_of_other_roles(tmp_path: Path) -> None:
+def test_models_of_other_roles_are_checked(tmp_path: Path) -> None:
     missing = {"critic.path": str(tmp_path / "none")}
     problem = single(machine_problems(GAE | missing))
     assert "is not there" in problem.consequence
@@ -295,7 +295,7 @@ THREE_LABELS = CLASSIFIER | {"id2label": {"0": "a", "1": "b", "2": "c"}}
         (ONE_LABEL, 1, "", ""),
         (THREE_LABELS, 3, "3 labels", "3 labels"),
         (CLASSIFIER, 2, "2 labels", "2 labels"),  # Hugging Face leaves its default of two out
-        (CLASSIFIER, 1, "2 labels", ""),  # and the Trainer loads one label, whatever the file says
+        (CLASSIFIER, 1, "2 labels", ""),  # the Trainer loads one label in any case
         ({"architectures": ["LlamaForCausalLM"]}, None, "is a language model", "is a language model"),
         ({"architectures": ["LlamaForRewardModel"]} | {"num_labels": 1}, None, "", ""),
     ],
@@ -344,10 +344,10 @@ def test_engines_of_other_packages_are_found_by_their_entry_points(
 
 
 @pytest.mark.parametrize(("strategy", "module"), [("torchtitan", "torchtitan"), ("megatron", "megatron.core")])
-def test_an_engine_whose_library_is_not_installed(strategy: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_its_library_is_reported(strategy: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def find_spec(name: str) -> None:
         if "." in name:
-            raise ModuleNotFoundError(name)  # as for a missing parent package
+            raise ModuleNotFoundError(name)  # the error for a missing parent package
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     problem = single(machine_problems({"trainer.strategy": strategy}))
@@ -377,7 +377,7 @@ def test_builtin_engines_are_those_of_the_registry() -> None:
         (8, 8, "4 attention heads", "set it to 1 or 2 or 4"),
     ],
 )
-def test_sequence_parallel_ranks_share_heads_and_one_fix(size: int, ranks: int, text: str, fix: str) -> None:
+def test_the_fix_for_an_invalid_sequence_parallel_size_names_valid_sizes(size: int, ranks: int, text: str, fix: str) -> None:
     assert model_config("asyncrl://quickstart")["num_attention_heads"] == 4
     problem = single(machine_problems({ULYSSES: size, "trainer.num_workers": ranks, "trainer.device": "cpu"}))
     assert (problem.key, problem.fix) == (ULYSSES, fix)
@@ -387,7 +387,7 @@ def test_sequence_parallel_ranks_share_heads_and_one_fix(size: int, ranks: int, 
     assert single(one for one in elsewhere if one.key == ULYSSES).fix == fix
 
 
-def test_liger_kernels_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_liger_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     hide_modules(monkeypatch, "liger_kernel")
     problem = machine_problems({"trainer.use_liger": True})[0]
     assert "liger-kernel" in problem.consequence
@@ -401,7 +401,7 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(environment, "visible_gpus", lambda: number)
 
 
-def test_keys_for_gpus_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_need_a_gpu_are_reported_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     changes = {"trainer.activation_offload": True, "trainer.use_liger": True}
     show_gpus(monkeypatch, 0)
@@ -413,7 +413,7 @@ def test_keys_for_gpus_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch)
     assert machine_problems(changes) == []
 
 
-def test_more_gpus_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_more_gpus_than_the_machine_has_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     show_gpus(monkeypatch, 0)
     problem = single(machine_problems(CUDA))
     assert (problem.key, problem.severity) == ("trainer.device", "error")

@@ -46,7 +46,7 @@ def test_counts_follow_from_the_config() -> None:
     plan = plan_of(config, prompts=100)
     assert (plan.samples_per_step, plan.samples_per_lease, plan.samples_per_version) == (4, 12, 24)
     assert (plan.total_steps, plan.total_samples) == (27, 108)
-    assert plan.total_versions == 5  # 27 steps are 9 leases: four versions of two, and the last one of one
+    assert plan.total_versions == 5  # 27 steps are 9 leases: four versions of two leases, and a last version of one
     assert plan.max_unconsumed_samples == 36
     assert (plan.max_generating_samples, plan.max_generating_trajectories) == (7, 35)
     assert plan.max_model_len == config.data.max_prompt_length + config.rollout.response_length
@@ -65,7 +65,7 @@ def memory(overrides: list[str]) -> dict[str, tuple[int, float]]:
     return {part.name: (part.count, (part.memory_bytes or 0) / 1000) for part in plan.parts if "rank" in part.name}
 
 
-def test_memory_is_weights_optimizer_and_cache() -> None:
+def test_planned_memory_is_that_of_weights_optimizer_and_cache() -> None:
     config = load_config(None, ["algorithm=grpo_kl", "rollout.dtype=bfloat16"])
     parts = {part.name: part for part in plan_of(config).parts}
     assert parts["policy + ref rank"].memory_bytes == 1000 * (16 + 4)
@@ -117,11 +117,11 @@ def test_a_resumed_run_trains_on_other_samples_instead_of_skipped_passes() -> No
     steps = config_with({SIZE: 4, PASSES: 2, STEPS: 8})
     assert total_samples(steps, 8, None) == 16
     assert total_samples(steps, 8, None, step=2, trained_samples=4) == 16
-    assert total_samples(steps, 8, None, step=1, trained_samples=4) == 20, "seven steps left, two for a mini-batch"
+    assert total_samples(steps, 8, None, step=1, trained_samples=4) == 20, "seven steps are left, and each mini-batch takes two"
     epochs = config_with({SIZE: 4, PASSES: 2, STEPS: None})
     assert training_steps(epochs, 15) == 8
     assert total_samples(epochs, 8, 15) == 15
-    assert total_samples(epochs, 8, 15, step=1, trained_samples=4) == 15, "an epoch has no more"
+    assert total_samples(epochs, 8, 15, step=1, trained_samples=4) == 15, "an epoch has only 15 samples"
 
 
 def test_too_few_prompts_for_the_critics_warm_up_are_refused() -> None:
@@ -140,7 +140,7 @@ def test_shortages_are_warnings() -> None:
     scored = {"reward_model.placement": "serve", "reward_model.num_replicas": 3, "reward_model.path": "rm"}
     config = config_with(scored | {"trainer.device": "cuda"})
     problem = single(shortages(plan_of(config, two)))
-    assert problem.value == "5 GPUs", "an engine, a rank, and a GPU for each replica of the reward model"
+    assert problem.value == "5 GPUs", "one for the engine, one for the rank, and one for each replica of the reward model"
     small = dataclasses.replace(LAPTOP, memory_bytes=GIB)
     found = shortages(plan_of(config_with({"rollout.num_replicas": 4}), small, num_parameters=10**9))
     assert [problem.value.rpartition(" ")[2] for problem in found] == ["threads", "GiB"]

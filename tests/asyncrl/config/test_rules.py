@@ -335,7 +335,7 @@ WHOLE_GAE: Changes = WHOLE | GAE | {"trainer.optim.warmup_steps": 0}
         (WHOLE | {"trainer.optim.warmup_steps": 2}, None),
         (WHOLE | {"trainer.optim.warmup_steps": 3}, ("trainer.optim.warmup_steps", "warning")),
         (WHOLE_GAE | {"critic.warmup_steps": 1}, None),
-        (WHOLE_GAE | {"critic.warmup_steps": 2}, ("critic.warmup_steps", "warning")),  # most of the run
+        (WHOLE_GAE | {"critic.warmup_steps": 2}, ("critic.warmup_steps", "warning")),  # the warm-up takes most of the run
         (WHOLE_GAE | {"critic.warmup_steps": 3}, ("critic.warmup_steps", "error")),
         (WHOLE_GAE | {"critic.optim.warmup_steps": 3}, ("critic.optim.warmup_steps", "warning")),
         (WHOLE_GAE | {"critic.optim.warmup_steps": 3, "critic.ppo_epochs": 2}, None),

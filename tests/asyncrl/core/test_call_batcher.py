@@ -1,4 +1,4 @@
-"""Which items share a batch, and what happens to them when a caller is cancelled."""
+"""The call batcher: which items share a batch, and what happens to them when a caller is cancelled."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_weight_bounds_a_batch_and_a_heavy_item_is_sent_alone() -> None:
 
 
 async def outcomes_of(batcher: CallBatcher[int, int], *items: int) -> dict[int, str]:
-    """Each item's result or error, when all are submitted together."""
+    """Submit all items at once, and return the result or error of each."""
     outcomes: dict[int, str] = {}
 
     async def submit(item: int) -> None:
@@ -116,7 +116,7 @@ async def test_a_cancelled_sender_still_delivers() -> None:
 
 @pytest.mark.parametrize("cancelled", [2, 3])
 async def test_a_caller_cancelled_before_sending_takes_its_item_back(cancelled: int) -> None:
-    """The caller of 2 would send the next batch; 3 would only be in it."""
+    """The caller that submits 2 would send the next batch; the one that submits 3 would only have its item in it."""
     send = RecordedSend(is_open=False)
     batcher = CallBatcher(send, max_weight=10)
     scopes = {item: anyio.CancelScope() for item in (1, 2, 3, 4)}
@@ -146,7 +146,7 @@ async def test_when_the_next_sender_is_cancelled_another_one_sends() -> None:
         with scope:
             await batcher.submit(item)
             if item == 1:
-                second.cancel()  # it is next to send, and has not run since
+                second.cancel()  # it is the next sender, and has not run since it became that
 
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""A part's records as a stream: all of them, then its end."""
+"""The record stream of a part yields all records and then its end or its failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def record(step: int) -> StepRecord:
     return StepRecord(step, 0, {}, (), ())
 
 
-async def test_every_record_and_then_the_end() -> None:
+async def test_a_stream_yields_every_record_and_then_ends() -> None:
     async def run(sink: RecordSink) -> None:
         await sink.put(record(1))
         await anyio.lowlevel.checkpoint()
@@ -30,7 +30,7 @@ async def test_every_record_and_then_the_end() -> None:
         (ValueError("a bug of ours"), BugError, "the rollouter failed: ValueError: a bug of ours"),
     ],
 )
-async def test_every_record_before_the_failure(error: Exception, kind: type[Exception], message: str) -> None:
+async def test_a_stream_yields_every_record_before_it_raises_the_failure(error: Exception, kind: type[Exception], message: str) -> None:
     async def run(sink: RecordSink) -> None:
         await sink.put(record(1))
         raise error
@@ -41,7 +41,7 @@ async def test_every_record_before_the_failure(error: Exception, kind: type[Exce
         await anext(records)
 
 
-async def test_a_reader_that_goes_away_ends_the_run_and_waits_for_its_end() -> None:
+async def test_closing_the_stream_cancels_the_run_and_waits_for_its_end() -> None:
     events: list[str] = []
 
     async def run(sink: RecordSink) -> None:

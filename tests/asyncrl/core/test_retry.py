@@ -1,4 +1,4 @@
-"""Budgets of restarts."""
+"""Restart budgets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_excused_failures_do_not_count_even_if_they_are_reported_later() -> None
     budget = RestartBudget("replicas", 2, 100.0)
     for at_s in (0.0, 1.0):
         budget.spend(at_s, InfraError("an engine died"))
-    budget.excuse(3)  # of two that were charged, and one whose successor has not reported yet
+    budget.excuse(3)  # two were charged, and the successor of the third has not reported yet
     assert budget.spend(2.0, InfraError("an engine died")) == 0
     assert [budget.spend(at_s, InfraError("an engine died")) for at_s in (3.0, 4.0)] == [1, 2]
     with pytest.raises(InfraError, match="failed 3 times within 100 s"):
@@ -56,7 +56,7 @@ def test_excused_failures_do_not_count_even_if_they_are_reported_later() -> None
 
 @given(steps=st.lists(st.integers(0, 5), max_size=40), max_restarts=st.integers(1, 4))
 def test_failures_without_progress_spend_the_budget(steps: list[int], max_restarts: int) -> None:
-    """Each failure is after one step; far apart, so that the rate never counts."""
+    """Each failure follows one step, and failures are so far apart that the limit on their rate never applies."""
     budget = RestartBudget("Trainer", max_restarts, 1.0)
     for number, step in enumerate(steps):
         budget.reached(step)

@@ -43,13 +43,13 @@ def test_steps_are_parsed(value: object, inside: tuple[int, ...], outside: tuple
         (["1", "every"], "'every' is no step"),
     ],
 )
-def test_a_value_that_names_no_steps_is_refused(value: object, message: str) -> None:
+def test_an_invalid_set_of_steps_is_refused(value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StepSet.parse(value)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))), st.integers(0, 45))
-def test_ranges_are_the_sets_they_stand_for(drawn: list[tuple[int, int]], first: int) -> None:
+def test_ranges_behave_like_the_sets_of_their_steps(drawn: list[tuple[int, int]], first: int) -> None:
     ranges = [(low, low + length) for low, length in drawn]
     steps, expected = StepSet(ranges), {step for low, high in ranges for step in range(low, high + 1)}
     assert {step for step in range(60) if step in steps} == expected

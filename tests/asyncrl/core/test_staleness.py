@@ -1,4 +1,4 @@
-"""Pacing, the bound and the token mask, on plain integers."""
+"""Pacing, the staleness bound and the mask of stale tokens, on plain integers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from asyncrl.core.staleness import Pacing, judge, stale_token_mask, staleness
 from asyncrl.core.types import Span
 
 
-def test_the_threshold_is_the_decimal_that_was_written() -> None:
-    assert Pacing(10, 0.1).limit(0) == 11  # in binary, (1 + 0.1) * 10 is above 11
-    assert Pacing(10, 0.25).limit(0) == 13  # fed - dropped < 12.5
+def test_the_threshold_is_an_exact_decimal() -> None:
+    assert Pacing(10, 0.1).limit(0) == 11  # as binary floating-point numbers, (1 + 0.1) * 10 is above 11
+    assert Pacing(10, 0.25).limit(0) == 13  # the 13th sample is fed while fed - dropped = 12 < 12.5
     assert Pacing(3, 1.0).limit(2) == 12
 
 
@@ -38,7 +38,7 @@ def test_dropped_samples_do_not_count_towards_the_total() -> None:
 def test_the_permits_are_exactly_those_that_pacing_allows(
     size: int, threshold: float, version: int, fed: int, dropped: int
 ) -> None:
-    """Feeding one at a time while `fed - dropped < (version + 1 + threshold) * S` stops after that many."""
+    """Feeding one sample at a time while `fed - dropped < (version + 1 + threshold) * S` gives the same number."""
     pacing = Pacing(size, threshold)
     permits = pacing.permits(fed, dropped, version)
     tenths = round((version + 1 + threshold) * size * 100)  # all thresholds above have at most two decimals
@@ -66,7 +66,7 @@ def test_tokens_of_old_spans_are_stale() -> None:
     assert stale_token_mask((), 0, trainer_version=4, max_staleness=0).shape == (0,)
 
 
-def test_newer_samples_are_fresh_after_a_rewind_and_a_bug_otherwise() -> None:
+def test_samples_newer_than_the_trainer_are_fresh_after_a_rewind_and_a_bug_otherwise() -> None:
     assert staleness(2, 5, allows_newer=True) == 0
     assert staleness(5, 2, allows_newer=True) == 3
     assert judge(2, 5, max_staleness=0, stale_action="drop", allows_newer=True) == "keep"

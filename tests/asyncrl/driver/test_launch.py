@@ -25,7 +25,7 @@ def config_of(tmp_path: Path, console: str = "off", **keys: Any) -> Config:
 
 
 def replace_cluster(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-    """Start no Ray; with `error`, fail instead."""
+    """Replace the start of Ray by nothing, or by a failure with `error`."""
 
     @asynccontextmanager
     async def cluster(config: Config, name: str, *, stale: str) -> AsyncIterator[str]:
@@ -71,7 +71,7 @@ def test_status_and_error_of_a_run_that_fails_after_an_interrupt(
 @pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("model.path=x: is none; give another"), 2), (InfraError("a rank died"), 1)]
 )
-def test_a_part_that_refuses_the_configuration_ends_the_launch_with_two(
+def test_a_part_that_refuses_the_configuration_ends_the_launch_with_exit_code_two(
     error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace_cluster(monkeypatch, error)

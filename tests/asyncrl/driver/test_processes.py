@@ -1,4 +1,4 @@
-"""Signals, processes, the Ray cluster, and errors of Ray."""
+"""Signals, processes, the Ray cluster, and the translation of Ray's errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainer.actor import start_trainer
 
 
 class Signalled:
-    """Interrupts that are listened to while the test sends signals."""
+    """Listens to interrupts while the test sends signals."""
 
     def __init__(self) -> None:
         self.interrupts = Interrupts()
@@ -49,7 +49,7 @@ class Signalled:
         await anyio.sleep_forever()
 
     async def receive(self, *signals: signal.Signals) -> bool:
-        """Send the signals, each after the first one once the orderly stop has begun. Return whether the scope was
+        """Send the signals, and wait for the orderly stop to begin after each of them. Return whether the scope was
         cancelled."""
         with anyio.fail_after(10), self.interrupts.scope:
             async with anyio.create_task_group() as group:
@@ -64,23 +64,23 @@ class Signalled:
         return self.interrupts.scope.cancelled_caught
 
 
-async def test_the_first_signal_asks_for_an_orderly_end() -> None:
+async def test_the_first_signal_begins_an_orderly_stop() -> None:
     run = Signalled()
     run.interrupts.on_first = run.stop
     assert not await run.receive(signal.SIGINT)
 
 
-async def test_the_second_signal_ends_at_once() -> None:
+async def test_the_second_signal_cancels_at_once() -> None:
     run = Signalled()
     run.interrupts.on_first = run.stop_forever
     assert await run.receive(signal.SIGINT, signal.SIGTERM)
 
 
-async def test_during_the_start_the_first_signal_cancels() -> None:
+async def test_the_first_signal_during_the_start_cancels_at_once() -> None:
     assert await Signalled().receive(signal.SIGINT)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="adoption of orphans is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
@@ -111,7 +111,7 @@ def test_a_stopped_process_is_ended_and_one_with_a_reused_pid_is_not() -> None:
         child.send_signal(signal.SIGSTOP)
         end_known([child.pid], began)
         assert not psutil.pid_exists(child.pid)
-        end_known([child.pid], began)  # gone: nothing happens
+        end_known([child.pid], began)  # the process no longer exists, so nothing happens
     finally:
         child.kill()
 
@@ -148,7 +148,7 @@ async def test_a_hanging_shutdown_of_ray_is_bounded(
     finally:
         hung.set()
     assert not limit.cancelled_caught and scope.cancelled_caught is interrupted
-    assert ended.is_set(), "its processes are left running"
+    assert ended.is_set(), "the processes of Ray are left running"
     assert "did not shut down within timeouts.stop_s=0.05" in caplog.text
     assert ("may still be on the cluster" in caplog.text) is (address is not None)
 
@@ -167,7 +167,7 @@ async def test_deleting_stale_apps_is_bounded(monkeypatch: pytest.MonkeyPatch) -
         hung.set()
 
 
-def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
+def test_errors_of_a_part_are_translated_from_rays() -> None:
     def task_error(cause: Exception) -> RayTaskError:
         return RayTaskError("run", "the remote traceback", cause)
 
@@ -177,7 +177,7 @@ def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
     assert isinstance(full, DiskFullError)
     assert "No space left" in str(full)
     assert isinstance(translate("trainer", task_error(ConnectionResetError("a peer"))), InfraError)
-    assert isinstance(translate("trainer", task_error(ActorDiedError())), InfraError), "a rank, seen by the trainer"
+    assert isinstance(translate("trainer", task_error(ActorDiedError())), InfraError), "the Trainer raises the death of a rank"
     gone = translate("trainer", ActorDiedError())
     assert isinstance(gone, InfraError)
     assert gone.message.startswith("the trainer's process died; ") and "logs/ray" in gone.message

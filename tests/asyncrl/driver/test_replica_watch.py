@@ -27,7 +27,7 @@ def test_a_new_name_after_the_first_full_set_is_a_replacement_until_it_serves(wa
     restart = Restart("replica", 2, 2.5, "no engine", detail="replica c")
     seen = watch.update([report("a", 2.5, "broken", "no engine"), report("b", 6.0), report("c", 6.0, "starting")], 6.0)
     assert seen == ReplicaChanges((restart,), (), ())
-    # The store still has the report of the replica that is gone.
+    # The store still has the report of the replica that died.
     seen = watch.update([report("a", 2.5), report("b", 7.0), report("c", 7.5)], 8.0)
     assert seen.replaced == () and [one.recovered_at for one in seen.recovered] == [7.5]
     assert watch.update([report("a", 2.5), report("b", 9.0), report("c", 9.0)], 9.0) == NOTHING
@@ -44,7 +44,7 @@ def test_a_silent_replica_is_unresponsive_once(watch: ReplicaWatch) -> None:
 
 
 def test_a_replica_that_hangs_while_another_is_replaced_is_unresponsive(watch: ReplicaWatch) -> None:
-    """Two replicas are silent, and the one with the newer report is gone."""
+    """Two replicas are silent, and the one with the newer report is the one that was replaced."""
     hangs, dead = report("a", 1.0), report("b", 2.0)
     assert watch.update([hangs, dead], 2.0) == NOTHING
     assert len(watch.update([hangs, dead, report("c", 10.0)], 10.0).replaced) == 1
@@ -54,7 +54,7 @@ def test_a_replica_that_hangs_while_another_is_replaced_is_unresponsive(watch: R
     assert hangs not in seen.unresponsive
 
 
-def test_a_report_of_a_presumed_gone_replica_means_that_another_is_gone(watch: ReplicaWatch) -> None:
+def test_a_report_of_a_replica_presumed_dead_means_that_another_one_died(watch: ReplicaWatch) -> None:
     """`b` died just after its report, and its successor came before the next one of `a`."""
     watch.update([report("a", 1.0), report("b", 1.5)], 1.5)
     assert len(watch.update([report("a", 1.0), report("b", 1.5), report("c", 1.8)], 1.8).replaced) == 1
@@ -67,7 +67,7 @@ def test_a_report_of_a_presumed_gone_replica_means_that_another_is_gone(watch: R
 
 def test_a_silent_store_does_not_make_replicas_unresponsive(watch: ReplicaWatch) -> None:
     watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
-    # The store was away for two minutes, and its successor has no report yet.
+    # The store was down for two minutes, and the restarted one has no report yet.
     assert watch.update([], 120.0, store_since=119.0) == NOTHING
     assert watch.update([report("a", 121.0)], 121.0, store_since=119.0) == NOTHING
     assert [one.replica for one in watch.update([report("a", 180.0)], 180.0, store_since=119.0).unresponsive] == ["b"]
@@ -93,7 +93,7 @@ def test_a_replica_that_is_not_replaced_is_missing_once(watch: ReplicaWatch) -> 
 def test_a_replica_that_hung_while_the_driver_was_suspended_is_not_missing_at_once(watch: ReplicaWatch) -> None:
     stuck = report("a", 1.0)
     watch.update([stuck, report("b", 1.0)], 1.0)
-    # The driver was suspended for an hour: only now it can end the replica that hangs unnoticed by Serve.
+    # The driver was suspended for an hour, so only now can it end the replica, whose hang Serve has not noticed.
     assert watch.update([stuck, report("b", 3600.0)], 3600.0) == ReplicaChanges((), (), (stuck,))
     assert watch.update([stuck, report("b", 4200.0)], 4200.0) == NOTHING
     assert watch.update([stuck, report("b", 4201.0)], 4201.0).missing == (stuck,)

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunOnDisk:
     return RunOnDisk(tmp_path / "run")
 
 
-def test_a_manifest_keeps_the_journals_transition(run: RunOnDisk) -> None:
+def test_a_manifest_contains_the_number_of_the_journals_transition(run: RunOnDisk) -> None:
     assert load_manifest(run.checkpoint(3, seq=77)).queue.seq == 77
 
 
@@ -41,7 +41,7 @@ def test_a_run_that_died_before_its_first_checkpoint_resumes_from_its_journal(ru
     assert run.resume(journal="off") is None
 
 
-def test_among_the_runs_of_an_experiment_one_with_only_a_journal_counts(tmp_path: Path) -> None:
+def test_a_run_with_only_a_journal_can_be_the_one_to_resume(tmp_path: Path) -> None:
     oldest, second, completed, newest = (RunOnDisk(tmp_path / "quickstart" / f"2026010{day}") for day in range(1, 5))
     oldest.checkpoint(5)
     second.journal()
@@ -108,7 +108,7 @@ def test_the_lineage_is_one_more_than_any_before(run: RunOnDisk) -> None:
     assert run.found().lineage == 1
     aside = run.checkpoint(9, lineage=3)
     aside.rename(aside.with_name(f"abandoned_{aside.name}"))
-    assert (run.found().manifest.lineage, run.found().lineage) == (0, 4), "an abandoned checkpoint counts, too"
+    assert (run.found().manifest.lineage, run.found().lineage) == (0, 4), "an abandoned checkpoint counts too"
 
 
 def test_a_replaced_trainer_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -121,7 +121,8 @@ def test_a_replaced_trainer_continues_from_the_newest_checkpoint(tmp_path: Path)
 
 
 def test_a_checkpoint_that_a_replaced_trainer_wrote_after_the_rewind_is_skipped(tmp_path: Path) -> None:
-    """It was suspended while it wrote the checkpoint of step 5, its successor went back to 3, and then it continued."""
+    """The Trainer was suspended while it wrote the checkpoint of step 5, its successor went back to step 3, and then the
+    suspended one continued."""
     history = NO_REWINDS.after_rewind(3)
     three, five = write_checkpoint(tmp_path, 3, seq=30), write_checkpoint(tmp_path, 5, seq=50)
     assert find_latest(tmp_path) == five
@@ -134,7 +135,7 @@ def test_a_checkpoint_that_a_replaced_trainer_wrote_after_the_rewind_is_skipped(
 
 @pytest.fixture
 def rewound(run: RunOnDisk) -> tuple[Path, Path]:
-    """The checkpoints of steps 3 and 5 of a run that was at step 5 and went back to step 3."""
+    """Write the checkpoints of steps 3 and 5 of a run that was at step 5 and went back to step 3."""
     run.journal(MarkCheckpoint(3), MarkCheckpoint(5), RewindTraining(3, 0, 1, None))
     return run.checkpoint(3, seq=1), run.checkpoint(5, seq=2)
 
@@ -156,7 +157,7 @@ def test_a_launch_skips_an_abandoned_checkpoint_and_refuses_it_by_name(
 
 @pytest.mark.usefixtures("rewound")
 def test_the_journal_does_not_continue_from_an_abandoned_mark(run: RunOnDisk) -> None:
-    """If such a checkpoint is restored anyway, its own sample counts are used."""
+    """If a checkpoint of that mark is restored anyway, the run uses the sample counts in the checkpoint."""
 
     async def reopen(seq: int) -> Journal:
         opened = Journal.open(run.files.journal, num_prompts=8, identity={}, restore=snapshot(seq))
@@ -184,7 +185,7 @@ def test_the_journal_does_not_continue_from_an_abandoned_mark(run: RunOnDisk) ->
 def test_samples_in_the_journal_are_not_trained_under_other_settings(
     run: RunOnDisk, change: dict[str, Any], key: str
 ) -> None:
-    """A checkpoint alone has no such samples."""
+    """A checkpoint without a journal has no such samples."""
     run.journal(MarkCheckpoint(5))
     samples = f"journal.db has samples that were generated with {key}"
     with pytest.raises(ConfigError, match=f"{samples}.* Restore the setting; or start"):

@@ -1,4 +1,4 @@
-"""Probes, the run status and the decisions of a run, without its parts."""
+"""Probes, the run status and the decisions of a run whose parts are not started."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_a_probe_repeats_after_answers_and_timeouts(monkeypatch: pytest.Mo
 
     with pytest.raises(InfraError, match="gone for good"):
         await probe(ask, 30.0, on_answer=on_answer, on_timeout=on_timeout)
-    # A part that answers the second try was well, and this process was suspended.
+    # A part that answers the second try was healthy: this process was suspended.
     assert seen == ["one", "missed: slow", "two", "three"]
     retry_s = supervision.RETRY_S
     assert limits == [30.0, 30.0, 30.0, retry_s, 30.0, retry_s, 30.0, retry_s, 30.0, 30.0]
@@ -69,14 +69,14 @@ async def test_a_probe_ignores_timeouts_while_the_driver_was_suspended(monkeypat
         if not took:
             raise InfraError("gone for good")
         clock.now_s += took.pop(0)
-        raise DeadlineError(f"{len(took)} more")
+        raise DeadlineError(f"{len(took)} left")
 
     async def on_timeout(error: DeadlineError) -> None:
         seen.append(error.message)
 
     with pytest.raises(InfraError, match="gone for good"):
         await probe(ask, 30.0, on_answer=on_timeout, on_timeout=on_timeout)
-    assert seen == ["3 more"] and not took, "reported after the fourth, the first second try that ended in time"
+    assert seen == ["3 more"] and not took, "the timeout is reported after the fourth try, the first repeated one that ended in time"
 
 
 def test_message_of_a_resumed_run() -> None:
@@ -133,7 +133,7 @@ class RunRig:
 
 
 async def test_the_next_rollouter_knows_which_version_is_validated(tmp_path: Path) -> None:
-    """So does the next Trainer, but only of validations that were not rewound."""
+    """So does the next Trainer, but it knows only validations that were not rewound."""
     driver = RunRig(tmp_path)
     assert driver.run._rollout_start() == RolloutStart(True, None, 0)
     assert driver.recorder.validated_step is None
@@ -150,12 +150,12 @@ async def test_the_next_rollouter_knows_which_version_is_validated(tmp_path: Pat
 async def test_a_resumed_run_does_not_validate_its_start_again(tmp_path: Path) -> None:
     first, second = RunRig(tmp_path), RunRig(tmp_path)
     await first.run._put(ValidationRecord(0, 0, {"reward/mean": 0.5}, ()))
-    second.run._recorder = first.recorder  # which has read the run's records
+    second.run._recorder = first.recorder  # the recorder has read the run's records
     assert second.run._rollout_start() == RolloutStart(False, None, 0)
 
 
 class Queue:
-    """A queue with only leased samples; the test closes it."""
+    """A queue that has only leased samples until the test closes it."""
 
     def __init__(self) -> None:
         self.closed = True
@@ -177,7 +177,7 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_is_rewo
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
-            queue.closed = False  # leased samples may have to be generated again, and new versions applied
+            queue.closed = False  # leased samples may have to be generated again, and new versions have to be applied
             await driver.run._on_rewind(ResumePoint(4, 4, "", 1))
         assert answers == [True] and driver.status.resumed_at.lineage == 1
         queue.closed = True
@@ -272,7 +272,7 @@ def step_record(step: int) -> StepRecord:
     return StepRecord(step, step, metrics, (1.0,), (0,))
 
 
-async def test_crashes_that_a_prompt_explains_are_not_charged_to_the_replicas(tmp_path: Path) -> None:
+async def test_crashes_caused_by_a_prompt_are_not_charged_to_the_replicas(tmp_path: Path) -> None:
     driver = RunRig(tmp_path, recovery={"max_restarts": 1})
     budget, died = driver.run._budgets["replica"], InfraError("an engine died")
 
@@ -282,7 +282,7 @@ async def test_crashes_that_a_prompt_explains_are_not_charged_to_the_replicas(tm
     budget.spend(0.0, died)
     explained(2)  # the successor of the second engine has not reported yet
     budget.spend(1.0, died)
-    explained(0)  # by a new Rollouter
+    explained(0)  # a new Rollouter explains it
     assert budget.spend(2.0, died) == 1
     explained(1)
     assert budget.spend(3.0, died) == 1

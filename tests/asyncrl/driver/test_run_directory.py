@@ -46,7 +46,7 @@ def current_files(run_dir: RunDir) -> set[str]:
     return {path.name for path in run_dir.path.iterdir() if "-abandoned-" not in path.name}
 
 
-def test_a_run_without_checkpoint_and_journal_starts_anew_in_its_directory(tmp_path: Path) -> None:
+def test_a_run_without_checkpoint_and_journal_starts_again_in_its_directory(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"), resume="auto")
     write_records(first := open_run_dir(config, None))
     second = open_run_dir(config, None)
@@ -98,7 +98,7 @@ async def test_a_replaced_trainer_rewinds_to_its_own_lineage_whatever_its_predec
     await queue.mark(5)
     write_checkpoint(tmp_path, 3)
     await part.claim(2)
-    write_checkpoint(tmp_path, 5)  # by the first process, after it was replaced
+    write_checkpoint(tmp_path, 5)  # the first process writes it after it was replaced
     assert (await part.claim(3)).startswith("back to step 3 ")
     assert queue.state.history == NO_REWINDS.after_rewind(3, 2)
     await queue.mark(4)
@@ -224,7 +224,7 @@ def ended_run(run_dir: Path, *, status: str = "completed", step: int = 4, **trai
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
-    """Return all files, without the scratch memory and the empty log that any reader of SQLite leaves."""
+    """Return all files except the shared memory and the empty log that every reader of SQLite leaves."""
     files = {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     return {
         name: data
@@ -234,7 +234,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 
 class Started(Exception):
-    """The launch has found something to train."""
+    """Raised when a launch starts to train instead of reporting that the run is finished."""
 
 
 class Launches:
@@ -264,7 +264,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 @pytest.mark.parametrize("named", ["auto", "", "checkpoints/step_000004"])
-def test_a_completed_run_stays_as_it_is(tmp_path: Path, launches: Launches, named: str) -> None:
+def test_launching_a_completed_run_changes_no_file(tmp_path: Path, launches: Launches, named: str) -> None:
     run = ended_run(tmp_path / "run")
     before = contents(run.path)
     message = launches.message(run.again(resume="auto" if named == "auto" else str(run.path / named)))

@@ -1,4 +1,4 @@
-"""Queue, store and replicas are supervised by their status alone."""
+"""The driver supervises queue, store and replicas by their status alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATE = DeadlineError("it did not answer")
 
 
 class Rig:
-    """A `ServiceWatch` that gets statuses from the test; the processes that it kills are recorded."""
+    """A `ServiceWatch` that gets its statuses from the test, with a record of the processes that it kills."""
 
     def __init__(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_restarts: int, timeouts: dict[str, int]
@@ -169,18 +169,18 @@ async def test_a_replica_that_is_not_replaced_ends_the_run_with_the_message_of_s
 ) -> None:
     rig = make_rig(start_s=100)
 
-    async def said(namespace: str) -> str:
+    async def messages_of_serve(namespace: str) -> str:
         if serve_fails:
             raise InfraError("Serve is gone")
         return "Traceback\nRuntimeError: no such kernel"
 
-    monkeypatch.setattr(watch_module, "serve_messages", said)
+    monkeypatch.setattr(watch_module, "serve_messages", messages_of_serve)
     with pytest.raises(InfraError, match=r"replica a \(pid 100\) is gone .*timeouts.start_s=100") as caught:
         await rig.watch._fail_for_missing(report("a"))
     assert ("no such kernel" in caught.value.cause) is not serve_fails
 
 
-async def test_a_restarted_store_is_informed_until_it_has_a_version(make_rig: MakeRig) -> None:
+async def test_versions_are_republished_until_a_restarted_store_has_one(make_rig: MakeRig) -> None:
     rig = make_rig()
     answers: list[InfraError | None] = [InfraError("the trainer is gone"), None]
 

@@ -26,7 +26,7 @@ STUCK = replace(
 
 
 def later(state: RunState, seconds: float) -> RunState:
-    """The same state, written later; the replicas continue to report."""
+    """Return the same state as written later; the replicas have continued to report."""
     replicas = tuple(replace(report, reported_at=report.reported_at + seconds) for report in state.replicas)
     return replace(state, written_at=state.written_at + seconds, replicas=replicas)
 
@@ -118,7 +118,7 @@ def test_a_call_counts_as_progress_until_its_own_deadline(watchdog: Watchdog) ->
             now_s = float(second)
             watchdog.observe(now_s, replace(STUCK, waits={"trainer": tuple(board.snapshot())}))
             assert {wait.edge: wait.bounded for wait in board.snapshot()} == {"permit": False, "train": second < 50}
-        # The call's deadline should have ended it by then; otherwise the watchdog does.
+        # The call's deadline should have ended the call by then; if it has not, the watchdog fails the run.
         now_s = 60.1
         with pytest.raises(StallError, match=r"no progress for 11 s.*optimizer step for 60 s"):
             watchdog.observe(now_s, replace(STUCK, waits={"trainer": (Wait("train", 1, 60.1),)}))

@@ -26,7 +26,7 @@ HANG = "hang"
 
 
 class ScriptedPart:
-    """Each process yields its script: records, then how it ends: an exception, `HANG`, or nothing: by itself."""
+    """A part whose processes follow scripts: each yields its records, and then raises, hangs (`HANG`), or ends."""
 
     name: PartName = "rollouter"
 
@@ -34,7 +34,7 @@ class ScriptedPart:
         self.scripts = list(scripts)
         self.did: list[str] = []
         self.starts: list[InfraError | anyio.Event | str | None] = []
-        """How each start fails, in order; `HANG`: it does not end; an event: it succeeds with that."""
+        """The outcome of each start, in order: an error, `HANG`, or an event that lets the start succeed when it is set."""
         self.claims: list[InfraError] = []
         self.asked_to_stop = anyio.Event()
         self.starting = anyio.Event()
@@ -170,7 +170,7 @@ async def test_an_unresponsive_part_is_replaced() -> None:
     assert [restart.cause for restart in seen.restarts] == ["no answer"]
 
 
-async def test_a_stop_asks_the_process_that_is_up() -> None:
+async def test_a_stop_is_sent_to_the_running_process() -> None:
     part = ScriptedPart([HANG])
     await Supervised(part).stop_when(part.running)
     assert part.did == ["run", "stop"]
@@ -181,7 +181,7 @@ async def test_a_stop_during_a_restart_does_not_start_the_next_one(caplog: pytes
     part.starts = [HANG]
     seen = Supervised(part)
     await seen.stop_when(part.starting)
-    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "a half-started process is not left running"
+    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "a process that was starting is killed"
     assert seen.supervisor.replacing_since is None
     seen.supervisor.mark_working()
     assert [restart.recovered_at for restart in seen.restarts] == [None]
@@ -189,7 +189,7 @@ async def test_a_stop_during_a_restart_does_not_start_the_next_one(caplog: pytes
 
 
 async def test_a_stop_right_after_a_successful_start_is_not_lost() -> None:
-    """The start can no longer be cancelled, and the supervisor has not continued from it yet."""
+    """The start has succeeded, so it cannot be cancelled, and the supervisor has not yet continued after it."""
     part = ScriptedPart([InfraError("it died")], [HANG])
     up = anyio.Event()
     part.starts = [up]
@@ -200,7 +200,7 @@ async def test_a_stop_right_after_a_successful_start_is_not_lost() -> None:
         await seen.supervisor.stop()
 
     await seen.follow_until(part.starting, start_and_stop)
-    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "otherwise it would never be asked to stop"
+    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "no other call would stop the new process"
     assert seen.supervisor.replacing_since is None
 
 
@@ -215,7 +215,7 @@ class FailsWhenStopped(ScriptedPart):
         raise self.error
 
 
-async def test_a_part_that_dies_while_it_stops_has_stopped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_part_that_dies_while_it_stops_counts_as_stopped(caplog: pytest.LogCaptureFixture) -> None:
     part = FailsWhenStopped(InfraError("a rank died"))
     seen = Supervised(part)
     await seen.stop_when(part.running)
@@ -231,14 +231,14 @@ async def test_a_disk_that_is_full_while_a_part_stops_is_a_failure() -> None:
 
 
 class DiesWhenAskedToStop(ScriptedPart):
-    """Its request to stop fails before its record stream does."""
+    """A part whose request to stop fails before its record stream does."""
 
     async def stop(self) -> None:
         await super().stop()
         raise InfraError("its process died")
 
 
-async def test_a_part_that_cannot_be_asked_to_stop_is_no_failure_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_request_to_stop_does_not_fail_the_run(caplog: pytest.LogCaptureFixture) -> None:
     part = DiesWhenAskedToStop([HANG])
     await Supervised(part).stop_when(part.running)
     assert part.did == ["run", "stop"]

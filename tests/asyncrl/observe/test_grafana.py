@@ -20,7 +20,7 @@ WHERE = 'experiment=~"$experiment",run=~"$run"'
 
 
 def series_of(expression: str) -> str:
-    """The series in an expression."""
+    """Return the series that an expression reads."""
     found = re.fullmatch(rf"(ray_asyncrl_\w+)\{{{re.escape(WHERE)}\}}", expression)
     assert found, f"{expression} names no metric"
     return found[1]

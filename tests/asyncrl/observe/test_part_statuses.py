@@ -1,4 +1,4 @@
-"""Metrics of the parts from their statuses."""
+"""Metrics that are derived from the statuses of the parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_both_sides_have_version_and_active_share() -> None:
     assert (metrics.known["idle/trainer"], metrics.known["active/trainer"]) == (0.5, 0.5)
 
 
-def test_waits_of_both_sides_are_added_up_and_never_fall() -> None:
+def test_wait_times_of_both_sides_add_up_and_never_decrease() -> None:
     metrics = PartMetrics(0)
     metrics.update_rollouter(
         0.0, rollouter_status(waited_s={"permit": 2.0}, waits=[Wait("permit", 1, 0.5), Wait("engine", 4, 9.0)])
@@ -49,7 +49,7 @@ def test_waits_of_both_sides_are_added_up_and_never_fall() -> None:
     assert metrics.known["queue/wait_permit_s"] == 2.75
     metrics.update_trainer(0.0, trainer_status(waits=[Wait("samples", 1, 3.0)]), 1.0)
     assert metrics.known["queue/wait_samples_s"] == 4.0
-    metrics.update_trainer(1.0, trainer_status(), 1.0)  # the wait ended, and its step is not recorded yet
+    metrics.update_trainer(1.0, trainer_status(), 1.0)  # the wait has ended, but its step is not recorded yet
     assert metrics.known["queue/wait_samples_s"] == 4.0
 
 
@@ -63,7 +63,7 @@ def test_the_mean_time_of_tool_calls_continues_over_restarts() -> None:
 
 
 def test_dropped_events_are_those_of_all_processes_each_counted_once() -> None:
-    """Rollouter and Trainer include replicas and ranks; queue and driver count their own."""
+    """The counts of Rollouter and Trainer include replicas and ranks; queue and driver count their own events."""
     metrics = PartMetrics(0)
     metrics.update_rollouter(0.0, rollouter_status(profiler={"events": 100, "dropped": 5, "own_dropped": 2}))
     metrics.update_trainer(0.0, trainer_status(profiler={"events": 10, "dropped": 4, "own_dropped": 0}), 0.0)

@@ -51,7 +51,7 @@ def rollouter(tokens: int, idle_s: float = 0.0, incarnation: int = 1, **changes:
 async def recording(
     run_dir: RunDir, *sinks: str, view: View | None = None, resumed: ResumePoint | None = None
 ) -> AsyncIterator[Recorder]:
-    """A recorder of one process of a run."""
+    """Open the recorder of one process of a run."""
     config = Config(logging=LoggingConfig.model_validate({"sinks": sinks}))
     recorder = await Recorder.open(config, run_dir, view or View(), resumed)
     yield recorder
@@ -67,7 +67,7 @@ async def four_steps(recorder: Recorder) -> None:
 
 
 def answers(recorder: Recorder) -> list[str]:
-    """The responses of the example before and after training."""
+    """Return the responses of the example before and after training."""
     return [example["response"] for example in recorder.examples() if example is not None]
 
 
@@ -140,7 +140,7 @@ async def test_a_resumed_run_records_no_step_twice_and_summarizes_the_whole_run(
         await four_steps(recorder)
     earlier_s = lines(run_dir)[5]["time_s"]
     with run_dir.metrics.open("a") as file:
-        file.write('{"kind": "step", "step": 5, "ver')  # torn by a kill
+        file.write('{"kind": "step", "step": 5, "ver')  # a killed process leaves a torn line
     resumed = ResumePoint(2, 2, "checkpoints/step_2")
     async with recording(run_dir, "jsonl", "tensorboard", resumed=resumed) as recorder:
         assert recorder.summary("interrupted", None)["step"] == 2
@@ -151,7 +151,7 @@ async def test_a_resumed_run_records_no_step_twice_and_summarizes_the_whole_run(
         assert summary["resumed"] == {"step": 2, "version": 2, "checkpoint": "checkpoints/step_2"}
         assert (summary["reward"]["first"], summary["reward"]["last"]) == pytest.approx((0.1, 1.0))
         assert summary["tokens"] == {"generated": 270, "trained": 300}
-        # Its driver had counted more: step 3 uses tokens that were generated before the end.
+        # The driver of the earlier process had counted more tokens: step 3 uses tokens that it generated before its end.
         recorder.add_earlier_tokens(420)
         recorder.update_parts(queue_status(6), rollouter(75), trainer_status())
         assert recorder.summary("completed", None)["tokens"]["generated"] == 495
@@ -172,7 +172,7 @@ def rewards_on_tensorboard(run_dir: RunDir) -> tuple[Any, list[tuple[int, float]
 
 async def test_tensorboard_discards_the_steps_that_a_resume_repeats(run_dir: RunDir) -> None:
     for resumed, numbers, reward in ((None, (1, 2, 3), 0.25), (ResumePoint(2, 2, "c"), (3, 4), 0.5)):
-        for file in run_dir.tensorboard.glob("*"):  # as if another process had written it
+        for file in run_dir.tensorboard.glob("*"):  # the file looks as if another process had written it
             file.rename(file.with_name("events.out.tfevents.1.earlier.1"))
         async with recording(run_dir, "tensorboard", resumed=resumed) as recorder:
             for number in numbers:
@@ -230,7 +230,7 @@ async def test_a_rewind_removes_everything_beyond_the_checkpoint(run_dir: RunDir
         ]
 
 
-async def test_tensorboard_discards_what_a_rewind_removes(run_dir: RunDir) -> None:
+async def test_tensorboard_discards_the_rows_that_a_rewind_removes(run_dir: RunDir) -> None:
     async with recording(run_dir, "tensorboard") as recorder:
         for number in (1, 2, 3):
             await recorder.put(step(number, 0.25))
@@ -240,7 +240,7 @@ async def test_tensorboard_discards_what_a_rewind_removes(run_dir: RunDir) -> No
     assert rewards_on_tensorboard(run_dir)[1] == [(1, 0.25), (2, 0.5), (3, 0.5)]
 
 
-async def test_rows_that_arrive_during_a_rewind_obey_it(run_dir: RunDir) -> None:
+async def test_rows_of_abandoned_steps_that_arrive_during_a_rewind_are_discarded(run_dir: RunDir) -> None:
     async with recording(run_dir, "jsonl") as recorder:
         for number in range(1, 6):
             await recorder.put(step(number, 0.5))
@@ -266,7 +266,7 @@ def test_counters_continue_over_a_restart() -> None:
     assert view.board.idle_rollouter == pytest.approx(0.18 / 3)
 
 
-def test_a_restart_is_shown_twice_and_recorded_once() -> None:
+def test_the_start_and_the_end_of_a_restart_are_shown_and_recorded_once() -> None:
     view = RecordingView()
     recorder = Recorder([], view)
     begun = Restart("trainer", 2, 1000.0, "rank actor/0 died\nwith more lines")

@@ -1,4 +1,4 @@
-"""Trackers: what they record, and that they never delay or fail a run."""
+"""Trackers record every row, and they never delay or fail a run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def recording(run_dir: RunDir, *sinks: str, resumed: ResumePoint | None = 
 async def part(
     run_dir: RunDir, sinks: tuple[str, ...], steps: tuple[int, ...], resumed: ResumePoint | None = None
 ) -> None:
-    """One process of a run from start to end."""
+    """Record these steps as one process of a run does, from start to end."""
     async with recording(run_dir, *sinks, resumed=resumed) as recorder:
         for number in steps:
             await recorder.put(step(number, 0.25 * number, **{"actor/loss": float("nan")}))
@@ -143,7 +143,7 @@ def test_a_resumed_run_continues_the_runs_of_its_trackers(run_dir: RunDir, libra
     assert before["name"] == after["name"] == f"small-{run_dir.path.name}"
     assert [number for number, _ in libraries.trackio.rows] == [1, 2, 3]
     assert libraries.trackio.finished == 2
-    # Anew in the same directory is another run.
+    # A fresh start in the same directory is another run.
     anyio.run(part, run_dir, sinks, (1,))
     assert libraries.wandb.inits[-1]["id"] is None
     assert len(libraries.mlflow.runs) == 2
@@ -163,7 +163,7 @@ def test_prometheus_gets_gauges_by_lineage_and_keeps_them_alive(tmp_path: Path) 
         def __init__(self, name: str, about: str, tags: tuple[str, ...]) -> None:
             assert about and tags[:3] == ("experiment", "run", "lineage")
             labels[name] = tags[3:]
-            assert name not in set_to  # Ray wants one object a name
+            assert name not in set_to  # Ray requires one object per name
             self.seen = set_to.setdefault(name, [])
 
         def set(self, value: float, tags: dict[str, str]) -> None:
@@ -179,7 +179,7 @@ def test_prometheus_gets_gauges_by_lineage_and_keeps_them_alive(tmp_path: Path) 
     assert labels["asyncrl_validation_reward_mean_by_data_source"] == ("data_source",)
     assert labels["asyncrl_health_problems"] == ()
     tracker.write(row(2, **{"reward/mean": 0.25}))
-    assert len(set_to["asyncrl_health_problems"]) == len(set_to["asyncrl_health_cpu_by_process"]) == 2  # gone
+    assert len(set_to["asyncrl_health_problems"]) == len(set_to["asyncrl_health_cpu_by_process"]) == 2  # no further value
     assert len(set_to["asyncrl_validation_reward_mean_by_data_source"]) == 6
     tracker.rewind()
     tracker.refresh()
@@ -194,7 +194,7 @@ async def test_no_sink_records_an_unregistered_name(name: str, run_dir: RunDir, 
     async with recording(run_dir, name) as recorder:
         with pytest.raises(BugError, match="'actor/los' is not registered"):
             await recorder.put(step(1, **{"actor/los": 1.0}))
-        if name != "prometheus":  # its next row needs Ray
+        if name != "prometheus":  # the next row of this sink needs Ray
             await recorder.put(step(2, **{"actor/lr": 1.0}))
     recorded = [*libraries.wandb.rows, *(one for _, one in libraries.trackio.rows)]
     recorded += [{key: value} for _, key, value, _ in libraries.mlflow.metrics]
@@ -274,7 +274,7 @@ def test_wandb_stays_offline_if_its_server_does_not_answer(
 
 
 class SlowTracker(Tracker):
-    """Blocks until `go` is set."""
+    """A tracker that blocks until `go` is set."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -303,7 +303,7 @@ class FailingTracker(Tracker):
 
     def open(self) -> None:
         if self.at_open:
-            raise OSError("not today")
+            raise OSError("no connection")
 
     def write(self, row: MetricsRow) -> None:
         if row.step != self.good:
@@ -323,7 +323,7 @@ def test_a_slow_tracker_delays_nothing_and_loses_rows_that_do_not_fit(caplog: py
     sink = RemoteSink("slow", slow, max_rows=3)
     sink.write(row(1))
     assert slow.entered.wait(10)
-    sink.put([row(number) for number in range(2, 8)])  # three wait, three are lost
+    sink.put([row(number) for number in range(2, 8)])  # three rows wait, and three are lost
     slow.go.set()
     end_remote_sinks([sink], ok=True)
     assert slow.rows == [1, 2, 3, 4]
@@ -358,7 +358,7 @@ def test_a_broken_tracker_is_reported_once(caplog: pytest.LogCaptureFixture) -> 
     sink = RemoteSink("broken", FailingTracker(at_open=True))
     sink.put([row(1), row(2)])
     sink.close()
-    assert messages(caplog) == ["logging.sinks: broken cannot be used (OSError: not today); the run continues"]
+    assert messages(caplog) == ["logging.sinks: broken cannot be used (OSError: no connection); the run continues"]
 
 
 def test_refused_rows_are_counted_and_the_next_ones_tried(caplog: pytest.LogCaptureFixture) -> None:
@@ -373,7 +373,7 @@ def test_refused_rows_are_counted_and_the_next_ones_tried(caplog: pytest.LogCapt
     ]
 
 
-def test_a_tracker_is_refreshed_while_no_row_comes() -> None:
+def test_a_tracker_is_refreshed_while_no_rows_arrive() -> None:
     class Alive(Tracker):
         refresh_s = 0.01
 
@@ -406,7 +406,7 @@ def test_the_real_wandb_writes_an_offline_run(run_dir: RunDir, monkeypatch: pyte
     write_twice("wandb", run_dir)
     run_id = (run_dir.path / "wandb.id").read_text().strip()
     files = sorted((run_dir.path / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))
-    assert files  # two, or one if both began within one second
+    assert files  # two directories, or one if both processes began within one second
     assert all(b"reward/mean" in file.read_bytes() for file in files)
 
 

@@ -1,4 +1,4 @@
-"""The summary of a run, its file on a full disk, and the meters behind it."""
+"""The summary of a run, its file on a full disk, and the meters that it is computed from."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_an_error_is_described_by_its_innermost_exception() -> None:
     assert described == {"type": "UserCodeError", "message": "the reward function raised", "part": "rollouter"}
 
     class Wrapper(Exception):
-        """Like Ray's: the original is its `cause`."""
+        """An exception like Ray's, which keeps the original one in `cause`."""
 
         cause = BugError("counts do not balance")
 
@@ -188,7 +188,7 @@ def test_a_configuration_error_has_the_cause_of_a_library_only() -> None:
     assert describe_error(wrapped, "trainer")["cause"].strip() == "OSError: no file config.json"
 
 
-def test_rays_guesses_about_a_dead_process_are_removed() -> None:
+def test_guesses_of_ray_about_a_dead_process_are_removed() -> None:
     detail = (
         "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some "
         "potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory usage. (2) …"
@@ -220,7 +220,7 @@ def test_a_rate_covers_its_window_and_restarts_when_the_counter_falls() -> None:
 def test_rollouter_idle_is_interpolated_at_the_first_and_last_step() -> None:
     idle = RollouterIdle()
     idle.observe(0.0, 0.0)
-    idle.observe(10.0, 10.0)  # Idle until the first step's second ...
+    idle.observe(10.0, 10.0)  # It is idle until shortly before the first step ...
     for at_s in (10.5, 11.5, 13.5):
         idle.step(at_s)
         if at_s == 11.5:
@@ -272,7 +272,7 @@ def test_the_summary_replaces_the_reserve_and_an_old_one_is_removed_at_the_start
 def test_a_long_summary_is_shortened_to_the_reserve_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only bytes that are already in the file can be written."""
+    """The disk accepts only bytes that replace existing ones of the file."""
     file = SummaryFile(tmp_path)
     file.reserve()
 
@@ -301,7 +301,7 @@ def test_a_disk_without_space_for_the_reserve_fails_at_the_start(
         SummaryFile(tmp_path).reserve()
 
 
-def test_an_error_belongs_to_the_innermost_part() -> None:
+def test_an_error_is_attributed_to_the_innermost_part() -> None:
     def fail() -> None:
         with attribute_failure_to("run"), attribute_failure_to("trainer"):
             raise InfraError("rank 0 died")

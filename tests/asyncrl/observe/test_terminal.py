@@ -152,7 +152,7 @@ def test_a_short_run_prints_every_step_and_a_long_one_fewer() -> None:
         assert f"step {total}/{total} " in lines[-1]
 
 
-def test_many_validations_thin_out() -> None:
+def test_only_some_of_many_validations_are_printed() -> None:
     out = io.StringIO()
     view = PlainView(Console(file=out), clock)
     for number in range(1000):
@@ -269,7 +269,7 @@ def test_a_configuration_error_shows_its_message_and_one_line_of_the_cause() -> 
     assert "because" not in ending(summary("failed", {**error, "message": "model.path=x: no config.json"}))
 
 
-# ---------------------------------------------------------------------------------------------- small pieces
+# ---------------------------------------------------------------------------------------------- formatting
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(0, 80))

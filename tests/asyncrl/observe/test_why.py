@@ -188,7 +188,7 @@ SERVED = trainer_waits("served")
         (replace(trainer_waits("train"), phase="stopping"), "ranks", "run is stopping ◀ Trainer is blocked on"),
     ],
 )
-def test_every_cause_is_found(state: RunState, cause: str, text: str) -> None:
+def test_the_chain_of_waits_ends_in_the_cause(state: RunState, cause: str, text: str) -> None:
     links = explain(state, NOW)
     assert text in render_chain(links)
     assert links[-1].cause == cause
@@ -206,7 +206,7 @@ def test_every_cause_is_found(state: RunState, cause: str, text: str) -> None:
         (FAILED, 1e6, "gone", "run failed (InfraError: no disk); at that time: Trainer", "failed"),
     ],
 )
-def test_a_dead_run_is_explained_as_of_its_end(
+def test_a_dead_run_is_explained_by_its_last_state(
     state: RunState, later_s: float, driver: DriverState, starts: str, cause: str
 ) -> None:
     links = explain(state, state.written_at + later_s, driver=driver)
@@ -222,7 +222,7 @@ def test_a_part_that_the_ending_driver_no_longer_polled_is_not_the_cause() -> No
     state = replace(FAILED, silent_s=silent, written_at=NOW + 14, replicas=(report("1", "pausing"),))
     links = explain(state, NOW + 15)
     assert links[-1].text.startswith("replica 1 is paused for 94 s")
-    # A part that had hung before is the cause.
+    # A part that already hung before the end is the cause.
     links = explain(replace(state, silent_s=silent | {"rollouter": 44.0}), NOW + 15)
     assert links[-1].text.startswith("Rollouter has not answered for 30 s")
 
@@ -230,7 +230,7 @@ def test_a_part_that_the_ending_driver_no_longer_polled_is_not_the_cause() -> No
 def test_a_completed_or_stalled_run_needs_no_chain() -> None:
     assert render_chain(explain(running(phase="completed"), NOW)) == "run completed"
     assert len(explain(running(phase="interrupted"), NOW)) == 1
-    # The message of a stall is the chain already.
+    # The message of a stall already contains the chain.
     assert len(explain(running(phase="failed", error="no progress for 9 s: Trainer ◀ Rollouter"), NOW)) == 1
 
 

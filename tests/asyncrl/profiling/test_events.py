@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def profiler(tmp_path: Path) -> Iterator[Profiler]:
-    """A profiler that writes files; a test may configure it anew."""
+    """A profiler that writes files; a test may configure it again."""
     profiler = Profiler()
     profiler.configure("rollouter", ProfilerSettings("full", tmp_path / "events"))
     yield profiler
@@ -39,7 +39,7 @@ def profiler(tmp_path: Path) -> Iterator[Profiler]:
 
 
 def written(profiler: Profiler, tmp_path: Path) -> list[dict[str, Any]]:
-    """The events in all files, in order; `file` is their file."""
+    """Return the events of all files in order, each with the name of its file as `file`."""
     profiler.flush()
     return [
         {**json.loads(line), "file": f"{path.parent.name}/{path.stem}"}
@@ -198,7 +198,7 @@ def test_events_are_ignored_when_profiling_is_off(profiler: Profiler, tmp_path: 
 
 @given(st.lists(st.integers(min_value=0, max_value=30), max_size=20), st.integers(min_value=1, max_value=20))
 def test_dropped_events_are_counted_and_reported(bursts: list[int], most: int) -> None:
-    """A process buffers `most` events; every event is sent or reported as dropped, once."""
+    """A process buffers at most `most` events, and either sends an event or reports it as dropped, exactly once."""
     profiler = Profiler()
     profiler.configure("replica-a", ProfilerSettings("summary", None, most))
     recorded = sent = reported = 0
@@ -215,7 +215,7 @@ def test_dropped_events_are_counted_and_reported(bursts: list[int], most: int) -
     assert profiler.status() == {"events": sent, "dropped": reported, "own_dropped": reported, "unsent": 0}
 
 
-def test_an_answer_has_a_limited_number_of_events(profiler: Profiler) -> None:
+def test_an_answer_carries_a_limited_number_of_events(profiler: Profiler) -> None:
     profiler.configure("replica-a", ProfilerSettings("summary"))
     for _ in range(MAX_DRAINED + 7):
         profiler.note("request")
@@ -231,9 +231,9 @@ def dropped(count: int) -> dict[str, Any]:
     [
         ([(2, 2), (3, 5), (1, 6)], 0),
         ([(2, 2), (1, 6), (1, 7), (1, 8)], 3),
-        ([(2, 2), (1, 6), (3, 5), (1, 7)], 0),  # one answer overtook another
-        ([(2, 2), (1, 6), (1, 7), (3, 5), (1, 11), (1, 12)], 3),  # one arrives after it was reported
-        ([(2, 502), (1, 503), (1, 504)], 0),  # a previous receiver got the earlier ones
+        ([(2, 2), (1, 6), (3, 5), (1, 7)], 0),  # the second answer arrived after the third one
+        ([(2, 2), (1, 6), (1, 7), (3, 5), (1, 11), (1, 12)], 3),  # an answer arrives after its events were reported as lost
+        ([(2, 502), (1, 503), (1, 504)], 0),  # a previous receiver got the earlier events
         ([(2, 2), (4, None), (1, 7), (1, 8)], 0),
         ([(2, 2), (2, None), (1, 7), (1, 8)], 2),
     ],
@@ -252,7 +252,7 @@ def test_sent_events_that_do_not_arrive_are_lost(
     assert reported == ([("step_000000/rollouter", lost)] if lost else [])
 
 
-def test_losses_are_reported_even_if_their_report_is_lost(
+def test_dropped_events_are_reported_even_if_their_report_is_lost(
     profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
@@ -301,7 +301,7 @@ def test_a_torn_line_does_not_damage_the_next(profiler: Profiler, tmp_path: Path
     assert torn == '{"event": "sample.re' and json.loads(whole)["event"] == "sample.ready"
 
 
-def test_a_full_disk_costs_only_events(
+def test_a_full_disk_loses_only_events(
     profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = True
@@ -373,7 +373,7 @@ def test_a_partial_write_leaves_complete_lines(
 
 class BrokenRepr:
     def __repr__(self) -> str:
-        raise RuntimeError("no words")
+        raise RuntimeError("no repr")
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_a_line_is_valid_json_for_any_field_value(profiler: Profiler, tmp_path: 
     ],
 )
 def test_lone_surrogates_are_replaced(profiler: Profiler, tmp_path: Path, text: Any, read: Any) -> None:
-    """A model may call a tool by any name, and `json.loads` accepts surrogates."""
+    """The name of a tool in a call may be any text, and `json.loads` accepts surrogates."""
     profiler.note("tool.execute", tool=text)
     (event,) = written(profiler, tmp_path)
     assert event["tool"] == read
@@ -477,7 +477,7 @@ def test_the_writing_thread_survives_any_error(
     assert caplog.text.count("events cannot be written") == 1
 
 
-def test_a_late_writer_does_not_affect_the_next_run(
+def test_a_writer_that_ends_late_does_not_affect_the_next_run(
     profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, go_on = threading.Event(), threading.Event()
@@ -504,7 +504,7 @@ def test_a_late_writer_does_not_affect_the_next_run(
     profiler.note("sample.ready", tokens=2)
     go_on.set()
     late.join(30)
-    assert in_time[0], "the new run does not wait for the old disk"
+    assert in_time[0], "the new run does not wait for the writer of the old one"
     assert [event["tokens"] for event in written(profiler, tmp_path / "new")] == [1, 2]
     assert profiler.status() == {"events": 2, "dropped": 0, "own_dropped": 0, "unsent": 0}
 

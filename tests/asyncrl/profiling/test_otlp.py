@@ -1,4 +1,4 @@
-"""Events as OpenTelemetry spans, sent to a small server; a dead one blocks nothing."""
+"""Events are exported as OpenTelemetry spans, and a collector that does not answer blocks nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector:
-    """A server that accepts spans at `url` and answers with `status`."""
+    """A local server that accepts spans at `url` and answers with `status`."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -54,7 +54,7 @@ class Collector:
         self._thread.join(10)
 
     def spans(self) -> list[tuple[dict[str, Any], Any]]:
-        """Resource and span, of all requests in order."""
+        """Return the resource and the span of each exported span, in the order of the requests."""
         return [
             ({one.key: one.value.string_value for one in group.resource.attributes}, span)
             for request in self.requests
@@ -98,7 +98,7 @@ def test_events_are_spans_with_their_fields(collector: Collector) -> None:
     assert (values["asyncrl.tokens"].int_value, values["asyncrl.finish_reason"].string_value) == (11, "stop")
     failed = next(span for resource, span in found if resource["asyncrl.part"] == "replica-r0")
     assert (failed.status.code, failed.status.message) == (2, "OSError")
-    # One trace a sample, over parts and steps; else one a step.
+    # Events of a sample share a trace over parts and steps; other events have one trace per step.
     assert failed.trace_id == first.trace_id == trace_id("small-1", "sample_0_7", 3).to_bytes(16, "big")
     assert len({span.trace_id for _, span in found}) == 3
     assert len({span.span_id for _, span in found}) == 4
@@ -121,7 +121,7 @@ def test_a_profiler_sends_its_events(collector: Collector, tmp_path: Path) -> No
     assert span.name == "tool.execute"
 
 
-def test_many_events_go_in_batches(collector: Collector) -> None:
+def test_many_events_are_sent_in_batches(collector: Collector) -> None:
     sink = otlp_sender(collector.url, "small-1")
     sink.put([line(sample=str(number)) for number in range(2 * MAX_BATCH + 1)])
     sink.close(30.0)
@@ -132,7 +132,7 @@ def test_many_events_go_in_batches(collector: Collector) -> None:
     assert sum(sizes) == 2 * MAX_BATCH + 1 and max(sizes) <= MAX_BATCH
 
 
-def test_a_collector_that_refuses_costs_spans_and_one_warning(
+def test_a_collector_that_refuses_spans_loses_them_with_one_warning(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.status = 400  # not retried
@@ -164,18 +164,18 @@ def test_a_dead_collector_blocks_nothing(caplog: pytest.LogCaptureFixture) -> No
     sink = otlp_sender("http://127.0.0.1:9/v1/traces", "r", max_events=5, make_exporter=lambda: exporter)
     sink.put([line()])
     assert exporting.wait(10)
-    for _ in range(4):  # five are queued, the rest is lost
+    for _ in range(4):  # five events are queued, and the others are lost
         sink.put([line(), line()])
     assert sink.lost == 3
     started = time.monotonic()
     sink.close(0.2)
     assert time.monotonic() - started < 5
     assert "is too slow (5 events wait for it already, and more are lost)" in messages(caplog)[0]
-    sink.put([line()])  # after the end: counted, not kept
+    sink.put([line()])  # an event after the end is counted and not queued
     assert sink.lost >= 4
 
 
-def test_a_lone_surrogate_costs_no_batch(collector: Collector) -> None:
+def test_a_lone_surrogate_does_not_lose_its_batch(collector: Collector) -> None:
     sink = otlp_sender(collector.url, "small-1")
     sink.put([line(tool="\ud800add"), line(tool="größer 😀")])
     sink.close(10)

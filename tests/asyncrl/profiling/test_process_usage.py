@@ -15,7 +15,7 @@ from asyncrl.profiling.process_usage import TICK_S, WINDOW_S, LoopLagMonitor, Pr
 
 
 class FakeTimerLoop(asyncio.AbstractEventLoop):
-    """A loop that runs its one timer on `turn`."""
+    """An event loop that runs its only timer when the test calls `turn`."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -55,7 +55,7 @@ def test_the_longest_lag_of_the_window_is_reported_and_then_forgotten() -> None:
     for late_s in (0.01, 0.4, 0.02, 0.2, 0.0):
         loop.turn(late_s)
     assert abs((monitor.worst_s() or 0.0) - 0.4) < 1e-9
-    loop.now_s += 0.05  # not yet late
+    loop.now_s += 0.05  # the timer is not due yet
     assert abs((monitor.worst_s() or 0.0) - 0.4) < 1e-9
     loop.now_s -= 0.05
     began_s = loop.now_s
@@ -64,7 +64,7 @@ def test_the_longest_lag_of_the_window_is_reported_and_then_forgotten() -> None:
     assert (monitor.worst_s() or 0.0) < 1e-9
 
 
-def test_a_lasting_lag_counts() -> None:
+def test_a_lag_that_has_not_ended_counts() -> None:
     loop, monitor = watched()
     loop.turn()
     loop.now_s += TICK_S + 7.0
@@ -111,12 +111,12 @@ async def test_a_thread_can_see_that_a_real_loop_is_blocked() -> None:
 
     thread = threading.Thread(target=look)
     thread.start()
-    thread.join(10.0)  # which blocks the loop
+    thread.join(10.0)  # this call blocks the loop
     assert seen and seen[0] >= 0.2
     monitor.stop()
 
 
-async def test_a_process_measures_itself() -> None:
+async def test_a_process_measures_its_memory_cpu_and_lag() -> None:
     own = ProcessMonitor("driver")
     health = own.measure()
     assert health is not None and health.rss_bytes > 1 << 20 and health.lag_s is not None and health.dropped_events >= 0

@@ -1,4 +1,4 @@
-"""The queue actor, its client and the payload stores on a real Ray cluster, also over kills of the actor."""
+"""The queue actor, its client and the payload stores on a real Ray cluster, including kills of the actor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOTAL = 640
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    # Deaths are noticed at once, instead of once a second.
+    # Ray notices deaths at once instead of once a second.
     fast = {"timeout_ms_task_wait_for_death_info": 100, "core_worker_internal_heartbeat_ms": 100}
     ray.init(
         num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False, _system_config=fast
@@ -119,7 +119,7 @@ async def test_the_actor_holds_references_not_payloads() -> None:
     ray.kill(handle)
 
 
-async def test_an_illegal_transition_arrives_as_it_was_raised(actor: Any) -> None:
+async def test_an_illegal_transition_raises_its_bug_error_at_the_caller(actor: Any) -> None:
     client = QueueClient(actor, 30)
     (good,) = (await client.admit(1, timeout_s=5)).sample_ids
     unknown = meta(SampleId(0, 77))
@@ -150,8 +150,8 @@ async def test_parked_calls_do_not_block_the_others(actor: Any) -> None:
         with anyio.fail_after(20):
             while (await client.status()).waiting != {"permit": 40, "samples": 1}:
                 pass
-            await client.drop(first, DropReason.FAILED)  # one of the forty gets its permit
-            await client.close()  # and the others an empty answer
+            await client.drop(first, DropReason.FAILED)  # one of the forty callers gets its permit
+            await client.close()  # the others get an empty answer
     assert (await client.status()).waiting == {}
 
 
@@ -162,8 +162,8 @@ async def test_a_cancelled_wait_leaks_no_permit(actor: Any) -> None:
     for _ in range(10):
         with anyio.move_on_after(0.02):
             await client.admit(1, timeout_s=30)
-    assert (await client.status()).waiting == {}, "the parked calls are gone with their callers"
-    # Cancellation and permit race.
+    assert (await client.status()).waiting == {}, "the queue drops the parked calls of cancelled callers"
+    # Here a permit races with the cancellation.
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: client.admit(1, timeout_s=30))
         await anyio.sleep(0.02)
@@ -177,10 +177,10 @@ async def test_a_cancelled_wait_leaks_no_permit(actor: Any) -> None:
 async def test_a_cancelled_lease_is_given_back(actor: Any) -> None:
     client, payloads = QueueClient(actor, 30), RayPayloads(30)
     ids = (await client.admit(4, timeout_s=5)).sample_ids
-    taken: list[Lease] = []
+    leases: list[Lease] = []
 
     async def take() -> None:
-        taken.append(await client.lease(4, trainer_version=2, timeout_s=30))
+        leases.append(await client.lease(4, trainer_version=2, timeout_s=30))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(take)
@@ -188,8 +188,8 @@ async def test_a_cancelled_lease_is_given_back(actor: Any) -> None:
             await put_and_offer(client, payloads, sample_id)
         tasks.cancel_scope.cancel()
     status = await client.status()
-    # The answer may have won the race against the cancellation: then the caller has the lease, and keeps it.
-    ready, leased = (0, 4) if taken else (4, 0)
+    # If the answer wins the race against the cancellation, the caller has the lease and keeps it.
+    ready, leased = (0, 4) if leases else (4, 0)
     assert (status.counts.ready, status.counts.leased, status.waiting) == (ready, leased, {})
 
 
@@ -210,7 +210,7 @@ async def test_a_lost_payload_is_none_among_the_others(
     payloads, get = RayPayloads(20), ray.get
     first, second, third = [await payloads.put(make_sample(index)) for index in (1, 2, 3)]
 
-    # Losing one for real needs a node to die, because the store keeps what is referred to.
+    # Ray's store keeps every referenced object, so a real loss would need the death of a node.
     def second_is_lost(refs: list[Any], timeout: float) -> Any:
         if second.ref in refs:
             raise OwnerDiedError("00" * 28, b"", "")
@@ -245,7 +245,7 @@ async def test_a_payload_that_does_not_arrive_is_a_deadline_error() -> None:
     ray.kill(handle)
 
 
-# ------------------------------------------------------------------------------------------------ over kills
+# ------------------------------------------------------------------------------------------------ kills of the actor
 
 
 async def test_both_sides_continue_over_kills_at_random_moments(journaled: Any, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ async def test_both_sides_continue_over_kills_at_random_moments(journaled: Any, 
     producer = QueueClient(journaled, 60, part="rollouter", incarnation=1)
     consumer = QueueClient(journaled, 60, part="trainer", incarnation=1)
     trained: list[SampleId] = []
-    enough = anyio.Event()
+    all_trained = anyio.Event()
 
     async def finish(number: int, sample_id: SampleId) -> None:
         await anyio.sleep(rng.random() * 0.02)
@@ -284,13 +284,13 @@ async def test_both_sides_continue_over_kills_at_random_moments(journaled: Any, 
             if version % 5 == 0:
                 await consumer.mark(version)
                 await consumer.covered(version)
-        enough.set()
+        all_trained.set()
         await consumer.close()
 
     async def kill_twice() -> None:
         for _ in range(2):
             await anyio.sleep(0.05 + rng.random() * 0.2)
-            assert not enough.is_set()
+            assert not all_trained.is_set()
             await kill(driver)
 
     with anyio.fail_after(90):
@@ -310,7 +310,7 @@ async def test_both_sides_continue_over_kills_at_random_moments(journaled: Any, 
     assert status.notices == ()
 
 
-async def test_a_killed_queue_remembers_everything(journaled: Any, tmp_path: Path) -> None:
+async def test_a_killed_queue_restores_its_whole_state(journaled: Any, tmp_path: Path) -> None:
     rollouter = QueueClient(journaled, 60, part="rollouter", incarnation=2)
     trainer = QueueClient(journaled, 60, part="trainer", incarnation=1)
     await rollouter.attach("rollouter", 2)
@@ -342,9 +342,9 @@ async def test_a_killed_queue_remembers_everything(journaled: Any, tmp_path: Pat
     assert (head.incarnations, head.identity, head.num_prompts, head.damage) == ({"rollouter": 2}, {"seed": 0}, 100, "")
 
 
-async def test_a_call_cancelled_over_a_kill_takes_no_permit(journaled: Any) -> None:
+async def test_a_call_cancelled_during_a_kill_takes_no_permit(journaled: Any) -> None:
     client = QueueClient(journaled, 60)
-    await client.admit(32, timeout_s=5)  # all permits
+    await client.admit(32, timeout_s=5)  # these are all permits
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: client.admit(1, timeout_s=30))
         while (await client.status()).waiting != {"permit": 1}:
@@ -365,7 +365,7 @@ async def test_payload_files_are_deleted_once_a_checkpoint_covers_their_samples(
     await client.mark(1)
     await client.commit(first.lease_id, [first.samples[1].meta.sample_id])
     await client.covered(1)
-    assert set(segment_sizes(tmp_path)) == set(files[1:]), "the second was trained after the mark"
+    assert set(segment_sizes(tmp_path)) == set(files[1:]), "the second sample was trained after the mark"
     orphan = await payloads.put(make_sample(9))
     await client.attach("rollouter", 2)
     assert set(segment_sizes(tmp_path)) == set(files[1:]), "an orphan of the old Rollouter is deleted"

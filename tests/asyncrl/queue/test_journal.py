@@ -50,7 +50,7 @@ def open_journal(path: Path, restore: QueueSnapshot | None = None, *, continuing
 
 
 def operations_of(number: int) -> list[Operation]:
-    """The operations of one sample, which is a batch of its own."""
+    """Return the operations of one sample in a batch of size 1."""
     sample_id = SampleId((number - 1) // PROMPTS, number)
     queued = QueuedSample(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", number))
     ids = (sample_id,)
@@ -68,7 +68,7 @@ HISTORY = [step for number in range(1, 41) for step in operations_of(number)]
 
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a process that died after its last acknowledged commit: rows in the file and in its log."""
+    """The files of a process that died after its last acknowledged commit, with rows in the database and in its log."""
     root = tmp_path_factory.mktemp("journal")
 
     async def die() -> None:
@@ -89,7 +89,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(crashed: Path, tmp_path: Path) -> Path:
-    """A copy for a test to damage."""
+    """A copy of `crashed` that a test may damage."""
     for path in crashed.iterdir():
         shutil.copy(path, tmp_path / path.name)
     return tmp_path
@@ -101,7 +101,7 @@ def fresh() -> QueueState:
 
 @pytest.fixture(scope="module")
 def prefixes() -> dict[str, int]:
-    """Every state of the history, and its number of operations."""
+    """Return every state of the history with its number of operations."""
     state = fresh()
     found = {json.dumps(state.dump()): 0}
     for number, step in enumerate(HISTORY, 1):
@@ -172,7 +172,7 @@ async def test_commits_are_shared_and_acknowledged_in_order(tmp_path: Path) -> N
             tasks.start_soon(one, step)
     assert sorted(done) == list(range(1, 201))
     frames = survey((tmp_path / "journal.db-wal").read_bytes())
-    assert frames.committed < 40, "a handful of transactions, not two hundred"
+    assert frames.committed < 40, "two hundred calls share a few transactions"
     await end(journal)
 
 
@@ -208,7 +208,7 @@ async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypa
 def test_a_torn_tail_is_reported_and_loses_only_the_last_write(broken: Path, prefixes: dict[str, int]) -> None:
     log = broken / "journal.db-wal"
     whole = log.read_bytes()
-    # Remove a part of the last commit, as after a power cut.
+    # Remove a part of the last commit, as a power cut does.
     assert survey(whole).committed * 4120 + 32 <= len(whole)
     log.write_bytes(whole[: 32 + survey(whole).committed * 4120 - 1000])
     head = head_of(broken)
@@ -218,7 +218,7 @@ def test_a_torn_tail_is_reported_and_loses_only_the_last_write(broken: Path, pre
     assert "torn tail" in notice
     assert "after operation 199" in notice
     assert "If the last write was cut off" in notice and "if its pages were damaged later" in notice
-    assert reopen(broken / "journal.db")[1:] == (199, ()), "it is reported once"
+    assert reopen(broken / "journal.db")[1:] == (199, ()), "the torn tail is reported only once"
 
 
 def test_acknowledged_commits_after_a_bad_page_are_damage(broken: Path) -> None:
@@ -254,7 +254,7 @@ def flip(path: Path, offset: int, bit: int = 2) -> None:
 def test_random_damage_is_reported_or_harmless(
     crashed: Path, tmp_path: Path, prefixes: dict[str, int], name: str, how: str
 ) -> None:
-    """The journal has the whole history, or one that ends earlier with a notice, or is reported as damaged."""
+    """The journal has the whole history, or a shorter one with a notice, or is reported as damaged."""
     rng = random.Random(f"{name} {how}")
     outcomes = set()
     for number in range(12):
@@ -289,7 +289,7 @@ def test_random_damage_is_reported_or_harmless(
 
 
 def is_clean_cut(size: int) -> bool:
-    """Whether the cut is between pages: the file does not show that there were more."""
+    """Return whether the cut is between pages, so that the file does not show that pages are missing."""
     return size <= 32 or (size - 32) % 4120 == 0
 
 
@@ -306,7 +306,7 @@ def is_clean_cut(size: int) -> bool:
         (lambda path: (path.unlink(), path.mkdir()), "it cannot be read"),
     ],
 )  # fmt: skip
-def test_each_damage_has_its_message(broken: Path, spoil: Callable[[Path], object], message: str) -> None:
+def test_each_kind_of_damage_has_its_message(broken: Path, spoil: Callable[[Path], object], message: str) -> None:
     path = broken / "journal.db"
     (broken / "journal.db-wal").unlink()
     spoil(path)
@@ -347,7 +347,7 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path)
     assert "ends at operation 200 and does not contain the checkpoint's, 300" in notice
     assert "samples generated or dropped since then are generated again" in notice
     assert len(list(broken.glob("journal-behind-*.db"))) == 1
-    # The new one begins at the checkpoint, so it contains it.
+    # The new journal begins at the checkpoint, so it contains it.
     assert reopen(path, behind)[1:] == (300, ())
     without = QueueSnapshot(61, (), SampleCounts(60, trained=60), 3)
     assert "written without a journal" in reopen(path, without)[2][0]
@@ -365,13 +365,13 @@ def test_a_missing_journal_is_reported(tmp_path: Path) -> None:
         "continues from the sample counts of the checkpoint: samples generated or dropped since then are "
         "generated again" in notice
     )
-    assert reopen(tmp_path / "journal.db", at_mark)[1:] == (200, ()), "it exists again"
+    assert reopen(tmp_path / "journal.db", at_mark)[1:] == (200, ()), "the journal exists again"
     for restore in (None, QueueSnapshot(41, (), SampleCounts(40, trained=40), 3)):
         assert reopen(tmp_path / f"{restore is None}.db", restore)[1:] == (0, ()), "the run never had one"
 
 
-async def test_a_journal_that_begins_with_a_checkpoint_without_one_is_continued(tmp_path: Path) -> None:
-    """Such a checkpoint has no operation number."""
+async def test_a_journal_that_begins_at_a_checkpoint_written_without_a_journal_is_continued(tmp_path: Path) -> None:
+    """A checkpoint that was written without a journal has no operation number."""
     path = tmp_path / "journal.db"
     counts = SampleCounts(4, running=1, trained=2, dropped={"failed": 1})
     ten = QueueSnapshot(5, (SampleId(0, 2),), counts, 3)
@@ -399,8 +399,8 @@ async def test_a_journal_that_begins_with_a_checkpoint_without_one_is_continued(
 
 
 @pytest.mark.parametrize("seq", [0, 300])
-async def test_a_rewind_to_the_checkpoint_that_a_journal_begins_with(tmp_path: Path, seq: int) -> None:
-    """Later checkpoints cover the samples trained since, so its mark is forgotten."""
+async def test_a_run_can_rewind_to_the_checkpoint_at_which_its_journal_begins(tmp_path: Path, seq: int) -> None:
+    """A later checkpoint covers the samples that were trained since, so the journal has dropped the mark of the first."""
     ten = QueueSnapshot(3, (), SampleCounts(2, trained=2), 3, seq)
     journal = open_journal(tmp_path / "journal.db", ten)
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
@@ -423,7 +423,7 @@ async def test_a_rewind_to_the_checkpoint_that_a_journal_begins_with(tmp_path: P
     await end(journal)
 
 
-def test_other_data_is_refused(broken: Path) -> None:
+def test_a_journal_of_other_data_is_refused(broken: Path) -> None:
     with pytest.raises(ConfigError, match="belongs to a run over 7 prompts, this one has 8"):
         Journal.open(broken / "journal.db", num_prompts=8, identity={})
 
@@ -456,7 +456,7 @@ async def test_nothing_is_acknowledged_after_lost_rows(tmp_path: Path, monkeypat
         await journal.flushed(seq)
 
 
-def test_reading_a_missing_journal(tmp_path: Path) -> None:
+def test_a_missing_journal_has_no_head(tmp_path: Path) -> None:
     assert read_head(tmp_path) is None
     with pytest.raises(ConfigError, match="journal=off"):
         read_sample_counts(tmp_path)

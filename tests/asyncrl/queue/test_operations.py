@@ -1,4 +1,4 @@
-"""Illegal operations and inconsistent states; legal ones are those of the state machine in `test_state`."""
+"""Illegal operations and inconsistent states. The state machine in `test_state` tests the legal ones."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_illegal_operation_raises_the_reason_and_changes_nothing(operation: O
     assert state.dump() == before
 
 
-def test_a_closed_queue_feeds_nothing() -> None:
+def test_a_closed_queue_grants_no_permits() -> None:
     state = state_with(running=1, ready=2)
     apply(CloseQueue(), state)
     assert state.counts().dropped["shutdown"] == 3

@@ -39,7 +39,7 @@ async def put_all(store: FilePayloads, originals: Sequence[Sample]) -> list[File
 
 
 async def read_all(run_dir: Path, refs: Sequence[FileRef]) -> list[Sample | None]:
-    """Read as the Trainer does, which has not written them."""
+    """Read samples as the Trainer does, which did not write them."""
     return await FilePayloads(run_dir, 1).get(refs)
 
 
@@ -92,7 +92,7 @@ async def test_a_segment_is_a_plain_safetensors_file(tmp_path: Path) -> None:
         assert file.metadata()["file"] == ref.file
 
 
-async def test_a_lost_file_loses_only_its_samples_and_is_logged_once(
+async def test_a_missing_file_loses_only_its_samples_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, reader = FilePayloads(tmp_path, 1), FilePayloads(tmp_path, 1)
@@ -119,7 +119,7 @@ async def test_a_segment_that_leases_share_is_read_once(tmp_path: Path, monkeypa
             assert_same_sample(sample, originals[number])
     assert len(reads) == 1
     assert_same_sample((await store.get([refs[0]]))[0], originals[0])
-    assert len(reads) == 2, "a segment without unread samples is not kept"
+    assert len(reads) == 2, "a segment whose samples are all read is not cached"
 
 
 async def test_damage_to_one_array_loses_only_its_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +129,7 @@ async def test_damage_to_one_array_loses_only_its_samples(tmp_path: Path, caplog
     await anyio.to_thread.run_sync(store._put_blocking, refs[0].file, originals)
     path = path_of(tmp_path, refs[0])
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # the last long mask
+    data[-1] ^= 1  # the response mask of the last long sample
     path.write_bytes(data)
     first, second, third = await read_all(tmp_path, refs)
     assert second is None and "checksum of response_mask.2 differs" in caplog.text
@@ -246,8 +246,8 @@ async def write(incarnation, pipe):
             ref = await store.put(make_sample(index, tokens=2000))
             os.write(pipe, f"{index} {ref.file} {ref.position}\\n".encode())
     async with anyio.create_task_group() as tasks:
-        for lane in range(8):
-            tasks.start_soon(keep_putting, 1 + lane * 100_000)
+        for writer in range(8):
+            tasks.start_soon(keep_putting, 1 + writer * 100_000)
 
 for incarnation in range(1, int(sys.argv[2]) + 1):
     reading, writing = os.pipe()

@@ -46,8 +46,8 @@ def indices(lease: Lease) -> list[int]:
     return [queued.meta.sample_id.index for queued in lease.samples]
 
 
-async def test_in_feed_order_samples_that_are_never_fed_again_hold_up_nothing() -> None:
-    """A run that is resumed with fewer steps does not need its samples in flight any more."""
+async def test_in_feed_order_samples_that_are_never_fed_again_delay_no_others() -> None:
+    """A run that is resumed with fewer steps no longer needs the samples that were in flight."""
     options = QueueOptions(100, Pacing(8, 1, 8), in_feed_order=True)
     queue = LocalSampleQueue(options, journal=MemoryLog())
     ids = await admit(queue, 8)
@@ -85,7 +85,7 @@ async def test_replayed_samples_are_counted() -> None:
     assert (await again.status()).counts.replayed == 2
 
 
-async def test_a_wait_that_runs_out_has_an_empty_answer() -> None:
+async def test_a_wait_that_times_out_has_an_empty_answer() -> None:
     queue = make_queue(size=1)
     await admit(queue, 1)
     assert await queue.admit(1, timeout_s=0.01) == Admission((), closed=False)
@@ -119,16 +119,16 @@ async def test_the_total_ends_the_stream_with_a_smaller_lease(in_feed_order: boo
     assert (indices(first), first.ended) == ([1, 2, 3, 4], False)
     last = await queue.lease(4, trainer_version=0, timeout_s=0)
     assert (indices(last), last.ended) == ([5], True)
-    assert await queue.admit(1, timeout_s=0) == Admission((), closed=False), "a drop would still be replaced"
+    assert await queue.admit(1, timeout_s=0) == Admission((), closed=False), "a dropped sample would still be replaced"
     await queue.drop(ids[4], DropReason.FILTERED)
     assert [sample_id.index for sample_id in await fill(queue, 1)] == [6]
     full = await queue.lease(1, trainer_version=0, timeout_s=0)
-    assert (indices(full), full.ended) == ([6], False), "an empty one follows a full one"
+    assert (indices(full), full.ended) == ([6], False), "an empty lease follows a full one"
     assert await queue.lease(1, trainer_version=1, timeout_s=60) == Lease(0, (), ended=True)
     assert (await queue.status()).ended
 
 
-async def test_calls_about_work_in_flight_are_legal_after_close() -> None:
+async def test_calls_for_samples_in_flight_are_legal_after_close() -> None:
     queue = make_queue(size=3)
     running, ready, leased = await admit(queue, 3)
     await queue.offer(meta(leased), None)
@@ -150,7 +150,7 @@ async def test_calls_about_work_in_flight_are_legal_after_close() -> None:
 
 
 async def test_without_a_journal_ready_samples_are_fed_again_to_a_new_rollouter() -> None:
-    """Their payloads were in the memory of the old one."""
+    """The payloads were in the memory of the old Rollouter."""
     queue = make_queue(size=4)
     first, second, third, fourth = await admit(queue, 4)
     for sample_id in (third, first, second):
@@ -165,7 +165,7 @@ async def test_without_a_journal_ready_samples_are_fed_again_to_a_new_rollouter(
     assert (await queue.status()).counts.trained == 1
 
 
-async def test_a_restored_queue_feeds_the_outstanding_first() -> None:
+async def test_a_restored_queue_feeds_unfinished_samples_first() -> None:
     queue = make_queue(size=4, threshold=1)
     ids = await fill(queue, 3)
     lease = await queue.lease(2, trainer_version=0, timeout_s=0)
@@ -199,7 +199,7 @@ class ParkedCall(NamedTuple):
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The queue as its callers use it: calls park, are answered or are cancelled, in any interleaving."""
+    """The queue as its callers use it: calls are parked, answered and cancelled in any interleaving."""
 
     @initialize(
         size=st.integers(1, 3),
@@ -236,7 +236,7 @@ class QueueMachine(RuleBasedStateMachine):
         result = self.runner.run(settled())
         for call in self.parked:
             if call.task.done():
-                call.task.result()  # it may have failed
+                call.task.result()  # the call may have failed
         self.parked = [call for call in self.parked if not call.task.done()]
         return result
 
@@ -261,7 +261,7 @@ class QueueMachine(RuleBasedStateMachine):
         held = [queued.meta.sample_id for queued in answer.samples]
         assert held == self.available()[: len(held)]
         assert [queued.payload for queued in answer.samples] == [f"payload {sample_id.index}" for sample_id in held]
-        assert answer.ended == (len(held) < num_samples), "a parked lease is full, unless it is the last one"
+        assert answer.ended == (len(held) < num_samples), "the answer to a parked lease is full, unless it is the last one"
         assert not answer.ended or self.closed or not self.running
         if held:
             self.leased[answer.lease_id] = held
@@ -328,7 +328,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.parked)
     @rule(data=st.data(), offers=st.booleans(), turns=st.integers(0, 4))
     def cancel(self, data: st.DataObject, offers: bool, turns: int) -> None:
-        """Cancel a parked call so many turns of the loop after an operation that may answer it."""
+        """Cancel a parked call this many event-loop iterations after an operation that may answer it."""
         scope = self.parked[data.draw(st.integers(0, len(self.parked) - 1))].scope
         sample_id = next(iter(self.running), None)
 

@@ -1,4 +1,4 @@
-"""The queue over crashes, repeated calls and rewinds, as examples and as a state machine."""
+"""The queue through crashes, repeated calls and rewinds: examples and a state machine."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ OPERATIONS: list[st.SearchStrategy[Any]] = [
 
 
 @given(st.one_of(OPERATIONS))
-def test_every_operation_survives_its_row(operation: Operation) -> None:
+def test_every_operation_is_unchanged_by_its_journal_row(operation: Operation) -> None:
     row = to_row(operation)
     back = from_row(row, PROMPTS)
     assert back == operation
@@ -112,7 +112,7 @@ def test_every_operation_survives_its_row(operation: Operation) -> None:
         assert all(sample.payload is None or isinstance(sample.payload, FileRef) for sample in back.samples)
 
 
-async def test_calls_of_a_replaced_part_are_refused_even_if_they_were_parked() -> None:
+async def test_calls_of_a_replaced_part_are_refused_even_if_they_are_parked() -> None:
     queue = make_queue(MemoryLog())
     old, new = CalledBy(queue, "rollouter"), CalledBy(queue, "rollouter", 2)
     ids = (await old.admit(4, timeout_s=0)).sample_ids
@@ -185,13 +185,13 @@ async def test_a_repeated_offer_does_not_complete_a_requeued_sample() -> None:
 
 async def test_a_file_is_idle_once_no_sample_in_it_is_needed() -> None:
     queue = make_queue(MemoryLog(), size=8)
-    await fill(queue, 6)  # two in each of three files
+    await fill(queue, 6)  # three files have two samples each
     await queue.drop(SampleId(0, 2), DropReason.FILTERED)
     await queue.drop(SampleId(0, 5), DropReason.FILTERED)
     assert queue.state.take_idle_files() == {"1-3.safetensors"}
     assert queue.state.take_idle_files() == set()
     assert await train(queue, 4) == [1, 3, 4, 6]
-    assert queue.state.take_idle_files() == set(), "a rewind could need them"
+    assert queue.state.take_idle_files() == set(), "a rewind could need the files"
     await queue.mark(1)
     await queue.covered(1)
     assert queue.state.take_idle_files() == {"1-1.safetensors", "1-2.safetensors"}
@@ -206,7 +206,7 @@ async def test_without_a_journal_a_rewind_feeds_trained_samples_again() -> None:
     await train(queue, 1)
     await queue.mark(1)
     await train(queue, 2)
-    assert (await queue.status()).payload_bytes == 100, "payloads are not kept for it"
+    assert (await queue.status()).payload_bytes == 100, "payloads are not kept for a rewind"
     await queue.rewind(1, version=0, lineage=1, total_samples=None)
     status = await queue.status()
     assert (status.counts.trained, status.counts.ready, status.journal_seq) == (1, 1, 0)
@@ -225,7 +225,7 @@ async def test_a_run_that_lost_its_journal_continues_from_the_snapshot() -> None
     await again.offer(meta(SampleId(0, 3)), payload(SampleId(0, 3)))
     assert await train(again, 1) == [3]
     await again.rewind(5, version=0, lineage=2, total_samples=None)
-    assert await train(again, 1) == [3], "its mark is known now"
+    assert await train(again, 1) == [3], "the mark of the checkpoint is known now"
 
 
 ONE, TWO, THREE = (SampleId(0, index) for index in (1, 2, 3))
@@ -301,7 +301,7 @@ async def test_only_a_checkpoint_of_the_surviving_lineage_is_confirmed() -> None
 
 
 class CrashMachine(RuleBasedStateMachine):
-    """Any call may be made twice, the queue may die at any time, and training may go back to any checkpoint.
+    """The queue when calls may be repeated, the queue may die at any time, and training may go back to any checkpoint.
 
     The model has the state of every sample, their completion order, and the checkpoints.
     """
@@ -448,7 +448,7 @@ class CrashMachine(RuleBasedStateMachine):
 
     @rule(part=st.sampled_from(["rollouter", "trainer"]))
     def replace(self, part: str) -> None:
-        """The samples that the old incarnation held go back."""
+        """Replace a part: the queue takes back the samples that the old incarnation held."""
         self.incarnation[part] += 1
         for _ in range(2):
             self.run(self.queue.attach(part, self.incarnation[part]))  # type: ignore[arg-type]
@@ -462,7 +462,7 @@ class CrashMachine(RuleBasedStateMachine):
     @rule(data=st.data(), closes=st.booleans(), launches=st.booleans())
     def go_back(self, data: st.DataObject, closes: bool, launches: bool) -> None:
         """Go back to any checkpoint, covered or not, also after the end of the run: in a new launch, or in this one,
-        where a Rollouter that was generating when the queue was closed must be replaced."""
+        where the Rollouter must be replaced if it was generating when the queue was closed."""
         self.replace("trainer")
         if closes:
             self.call(lambda queue: queue.close(), "trainer", twice=True, dies=True)
@@ -471,7 +471,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.step = data.draw(st.sampled_from(sorted(self.checkpoints)))
         count, self.version = self.checkpoints[self.step]
         self.checkpoints = {step: known for step, known in self.checkpoints.items() if step <= self.step}
-        # Payloads of covered samples are gone.
+        # The payloads of covered samples were deleted.
         self.waiting |= set(self.trained[count : self.covered])
         self.ready |= set(self.trained[max(count, self.covered) :])
         self.covered = min(self.covered, count)
@@ -518,7 +518,7 @@ class CrashMachine(RuleBasedStateMachine):
         assert set(state.entries) == {*self.ready, *leased, *self.trained[self.covered :]}
 
     def teardown(self) -> None:
-        """The histories that people read agree with the model."""
+        """Check that the sample histories agree with the model."""
         if not hasattr(self, "queue"):
             return
         self.runner.close()

@@ -54,7 +54,7 @@ async def test_the_next_incarnation_receives_completed_turns(tmp_path: Path) -> 
     assert await second.completed(THREE) == {}
 
 
-async def test_a_turn_that_was_received_may_not_be_recorded_again(tmp_path: Path) -> None:
+async def test_a_received_turn_may_not_be_recorded_again(tmp_path: Path) -> None:
     await FileTurns(tmp_path, 1).record(ONE, "0", make_turn(1))
     second = FileTurns(tmp_path, 2)
     assert await keys(second, ONE) == {"0"}
@@ -62,7 +62,7 @@ async def test_a_turn_that_was_received_may_not_be_recorded_again(tmp_path: Path
         await second.record(ONE, "0", make_turn(1))
     await second.record(ONE, "1", make_turn(1))
     await second.forget(ONE)
-    # Its payload was lost, so it is fed again.
+    # The payload of the sample was lost, so the sample is fed again.
     assert await keys(second, ONE) == set()
     await second.record(ONE, "0", make_turn(1))
 
@@ -74,7 +74,7 @@ async def test_disk_use_stays_bounded(tmp_path: Path) -> None:
         await turns.record(SampleId(0, index), "0", make_turn(1, tokens=50))
         await turns.forget(SampleId(0, index))
         assert len(logs(tmp_path)) <= 2
-    assert logs(tmp_path)[0] == "turns-1-1.log", "the straggler's is still needed"
+    assert logs(tmp_path)[0] == "turns-1-1.log", "the log of the straggler is still needed"
     await turns.forget(THREE)
     assert len(logs(tmp_path)) == 1
     assert await keys(FileTurns(tmp_path, 2), THREE) == set()
@@ -162,22 +162,22 @@ async def test_all_turns_on_disk_are_read_in_order(tmp_path: Path) -> None:
     ]
 
 
-async def test_an_ended_run_leaves_no_forgotten_turns(tmp_path: Path) -> None:
+async def test_an_ended_run_leaves_no_turns_that_it_no_longer_needs(tmp_path: Path) -> None:
     turns = FileTurns(tmp_path, 1)
     await turns.aclose()
     for sample_id in (ONE, TWO):
         await turns.record(sample_id, "0", make_turn(1))
         await turns.forget(sample_id)
-    assert logs(tmp_path) == ["turns-1-1.log"], "there may be more to record"
+    assert logs(tmp_path) == ["turns-1-1.log"], "the run may still record turns"
     await turns.aclose()
     assert logs(tmp_path) == []
     stopped = FileTurns(tmp_path, 2)
     await stopped.record(ONE, "0", make_turn(1))
     await stopped.aclose()
-    assert await keys(FileTurns(tmp_path, 3), ONE) == {"0"}, "a resume can use it"
+    assert await keys(FileTurns(tmp_path, 3), ONE) == {"0"}, "a resumed run can use the turn"
 
 
-async def test_turns_that_a_dead_rollouter_did_not_forget_are_forgotten(tmp_path: Path) -> None:
+async def test_unneeded_turns_of_a_dead_rollouter_are_deleted(tmp_path: Path) -> None:
     first, second = FileTurns(tmp_path, 1, max_log_bytes=1), FileTurns(tmp_path, 2)
     await first.record(ONE, "0", make_turn(1))
     await first.record(TWO, "0", make_turn(2))
@@ -186,12 +186,12 @@ async def test_turns_that_a_dead_rollouter_did_not_forget_are_forgotten(tmp_path
     await forget_old_turns(tmp_path, 2, lambda sample_id: sample_id == TWO)
     assert logs(tmp_path) == ["turns-1-1.log", "turns-2-1.log"]
     await forget_old_turns(tmp_path, 3, lambda sample_id: sample_id == ONE)
-    assert logs(tmp_path) == ["turns-2-1.log"], "it has one that is needed"
+    assert logs(tmp_path) == ["turns-2-1.log"], "the log has a turn that is needed"
     third = FileTurns(tmp_path, 3)
     assert (await keys(third, ONE), await keys(third, THREE)) == (set(), {"0"})
 
 
-async def test_turns_that_cannot_be_forgotten_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_to_delete_turns_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "samples").write_text("in the way")
     await forget_old_turns(tmp_path, 2, lambda sample_id: True)
     assert "may stay on disk" in caplog.text
@@ -215,7 +215,7 @@ steps = st.lists(
 def test_any_order_of_records_and_restarts_keeps_live_turns(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int, str]], max_log_bytes: int
 ) -> None:
-    """Against a plain dictionary."""
+    """Compare the turn log with a plain dictionary."""
 
     async def live() -> None:
         run_dir = tmp_path_factory.mktemp("run")

@@ -1,4 +1,4 @@
-"""Arrays with checksums: safetensors reads them, and every damage is detected."""
+"""Arrays with checksums: the safetensors library can read them, and all damage is detected."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_array_of_another_name_or_dtype_is_refused() -> None:
 
 
 def forge(entries: Any, checksums: Any = None, metadata: Any = None, data: bytes = b"") -> bytes:
-    """A file with a right checksum of a wrong header."""
+    """Return a file that has a forged header with a correct checksum."""
     names = entries if isinstance(entries, dict) else {}
     sums = json.dumps({name: xxh3_64_hexdigest(b"") for name in names} if checksums is None else checksums)
     own_metadata = {"crc32": "", "checksums": sums} if metadata is None else metadata

@@ -1,4 +1,4 @@
-"""Which checkpoints survive rewinds."""
+"""The lineage history determines which checkpoints survive rewinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS, LineageHistory, LineageStart
 
 
-def test_the_rewind_that_abandoned_a_checkpoint() -> None:
+def test_the_rewind_that_abandoned_a_checkpoint_is_found() -> None:
     history = NO_REWINDS.after_rewind(3).after_rewind(5)
     assert history.lineage == 2
     assert history.abandoned_by(4, 0) == LineageStart(1, 3)
@@ -54,4 +54,4 @@ def test_a_checkpoint_survives_unless_a_rewind_went_to_before_it(events: list[tu
         assert {checkpoint for checkpoint in written if history.contains(*checkpoint)} == surviving
         assert LineageHistory.load(json.loads(json.dumps(history.dump()))) == history
     steps = [rewind.step for rewind in history.starts]
-    assert steps == sorted(set(steps)), "a rewind to an earlier step replaces those to later ones"
+    assert steps == sorted(set(steps)), "a rewind to an earlier step replaces earlier rewinds to later steps"

@@ -1,4 +1,4 @@
-"""Run directories: unique names, their content, and errors with fixes."""
+"""Run directories: unique names, contents, and errors with fixes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_written_config_reads_back_as_the_same_config(tmp_path: Path) -> Non
     assert Config.model_validate(yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))) == config
 
 
-def test_a_given_directory_is_used_as_it_is_but_never_for_a_second_run(tmp_path: Path) -> None:
+def test_a_given_directory_is_used_unchanged_but_never_for_a_second_run(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "mine"))
     assert create_run_dir(config, NOW).path == tmp_path / "mine"
     with pytest.raises(ConfigError, match=r"already holds a run.*resume="):
@@ -44,7 +44,7 @@ def test_a_relative_directory_becomes_absolute(tmp_path: Path, monkeypatch: pyte
     assert create_run_dir(Config(), NOW).path == tmp_path / "runs" / "quickstart" / "20260304-050607"
 
 
-def test_an_unwritable_directory_is_named_with_the_fix(tmp_path: Path) -> None:
+def test_the_error_for_an_unwritable_directory_has_a_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file.*run_dir=PATH"):
         create_run_dir(Config(run_dir=str(tmp_path / "file" / "run")), NOW)
@@ -66,7 +66,7 @@ def test_runs_are_listed_newest_first_without_latest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "kept"), [(errno.EPERM, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
-def test_a_file_system_without_symbolic_links_costs_only_the_link(
+def test_a_file_system_without_symbolic_links_lacks_only_the_link(
     tmp_path: Path, number: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(link: Path, target: str) -> None:

@@ -46,7 +46,7 @@ def test_samples_from_a_file_are_unchanged(originals: list[Sample], with_a_long_
         assert_same_sample(packed.unpack(position), originals[position])
 
 
-def test_text_with_half_a_character_survives_a_file() -> None:
+def test_text_with_a_lone_surrogate_survives_a_file() -> None:
     original = replace(make_sample(1), data_source='\ud800"\\\0')
     assert_same_sample(through_bytes([original]).unpack(0), original)
 
@@ -109,7 +109,7 @@ def test_an_array_of_another_dtype_is_refused() -> None:
         pack([Sample(SampleId(0, 1), (row,))])
 
 
-async def test_a_put_that_the_object_store_does_not_take_ends_at_its_deadline(
+async def test_a_put_that_the_object_store_does_not_accept_ends_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     full = threading.Event()

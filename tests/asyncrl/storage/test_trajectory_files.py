@@ -1,4 +1,4 @@
-"""Files of trajectories over restarts, in shared directories, and with damage."""
+"""Trajectory files: restarts, shared directories, and damage."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_torn_and_damaged_lines_are_reported(tmp_path: Path) -> None:
     )
 
 
-def test_a_torn_write_has_its_complete_lines(tmp_path: Path) -> None:
+def test_the_complete_lines_of_a_torn_write_are_read(tmp_path: Path) -> None:
     write(tmp_path, *whole(at=1.0))
     path = write(tmp_path, *whole(at=2.0))
     path.write_bytes(path.read_bytes()[:-100])

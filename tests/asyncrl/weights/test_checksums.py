@@ -1,4 +1,4 @@
-"""Checksums: what they must not notice, and what they must."""
+"""Checksums of weights: which differences they must detect, and which they must ignore."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
         ("lm_head.weight", "other"),
     ],
 )
-def test_layer_group(name: str, group: str) -> None:
+def test_a_parameter_belongs_to_the_group_of_its_layer(name: str, group: str) -> None:
     assert layer_group(name) == group
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.integers(0, 40), st.integers(0, 40))
-def test_bit_sum_does_not_see_how_arrays_are_put_together(seed: int, dtype: np.dtype, left: int, right: int) -> None:
+def test_bit_sums_of_parts_add_up_to_the_bit_sum_of_the_whole(seed: int, dtype: np.dtype, left: int, right: int) -> None:
     bits = np.random.default_rng(seed).integers(0, 256, (left + right) * dtype.itemsize, dtype=np.uint8)
     whole = bits.view(dtype)
     parts = merge([{"g": bit_sum(whole[:left])}, {"g": bit_sum(whole[left:])}])
     assert parts["g"] == bit_sum(whole) == bit_sum(np.concatenate([whole, np.zeros(7, dtype)]))
 
 
-def test_bit_sum_is_what_it_says() -> None:
+def test_bit_sum_adds_the_bits_as_integers() -> None:
     array = np.array([1.5, -0.0, 3e38, -2.0], dtype=np.float32)
     plain = sum(int(bits) for bits in array.view(np.int32).tolist()) % 2**64
     assert bit_sum(array) == plain
 
 
-def test_fusing_matrices_leaves_the_checksums_alone() -> None:
+def test_fusing_matrices_does_not_change_the_checksums() -> None:
     published = tensors()
     fused: dict[str, np.ndarray] = {}
     for layer in range(3):

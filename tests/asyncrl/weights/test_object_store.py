@@ -1,4 +1,4 @@
-"""The store actor, its publisher and its feed on a real Ray cluster."""
+"""The weight store's actor, publisher and feed on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def newer(store: Any, known: WeightsVersion) -> tuple[WeightsVersion, bool
     return newest.weights_version, newest.validate
 
 
-async def test_what_is_published_can_be_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_published_weights_can_be_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "CHUNK_BYTES", 9000)
     published = await publish(store, 1)
     chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(store.tensors.remote(plain(1)))))
@@ -137,7 +137,7 @@ async def test_delivered_versions_are_kept_while_newer_ones_arrive(store: Any) -
     assert await held(store) == {4, 5, 6}
 
 
-async def test_an_overtaken_validation_passes_to_the_next_version(store: Any) -> None:
+async def test_the_validation_of_a_replaced_version_passes_to_the_next_version(store: Any) -> None:
     for version in (1, 2, 3):
         await publish(store, version)
     assert await newer(store, plain(0)) == (plain(3), True)
@@ -145,7 +145,7 @@ async def test_an_overtaken_validation_passes_to_the_next_version(store: Any) ->
     assert await newer(store, plain(3)) == (plain(4), False)
 
 
-async def test_versions_ascend(store: Any) -> None:
+async def test_versions_must_increase(store: Any) -> None:
     await publish(store, 2)
     with pytest.raises(BugError, match="version 2 published after version 2"):
         await publish(store, 2)
@@ -158,7 +158,7 @@ async def test_a_newer_lineage_is_newer_than_any_version_of_an_older_one(store: 
     back = await publish(store, 1, lineage=1)
     assert back.weights_version == WeightsVersion(1, 1)
     assert await feed.wait_newer(WeightsVersion(0, 3), timeout_s=10) == back
-    # Training reaches version 2 again, which has requested its validation.
+    # Training reaches version 2 again, whose validation was requested.
     assert not back.validate
     with pytest.raises(FencedError, match="lineage 0, which one of lineage 1 has replaced"):
         await publish(store, 4)
@@ -173,7 +173,7 @@ async def test_a_rewind_keeps_the_request_for_validation(store: Any) -> None:
     assert await newer(store, plain(0)) == (WeightsVersion(2, 3), True)
 
 
-async def test_a_restarted_store_is_filled_again() -> None:
+async def test_a_restarted_store_gets_the_weights_again() -> None:
     store = start_store(NAMESPACE, max_restarts=-1)
     feed = ObjectStoreFeed(store, call_s=20)
     publisher = ObjectStorePublisher(store, call_s=20)
@@ -184,7 +184,7 @@ async def test_a_restarted_store_is_filled_again() -> None:
         os.kill(died, signal.SIGKILL)
         status = await object_store._ask(lambda _: store.status.remote(), 20, "status")
         assert (status.pid != died, status.newest) == (True, None)
-        # The restarted store does not know what was published, so it does not answer `None`.
+        # The restarted store does not know whether a version was published, so it does not answer `None`.
         with pytest.raises(DeadlineError, match="nothing has been published to it since"):
             await ObjectStoreFeed(store, call_s=0.5).latest()
         async with anyio.create_task_group() as group:
@@ -211,20 +211,20 @@ async def test_a_publisher_reports_that_it_has_published_nothing(store: Any) -> 
     await publish(store, 1)
     published = await publish(store, 2)
     assert (await ask(store.start_with.remote(0.05))).weights_version == plain(2)
-    # The answer is a version newer than the lost one, or else that one again.
+    # The answer is a version newer than the lost one, or otherwise the lost version again.
     lost = await ask(store.start_with.remote(10, plain(1)))
     assert lost == await ask(store.start_with.remote(0.05, plain(2))) == published
 
 
 async def until_share(wanted: float) -> None:
-    """Wait: the GCS is notified of changes in the object store a moment later."""
+    """Wait for this share. The GCS learns of changes in the object store with a delay."""
     while True:
         share = await anyio.to_thread.run_sync(object_store_share)
         if share is not None and abs(share - wanted) < 0.01:
             return
 
 
-async def test_the_used_share_of_the_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_used_share_of_the_object_store_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with anyio.fail_after(30):
         await until_share(0.0)
         kept = [ray.put(np.zeros(STORE_BYTES // 4, dtype=np.uint8)) for _ in range(2)]
@@ -232,14 +232,14 @@ async def test_the_used_share_of_the_object_store(monkeypatch: pytest.MonkeyPatc
         del kept
         await until_share(0.0)
     monkeypatch.delattr("ray._private.state.available_resources_per_node")
-    assert object_store_share() is None, "unknown in another version of Ray"
+    assert object_store_share() is None, "the share is unknown if this version of Ray does not report it"
 
 
 def reported(name: str, at: float, phase_since: float | None = None) -> ReplicaReport:
     return ReplicaReport(name, "node", 1, (2, 3), "serving", phase_since or at, 0, 1, 4, 100, at)
 
 
-def test_reports_are_converted_to_the_readers_clock_and_dropped_after_a_while() -> None:
+def test_reports_are_converted_to_the_readers_clock_and_dropped_when_they_are_old() -> None:
     reports = ReplicaReports()
     reports.add(reported("old", 7.0, phase_since=1.0), 1000.0)
     reports.add(reported("a", 50.0, phase_since=40.0), 1100.0)
@@ -276,7 +276,7 @@ async def test_the_store_converts_reports_to_its_own_clock(store: Any) -> None:
 async def test_a_validation_whose_request_was_lost_passes_to_the_next_version(store: Any) -> None:
     publisher = ObjectStorePublisher(store, call_s=10)
     await publisher.publish(1, 1, weights(1), validate=True)
-    # The answer does not arrive, because the caller is dead.
+    # The answer is lost because the caller is dead.
     assert (await ask(store.wait_newer.remote(plain(0), 10))).validate
     assert (await publisher.publish(2, 2, weights(2), validate=False)).validate is False
     assert await newer(store, plain(1)) == (plain(2), True)
@@ -287,7 +287,7 @@ async def test_a_validation_whose_request_was_lost_passes_to_the_next_version(st
 async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> None:
     ray.kill(store)
     with anyio.fail_after(20), pytest.raises(InfraError):
-        while True:  # Ray kills by and by
+        while True:  # Ray kills the actor with a delay
             await ObjectStoreFeed(store, call_s=0.3).latest()
     with pytest.raises(DeadlineError, match=r"did not answer within 0\.01 s"):
         await object_store._answer(anyio.sleep(5), 0.01, "nothing")
@@ -325,6 +325,6 @@ async def test_an_object_store_that_fails_is_an_infra_error(
         await ObjectStorePublisher(store, call_s=10).publish(1, 1, weights(1), validate=False)
 
 
-async def test_find_store(store: Any) -> None:
+async def test_the_store_is_found_by_its_namespace(store: Any) -> None:
     assert find_store(NAMESPACE) is not None
     assert find_store("another") is None

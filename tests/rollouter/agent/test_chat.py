@@ -79,7 +79,7 @@ def text(name: str, tokens: list[int]) -> str:
     return decoded
 
 
-def says(content: str, **more: Any) -> dict[str, Any]:
+def assistant(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
@@ -88,7 +88,7 @@ def calls(*arguments: dict[str, Any], content: str = "", turn: int = 0, **more: 
         {"type": "function", "id": call_id(turn, number), "function": {"name": "add", "arguments": one}}
         for number, one in enumerate(arguments)
     ]
-    return says(content, tool_calls=made, **more)
+    return assistant(content, tool_calls=made, **more)
 
 
 def answers(*texts: str, turn: int = 0) -> list[dict[str, Any]]:
@@ -148,14 +148,14 @@ def test_several_calls_are_text_for_a_template_of_single_calls() -> None:
 def test_a_template_without_special_tokens_is_continued_as_text() -> None:
     talk = chat("bare")
     for end in ("", "<|endoftext|>"):
-        more = talk.extend([USER, says("3")], [USER], ids("bare", f"3{end}"))
+        more = talk.extend([USER, assistant("3")], [USER], ids("bare", f"3{end}"))
         assert text("bare", more.ids) == "\n\nuser: What is 1 + 2?\n\nassistant: " and not more.rewritten
 
 
 def test_a_turn_may_end_with_the_token_that_begins_the_next_one() -> None:
     ends = tokenizer("glm").convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     talk = chat("glm", end_ids=ends)
-    before = [USER, says("3")]
+    before = [USER, assistant("3")]
     for new, end in (([USER], "<|user|>"), (answers("4"), "<|observation|>")):
         whole = talk.prompt([*before, *new])
         for sampled in (ids("glm", f"3{end}"), ids("glm", "3")):
@@ -165,7 +165,7 @@ def test_a_turn_may_end_with_the_token_that_begins_the_next_one() -> None:
 
 def test_a_token_after_the_last_turn_does_not_count_as_rewriting() -> None:
     talk = chat("sealed")
-    more = talk.extend([USER, says("3")], [USER], ids("sealed", "3<|im_end|>"))
+    more = talk.extend([USER, assistant("3")], [USER], ids("sealed", "3<|im_end|>"))
     assert text("sealed", more.ids).startswith("\n<|im_start|>user") and not more.rewritten
     assert talk.ends(ids("sealed", "3<|im_end|>")) and talk.ends(ids("sealed", "3<|endoftext|>"))
     assert not talk.ends(ids("sealed", "3")) and not talk.ends([])
@@ -174,7 +174,7 @@ def test_a_token_after_the_last_turn_does_not_count_as_rewriting() -> None:
 class TestRewriting:
     """The template rewrites history, so the conversation continues in a new row."""
 
-    thought = says("It is 3.", reasoning_content="\n1 + 2\n", text="<think>\n1 + 2\n</think>\n\nIt is 3.")
+    thought = assistant("It is 3.", reasoning_content="\n1 + 2\n", text="<think>\n1 + 2\n</think>\n\nIt is 3.")
 
     def test_reasoning_is_kept_for_tool_results_and_dropped_for_a_user_turn(self) -> None:
         talk = chat("qwen3", tools=True)
@@ -190,7 +190,7 @@ class TestRewriting:
     def test_a_generation_header_that_history_lacks(self) -> None:
         talk = chat("qwen3", template_kwargs={"enable_thinking": False})
         assert text("qwen3", talk.prompt([USER])).endswith("<think>\n\n</think>\n\n")
-        assert talk.extend([USER, says("3")], [USER], ids("qwen3", "3<|im_end|>")).rewritten
+        assert talk.extend([USER, assistant("3")], [USER], ids("qwen3", "3<|im_end|>")).rewritten
 
     def test_reasoning_that_is_never_in_history(self) -> None:
         talk = chat("r1")
@@ -199,8 +199,8 @@ class TestRewriting:
 
     def test_tools_that_move_to_the_last_question(self) -> None:
         talk = chat("mistral", tools=True)
-        assert talk.extend([USER, says("3")], [USER], ids("mistral", "3</s>")).rewritten
-        assert not chat("mistral").extend([USER, says("3")], [USER], ids("mistral", "3</s>")).rewritten
+        assert talk.extend([USER, assistant("3")], [USER], ids("mistral", "3</s>")).rewritten
+        assert not chat("mistral").extend([USER, assistant("3")], [USER], ids("mistral", "3</s>")).rewritten
 
     def test_text_beside_a_call_that_the_template_drops(self) -> None:
         before = [USER, calls({"a": 1}, content="I shall add.")]
@@ -228,7 +228,7 @@ def test_special_tokens_in_tool_results_stay_text(name: str, kind: str) -> None:
     talk = ChatTokenizer(made, tools=TOOLS)
     before = [USER, calls({"a": 1}, reasoning_content="r", text="<think>r</think>")]
     if name == "chatml":
-        before = [USER, says("x")]
+        before = [USER, assistant("x")]
     sampled = ids(name, f"x{eos}", kind)
     plain, full = talk.extend(before, answers("word"), sampled), talk.extend(before, answers(odd), sampled)
     special = set(made.all_special_ids)
@@ -247,12 +247,12 @@ def test_special_tokens_in_the_data_sets_own_messages_are_special() -> None:
     given = [{"role": "user", "content": "a<|im_end|>b"}]
     eos = tokenizer("chatml").eos_token_id
     assert chat("chatml").prompt(given).count(eos) == 3
-    assert chat("chatml").prompt([USER, says("x"), *given]).count(eos) == 4  # the system's, and one per message
+    assert chat("chatml").prompt([USER, assistant("x"), *given]).count(eos) == 4  # the system's, and one per message
 
 
 def test_an_end_token_written_as_text_does_not_end_a_turn() -> None:
     talk = chat("chatml")
-    before = [USER, says("I end it: <|im_end|>", tool_calls=[])]
+    before = [USER, assistant("I end it: <|im_end|>", tool_calls=[])]
     more = talk.extend(before, [USER], ids("chatml", "…<|im_end|>"))
     assert not more.rewritten and text("chatml", more.ids).startswith("\n<|im_start|>user")
 
@@ -260,7 +260,7 @@ def test_an_end_token_written_as_text_does_not_end_a_turn() -> None:
 def test_a_refusal_of_the_template_is_a_data_error() -> None:
     talk = chat("gemma")
     with pytest.raises(DataError, match="the chat template refuses the messages: Conversation roles must alternate"):
-        talk.extend([USER, says("3")], answers("3"), ids("gemma", "3<end_of_turn>"))
+        talk.extend([USER, assistant("3")], answers("3"), ids("gemma", "3<end_of_turn>"))
     with pytest.raises(DataError, match="Only user, assistant and tool roles"):
         chat("mistral").prompt([{"role": "system", "content": "Be brief."}, USER])
 
@@ -284,11 +284,11 @@ def test_rows_equal_a_full_tokenization(name: str, kind: str, rounds: list[Any])
         if takes_calls and made:
             made = made[:1] if name == "llama3" else made
             beside = content if content and name in ("hermes", "qwen25") else ""
-            said = calls(*(arguments for arguments, _ in made), content=beside, turn=turn)
+            message = calls(*(arguments for arguments, _ in made), content=beside, turn=turn)
             new = answers(*(answer for _, answer in made), turn=turn)
         else:
-            said, new = says(content or "x"), [{"role": "user", "content": reply}]
-        before = [*messages, said]
+            message, new = assistant(content or "x"), [{"role": "user", "content": reply}]
+        before = [*messages, message]
         finished = talk.retokenized(before)
         last = max(place for place, token in enumerate(finished) if talk.ends([token]))
         if name == "sealed":
@@ -308,7 +308,7 @@ def test_the_quickstart_tokenizer_extends_as_its_template() -> None:
     made = AutoTokenizer.from_pretrained(resolve("asyncrl://quickstart"))
     talk = ChatTokenizer(made)
     sampled = made("3<eos>", add_special_tokens=False)["input_ids"]
-    before, new = [USER, says("3")], [{"role": "user", "content": "4+<eos>5"}]
+    before, new = [USER, assistant("3")], [{"role": "user", "content": "4+<eos>5"}]
     more = talk.extend(before, new, sampled)
     assert [*talk.prompt([USER]), *sampled, *more.ids] == talk.prompt([*before, *new])
     assert more.ids.count(made.eos_token_id) == 1
@@ -318,13 +318,13 @@ class TestDifference:
     def test_none_when_the_row_is_the_templates(self) -> None:
         talk = chat("chatml")
         row = [*talk.prompt([USER]), *ids("chatml", "It is 3.<|im_end|>")]
-        assert talk.difference(row, [USER, says("It is 3.")]) is None
-        assert talk.difference(row[:-1], [USER, says("It is 3.")]) is None  # cut before its end
+        assert talk.difference(row, [USER, assistant("It is 3.")]) is None
+        assert talk.difference(row[:-1], [USER, assistant("It is 3.")]) is None  # cut before its end
 
     def test_a_difference_has_position_and_surroundings(self) -> None:
         talk = chat("chatml")
         prompt = talk.prompt([USER])
-        message = talk.difference([*prompt, *ids("chatml", "It is 4.<|im_end|>")], [USER, says("It is 3.")])
+        message = talk.difference([*prompt, *ids("chatml", "It is 4.<|im_end|>")], [USER, assistant("It is 3.")])
         assert message is not None
         place = len(prompt) + len(ids("chatml", "It is"))
         assert message.startswith(f"token {place} of ") and "4" in message and "the chat template gives" in message
@@ -332,7 +332,7 @@ class TestDifference:
     def test_another_split_of_the_same_text(self) -> None:
         talk = chat("chatml")
         spelled = [token for letter in "It is 3." for token in ids("chatml", letter)]
-        assert talk.difference([*talk.prompt([USER]), *spelled], [USER, says("It is 3.")]) is not None
+        assert talk.difference([*talk.prompt([USER]), *spelled], [USER, assistant("It is 3.")]) is not None
 
     def test_more_or_fewer_tokens(self) -> None:
         talk = chat("chatml")
@@ -344,7 +344,7 @@ class TestDifference:
         eom = tokenizer("llama3").convert_tokens_to_ids("<|eom_id|>")
         talk = chat("llama3", end_ids=[eom])
         row = [*talk.prompt([USER]), *ids("llama3", "3<|eom_id|>")]
-        assert talk.difference(row, [USER, says("3")]) is None
+        assert talk.difference(row, [USER, assistant("3")]) is None
 
     def test_a_last_turn_that_the_template_shortens_is_not_compared(self) -> None:
         talk = chat("r1")
@@ -378,9 +378,9 @@ class TestCut:
         talk = chat("chatml")
         lookalikes = "<|im_end|>" * 20
         sampled = ids("chatml", "x<|im_end|>")
-        empty = len(talk.extend([USER, says("x")], answers(""), sampled).ids)
+        empty = len(talk.extend([USER, assistant("x")], answers(""), sampled).ids)
         cut = talk.cut(lookalikes, 30, "right")
-        assert len(talk.extend([USER, says("x")], answers(cut), sampled).ids) - empty <= 30
+        assert len(talk.extend([USER, assistant("x")], answers(cut), sampled).ids) - empty <= 30
 
     def test_a_tokenizer_without_an_ellipsis(self) -> None:
         made = AutoTokenizer.from_pretrained(resolve("asyncrl://quickstart"))

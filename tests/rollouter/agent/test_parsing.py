@@ -175,7 +175,7 @@ class TestFormats:
             ToolCallParser("openai", tokenizer(), TOOLS)
 
 
-def says(content: str, **more: Any) -> dict[str, Any]:
+def assistant(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
@@ -183,10 +183,10 @@ class TestMessages:
     def test_all_of_a_turn(self) -> None:
         parsed = ParsedTurn("So:", (ParsedCall("add", '{"a": 1}'),), reasoning="well", text="…")
         call = {"type": "function", "id": call_id(2, 0), "function": {"name": "add", "arguments": {"a": 1}}}
-        assert assistant_message(parsed, turn=2) == says("So:", reasoning_content="well", tool_calls=[call], text="…")
+        assert assistant_message(parsed, turn=2) == assistant("So:", reasoning_content="well", tool_calls=[call], text="…")
 
     def test_a_plain_answer_has_only_content(self) -> None:
-        assert assistant_message(ParsedTurn("3", text="3")) == says("3")
+        assert assistant_message(ParsedTurn("3", text="3")) == assistant("3")
 
     @pytest.mark.parametrize("arguments", ["[1]", "1", "{", ""])
     def test_arguments_that_are_no_object_stay_text(self, arguments: str) -> None:

@@ -15,7 +15,7 @@ from rollouter.interactions.base import EpisodeContext, Reply
 from rollouter.interactions.loading import InteractionSet
 from rollouter.interactions.model_user import swapped
 from tests.fakes.environments import context, interaction, load
-from tests.fakes.openai_server import Hang, OpenAIServer, failed, openai_server, said
+from tests.fakes.openai_server import Hang, OpenAIServer, chat_answer, error_answer, openai_server
 
 
 def user(server: OpenAIServer, *, timeout_s: float = 60.0, on_error: Any = "stop", **config: Any) -> InteractionSet:
@@ -42,7 +42,7 @@ ANSWERED = [*row().messages, {"role": "assistant", "content": "21"}]
 
 
 async def test_a_dialogue_until_the_stop_phrase() -> None:
-    script = [said(" Are you sure?\n"), said("Good. [[DONE]]")]
+    script = [chat_answer(" Are you sure?\n"), chat_answer("Good. [[DONE]]")]
     async with talking(script, params={"temperature": 0.7}) as (session, server):
         assert await session.reset() == ()
         assert await session.step("21", ANSWERED) == Reply("Are you sure?")
@@ -68,7 +68,7 @@ async def test_the_system_prompt_is_filled_in_one_pass() -> None:
     """Braces in a question are the question's."""
     template = "{instruction}|{question}|{ground_truth}|{stop_phrase}|{ no }"
     given = row("what is {ground_truth}?", instruction="be brief", name=None)
-    async with talking([said("bye")], given, system_prompt=template, stop_phrase="bye") as (session, server):
+    async with talking([chat_answer("bye")], given, system_prompt=template, stop_phrase="bye") as (session, server):
         await session.reset()
         assert (await session.step("21", ANSWERED)).done
     assert server.requests[0]["messages"][0]["content"] == "be brief|what is {ground_truth}?|22|bye|{ no }"
@@ -110,7 +110,7 @@ def test_the_conversation_with_roles_swapped() -> None:
 
 
 async def test_a_user_that_cannot_be_reached_is_a_failed_interaction() -> None:
-    async with talking([failed(500), said("Why?")], max_attempts=1, on_error="drop") as (session, _):
+    async with talking([error_answer(500), chat_answer("Why?")], max_attempts=1, on_error="drop") as (session, _):
         await session.reset()
         failure = r"ModelUser\.step raised model 'user-1' at .* failed once"
         with pytest.raises(ToolFailedError, match=failure) as raised:
@@ -122,8 +122,8 @@ async def test_a_user_that_cannot_be_reached_is_a_failed_interaction() -> None:
 @pytest.mark.parametrize(
     ("script", "kind", "message"),
     [
-        (said(None, refusal="never"), DataError, "refused to answer: never"),
-        (failed(401), ConfigError, "cannot be asked: status 401"),
+        (chat_answer(None, refusal="never"), DataError, "refused to answer: never"),
+        (error_answer(401), ConfigError, "cannot be asked: status 401"),
         (Hang(), ToolFailedError, r"ModelUser\.step did not return within 0\.3 s"),
     ],
 )
@@ -135,7 +135,7 @@ async def test_other_failures_keep_their_class(script: Any, kind: type[Exception
 
 
 async def test_all_trajectories_share_its_limit() -> None:
-    async with openai_server(lambda request: said("Why?")) as server:
+    async with openai_server(lambda request: chat_answer("Why?")) as server:
         loaded = user(server, max_concurrency=2)
 
         async def one() -> None:

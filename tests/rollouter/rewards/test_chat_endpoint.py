@@ -18,9 +18,9 @@ from tests.fakes.openai_server import (
     OpenAIServer,
     Script,
     ServerAnswer,
-    failed,
+    chat_answer,
+    error_answer,
     openai_server,
-    said,
 )
 
 QUESTION = [{"role": "user", "content": "17+5?"}]
@@ -51,16 +51,16 @@ async def endpoint(script: Any, **changes: Any) -> AsyncIterator[EndpointSetup]:
 async def test_the_endpoint_returns_the_models_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     params = {"temperature": 0.5, "top_k": 3, "chat_template_kwargs": {"thinking": False}}
-    async with endpoint([said("22")], api_key_env="JUDGE_KEY", params=params) as setup:
+    async with endpoint([chat_answer("22")], api_key_env="JUDGE_KEY", params=params) as setup:
         assert await setup.endpoint.ask(QUESTION) == "22"
         assert setup.server.requests == [{"model": "judge-1", "messages": QUESTION, **params}]
         assert setup.server.keys == ["Bearer secret"]
         assert setup.waits == []
 
 
-@pytest.mark.parametrize("bad", [*map(failed, (408, 429, 500, 503)), HangUp(), ServerAnswer("{not json")])
+@pytest.mark.parametrize("bad", [*map(error_answer, (408, 429, 500, 503)), HangUp(), ServerAnswer("{not json")])
 async def test_transient_failures_are_retried(bad: Script) -> None:
-    async with endpoint([bad, bad, said("22")]) as setup:
+    async with endpoint([bad, bad, chat_answer("22")]) as setup:
         assert await setup.endpoint.ask(QUESTION) == "22"
         assert setup.waits == [1.0, 2.0]
         assert len(setup.server.requests) == 3
@@ -68,13 +68,13 @@ async def test_transient_failures_are_retried(bad: Script) -> None:
 
 @pytest.mark.parametrize(("header", "wait_s"), [("7", 7.0), ("0.25", 1.0), ("1e9", 60.0), ("soon", 1.0), ("nan", 1.0)])
 async def test_retry_after_is_honoured(header: str, wait_s: float) -> None:
-    async with endpoint([failed(429, retry_after=header), said("22")]) as setup:
+    async with endpoint([error_answer(429, retry_after=header), chat_answer("22")]) as setup:
         assert await setup.endpoint.ask(QUESTION) == "22"
         assert setup.waits == [wait_s]
 
 
 async def test_retries_end_with_the_budget() -> None:
-    async with endpoint([failed(500, "out of memory")] * 4, max_attempts=4) as setup:
+    async with endpoint([error_answer(500, "out of memory")] * 4, max_attempts=4) as setup:
         with pytest.raises(InfraError, match=r"model 'judge-1' at http.*failed 4 times.*500.*out of memory") as raised:
             await setup.endpoint.ask(QUESTION)
         assert not isinstance(raised.value, DeadlineError)
@@ -93,7 +93,7 @@ async def test_a_refused_connection_is_an_infra_error() -> None:
 
 
 async def test_each_try_has_its_deadline() -> None:
-    async with endpoint([Hang(), said("22")], timeout_s=0.3) as setup:
+    async with endpoint([Hang(), chat_answer("22")], timeout_s=0.3) as setup:
         assert await setup.endpoint.ask(QUESTION) == "22"
         assert setup.waits == [1.0]
     async with endpoint([Hang()], timeout_s=0.2, max_attempts=1) as setup:
@@ -105,7 +105,7 @@ async def test_each_try_has_its_deadline() -> None:
     ("status", "fix"), [(401, "check the key"), (403, "check the key"), (404, "check base_url and the model's name")]
 )
 async def test_errors_of_every_request_are_config_errors(status: int, fix: str) -> None:
-    async with endpoint([failed(status, "unknown")]) as setup:
+    async with endpoint([error_answer(status, "unknown")]) as setup:
         with pytest.raises(ConfigError, match=rf"cannot be asked: status {status}.*unknown.*{fix}"):
             await setup.endpoint.ask(QUESTION)
         assert setup.waits == []
@@ -120,12 +120,12 @@ async def test_a_server_without_chat_completions_is_a_config_error() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (failed(400, "too many tokens"), "refuses the conversation: status 400.*too many tokens"),
-        (failed(422), "refuses the conversation: status 422"),
-        (said(None), "without a text, finish_reason 'stop'"),
-        (said(" \n", finish_reason="length"), "without a text, finish_reason 'length'"),
-        (said(None, refusal="I will not"), "refused to answer: I will not"),
-        (said("", finish_reason="content_filter"), "refused to answer$"),
+        (error_answer(400, "too many tokens"), "refuses the conversation: status 400.*too many tokens"),
+        (error_answer(422), "refuses the conversation: status 422"),
+        (chat_answer(None), "without a text, finish_reason 'stop'"),
+        (chat_answer(" \n", finish_reason="length"), "without a text, finish_reason 'length'"),
+        (chat_answer(None, refusal="I will not"), "refused to answer: I will not"),
+        (chat_answer("", finish_reason="content_filter"), "refused to answer$"),
         (ServerAnswer({"id": "1", "object": "chat.completion", "choices": []}), "without a choice"),
     ],
 )
@@ -146,7 +146,7 @@ async def test_concurrency_is_limited_to_running_tries() -> None:
 
     def answer(request: Any) -> ServerAnswer:
         return (
-            failed(503) if request["messages"][0]["content"] == "first" and not others_are_done.is_set() else said("22")
+            error_answer(503) if request["messages"][0]["content"] == "first" and not others_are_done.is_set() else chat_answer("22")
         )
 
     async with endpoint(answer, max_concurrency=1, sleep=sleep) as setup:

@@ -17,7 +17,7 @@ from rollouter.rewards.functions import load_reward_functions
 from rollouter.rewards.judge import JudgeScorer
 from rollouter.rewards.scorer import CombinedScorer, function_scorer
 from tests.fakes.conversations import answer, decode, dialogue, prompt
-from tests.fakes.openai_server import Hang, OpenAIServer, Script, failed, openai_server, said
+from tests.fakes.openai_server import Hang, OpenAIServer, Script, chat_answer, error_answer, openai_server
 
 
 class Setup:
@@ -41,7 +41,7 @@ async def judging(script: Any, **changes: Any) -> AsyncIterator[Setup]:
 
 
 async def test_the_judge_gets_question_truth_and_answer() -> None:
-    async with judging([said("Right, but curt.\nscore: 7")], params={"temperature": 0}) as setup:
+    async with judging([chat_answer("Right, but curt.\nscore: 7")], params={"temperature": 0}) as setup:
         assert await setup.judge.score(prompt(), [answer("#22 {question}")]) == [Score(0.7)]
         (request,) = setup.server.requests
         assert (request["model"], request["temperature"]) == ("judge-1", 0)
@@ -51,7 +51,7 @@ async def test_the_judge_gets_question_truth_and_answer() -> None:
 
 
 async def test_a_prompt_may_contain_the_conversation() -> None:
-    async with judging([said("score: 10")], prompt='{conversation} -- {"json": {}} {truth}') as setup:
+    async with judging([chat_answer("score: 10")], prompt='{conversation} -- {"json": {}} {truth}') as setup:
         assert await setup.judge.score(prompt(), [dialogue("add", "#22")]) == [Score(1.0)]
         assert setup.asked == [
             'user: 17+5?\n\nassistant: Let me see.\n[calls add with {"a": 17, "b": 5}]\n\ntool: 22\n\nassistant: #22'
@@ -72,29 +72,29 @@ async def test_a_prompt_may_contain_the_conversation() -> None:
     ],
 )
 async def test_the_last_number_counts(text: str, settings: Mapping[str, Any], expected: float) -> None:
-    async with judging([said(text)], **settings) as setup:
+    async with judging([chat_answer(text)], **settings) as setup:
         (score,) = await setup.judge.score(prompt(), [answer("22")])
         assert score.reward == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    "first", [said("Good."), said("score: 11"), said("score: none"), said(None), said("", refusal="I do not")]
+    "first", [chat_answer("Good."), chat_answer("score: 11"), chat_answer("score: none"), chat_answer(None), chat_answer("", refusal="I do not")]
 )
 async def test_an_answer_without_a_rating_is_retried(first: Script) -> None:
-    async with judging([first, said("score: 5")]) as setup:
+    async with judging([first, chat_answer("score: 5")]) as setup:
         assert await setup.judge.score(prompt(), [answer("22")]) == [Score(0.5)]
         assert len(set(setup.asked)) == 1 and len(setup.asked) == 2
 
 
 async def test_no_rating_in_any_attempt_is_a_user_error() -> None:
-    async with judging(lambda request: said("I cannot say."), max_attempts=2) as setup:
+    async with judging(lambda request: chat_answer("I cannot say."), max_attempts=2) as setup:
         with pytest.raises(UserCodeError, match=r"no rating from 0 to 10, asked 2 times .*'I cannot say\.'"):
             await setup.judge.score(prompt(), [answer("22")])
         assert len(setup.asked) == 2
 
 
 async def test_a_failing_endpoint_is_a_user_error() -> None:
-    async with judging([failed(500, "boom")], max_attempts=1) as setup:
+    async with judging([error_answer(500, "boom")], max_attempts=1) as setup:
         with pytest.raises(UserCodeError, match=r"reward\.judge: model 'judge-1' at .* failed once.*boom"):
             await setup.judge.score(prompt(), [answer("22")])
 
@@ -106,14 +106,14 @@ async def test_an_endpoint_that_does_not_answer_has_a_deadline() -> None:
 
 
 async def test_a_missing_model_stops_the_run() -> None:
-    async with judging([failed(404, "no such model")]) as setup:
+    async with judging([error_answer(404, "no such model")]) as setup:
         with pytest.raises(ConfigError, match="no such model"):
             await setup.judge.score(prompt(), [answer("22")])
 
 
 async def test_concurrent_requests_are_limited() -> None:
     def script(request: Mapping[str, Any]) -> Script:
-        return said(f"score: {len(request['messages'][0]['content']) - 1}")
+        return chat_answer(f"score: {len(request['messages'][0]['content']) - 1}")
 
     async with judging(script, max_concurrency=2, prompt="{response}.") as setup:
         scores = await setup.judge.score(prompt(), [answer("x" * length) for length in range(8)])
@@ -138,7 +138,7 @@ def test_invalid_endpoints_are_refused_at_the_start(changes: dict[str, Any], mes
 
 
 async def test_a_judge_adds_to_the_reward_function() -> None:
-    async with openai_server([said("score: 5")]) as server:
+    async with openai_server([chat_answer("score: 5")]) as server:
         judge = {"model": "judge-1", "base_url": server.base_url, "weight": 0.5}
         config = Config.model_validate({"reward": {"judge": judge, "weight": 2.0}})
         functions = function_scorer(config, load_reward_functions(config.reward), decode)

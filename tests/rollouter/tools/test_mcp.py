@@ -125,7 +125,7 @@ def names(toolbox: Toolbox) -> Sequence[str]:
     return [schema["function"]["name"] for schema in toolbox.schemas]
 
 
-async def who(toolbox: Toolbox) -> int:
+async def server_pid(toolbox: Toolbox) -> int:
     """The server's process."""
     status, text = await call(toolbox, "who_is")
     assert status == "ok"
@@ -155,7 +155,7 @@ async def test_a_server_offers_its_tools_to_many_trajectories(program: str) -> N
 async def test_a_server_process_gets_its_environment_and_ends_with_the_toolbox(quick: str) -> None:
     async with box_of(stdio(quick)) as toolbox:
         assert names(toolbox) == ["who_is", "die", "wait", "break"]
-        assert await who(toolbox) in children()
+        assert await server_pid(toolbox) in children()
         assert (await call(toolbox, "who_is"))[1].endswith(" green")
         status, text = await call(toolbox, "break")
         assert status == "raised" and "there is no such method" in text
@@ -169,10 +169,10 @@ async def test_only_configured_tools_are_offered(quick: str) -> None:
 
 async def test_an_idle_server_that_dies_is_restarted(quick: str) -> None:
     async with box_of(stdio(quick)) as toolbox:
-        first = await who(toolbox)
+        first = await server_pid(toolbox)
         os.kill(first, signal.SIGKILL)
-        second = await who(toolbox)
-        assert first != second == await who(toolbox)
+        second = await server_pid(toolbox)
+        assert first != second == await server_pid(toolbox)
 
 
 @pytest.mark.parametrize("on_error", ["message", "drop"])
@@ -184,12 +184,12 @@ async def test_a_call_that_kills_every_server_fails_as_on_error_says(quick: str,
         else:
             status, text = await call(toolbox, "die")
             assert status == "raised" and "die failed" in text
-        assert await who(toolbox), "the next call has another server"
+        assert await server_pid(toolbox), "the next call has another server"
 
 
 async def test_calls_lost_with_a_server_share_one_reconnection(quick: str) -> None:
     async with box_of(stdio(quick)) as toolbox:
-        first = await who(toolbox)
+        first = await server_pid(toolbox)
         waiting: list[tuple[str, str]] = []
         pids: set[int] = set()
 
@@ -197,7 +197,7 @@ async def test_calls_lost_with_a_server_share_one_reconnection(quick: str) -> No
             waiting.append(await call(toolbox, "wait"))
 
         async def ask() -> None:
-            pids.add(await who(toolbox))
+            pids.add(await server_pid(toolbox))
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
@@ -211,24 +211,24 @@ async def test_calls_lost_with_a_server_share_one_reconnection(quick: str) -> No
 
 async def test_a_call_timeout_keeps_the_connection(quick: str) -> None:
     async with box_of(stdio(quick), timeout_s=0.3) as toolbox:
-        pid = await who(toolbox)
+        pid = await server_pid(toolbox)
         assert await call(toolbox, "wait") == ("timeout", "Error: wait did not answer within 0.3 s")
         with anyio.move_on_after(0.1):
             await call(toolbox, "wait")
-        assert await who(toolbox) == pid
+        assert await server_pid(toolbox) == pid
 
 
 async def test_a_failed_restart_of_a_server_is_reported_to_the_model(tmp_path: Path) -> None:
     path = tmp_path / "server.py"
     path.write_text(QUICK)
     async with box_of(stdio(str(path))) as toolbox:
-        pid = await who(toolbox)
+        pid = await server_pid(toolbox)
         path.write_text("raise SystemExit(1)")
         os.kill(pid, signal.SIGKILL)
         status, text = await call(toolbox, "who_is")
         assert status == "raised" and "could not be reached again" in text
         path.write_text(QUICK)
-        assert await who(toolbox), "each call tries once"
+        assert await server_pid(toolbox), "each call tries once"
 
 
 async def test_no_process_remains_when_the_run_is_cancelled_or_fails(quick: str) -> None:

@@ -1,4 +1,4 @@
-"""When alarms open and close, one by one and against a plain model."""
+"""When alarms open and close: single cases, and random sequences against a plain model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_alarm_is_reported_once_after_the_hold_time_and_once_when_it_is_over(
     assert alarms.open == ()
 
 
-def test_a_momentary_condition_is_no_problem() -> None:
+def test_a_short_bad_condition_opens_no_alarm() -> None:
     alarms = Alarms()
     assert not any(course(alarms, *["bad", "bad", "fair"] * 10))
     assert not any(course(Alarms(), *["bad", "bad", None] * 10))
@@ -43,7 +43,7 @@ def test_an_open_problem_has_its_start_time() -> None:
     assert (problem.key, problem.since, problem.text) == ("lag/queue", 1005.0, "it is bad")
 
 
-def test_a_vanished_subject_is_forgotten_silently_and_may_return() -> None:
+def test_the_alarm_of_a_subject_that_disappears_closes_without_a_notice_and_may_open_again() -> None:
     alarms = Alarms()
     course(alarms, *["bad"] * 4)
     assert alarms.observe(15 + GONE_S, 0.0, []) == [] and alarms.open
@@ -67,7 +67,7 @@ _steps = st.lists(
 
 @given(_steps)
 @settings(max_examples=300, deadline=None)
-def test_warnings_and_recoveries_alternate_and_are_due(steps: list[tuple[float, dict[str, Condition]]]) -> None:
+def test_warnings_and_recoveries_alternate_and_come_in_time(steps: list[tuple[float, dict[str, Condition]]]) -> None:
     alarms, now_s = Alarms(), 0.0
     history: dict[str, list[tuple[float, Condition | None]]] = {"a": [], "b": []}
     is_open = {"a": False, "b": False}
@@ -87,14 +87,14 @@ def test_warnings_and_recoveries_alternate_and_are_due(steps: list[tuple[float, 
             is_open[each.key] = is_warning
             run_s = _unbroken_s(history[each.key], "bad" if is_warning else "good")
             assert run_s >= (HOLD_S if is_warning else CALM_S)
-        for key in conditions:  # nothing due is missing
+        for key in conditions:  # no notice is missing
             assert is_open[key] or _unbroken_s(history[key], "bad") < HOLD_S
             assert not is_open[key] or _unbroken_s(history[key], "good") < CALM_S
         assert {problem.key for problem in alarms.open} == {key for key, opened in is_open.items() if opened}
 
 
 def _unbroken_s(seen: list[tuple[float, Condition | None]], wanted: Condition) -> float:
-    """How long the condition has lasted until now."""
+    """Return how long the condition has lasted without interruption until the last observation."""
     since = None
     for at_s, condition in reversed(seen):
         if condition != wanted:

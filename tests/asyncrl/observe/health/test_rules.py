@@ -1,4 +1,4 @@
-"""Health rules: which values are a problem, and the remedy."""
+"""Health rules: which values are reported as problems, and with which remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(
     rules: HealthRules | None = None,
     **given: Any,
 ) -> tuple[list[HealthNotice], HealthRules]:
-    """The notices of a run, and its rules. `at(now_s)`: its health, perhaps with the silent parts."""
+    """Return the notices and the rules of a run. `at(now_s)` returns its health, optionally with the silent parts."""
     rules, notices = rules or HealthRules(settings), []
     for number in range(int(seconds / every_s) + 1):
         now_s = start_s + number * every_s
@@ -119,8 +119,8 @@ def test_an_occasional_short_lag_is_not_reported() -> None:
 
 
 def rarely_blocked(now_s: float, every_s: float = 120.0, for_s: float = 45.0) -> tuple[RunHealth, dict[str, float]]:
-    """Health and silent parts of a run whose Rollouter blocks for `for_s` at the end of every `every_s`: meanwhile it
-    does not answer, then it reports the lag for the 10 s that a process remembers."""
+    """Return health and silent parts of a run whose Rollouter blocks for `for_s` at the end of every `every_s`. While it
+    is blocked it does not answer; then it reports the lag for 10 s, the window of a process."""
     since_s = now_s % every_s - (every_s - for_s)
     if since_s > 5.0:
         return WELL_WITHOUT, {"rollouter": since_s}
@@ -155,7 +155,7 @@ def test_a_machine_almost_out_of_memory_names_the_largest_processes() -> None:
     assert "rollout.max_concurrent_samples" in notices[0].text
 
 
-def test_only_steady_memory_growth_is_reported() -> None:
+def test_steady_memory_growth_is_reported_and_other_growth_is_not() -> None:
     leak, _ = run(GROWTH_OVER_S * 1.5, lambda now_s: with_process("rollouter", rss_bytes=GIB + 20e6 * now_s))
     assert [each.key for each in leak] == ["growth/rollouter"]
     assert "by 1.1 GiB a minute" in leak[0].text and "full in 36 minutes" in leak[0].text
@@ -198,7 +198,7 @@ def test_preemptions_are_kv_cache_pressure_and_a_full_cache_alone_is_not() -> No
     assert "3 waiting" in notices[0].text
 
 
-def test_a_restarted_engine_is_no_pressure() -> None:
+def test_the_restart_of_an_engine_is_not_kv_cache_pressure() -> None:
     notices, _ = run(300, lambda now_s: replace(WELL, engines={"r1": EngineLoad(8, 0, 0.5, 50 if now_s < 100 else 0)}))
     assert notices == []
 
@@ -213,8 +213,8 @@ def test_a_disk_that_fills_up_is_reported_with_the_time_left() -> None:
 
 
 def checkpoints(now_s: float, every_s: float, takes_s: float, *, kept: int = 2) -> float:
-    """Number of checkpoints on the disk: every `every_s` one is written in `takes_s`, then the oldest of more than
-    `kept` is removed."""
+    """Return the number of checkpoints on the disk. Every `every_s` a run writes one in `takes_s` and then removes the
+    oldest if there are more than `kept`."""
     done, since_s = divmod(now_s, every_s)
     writing = min(since_s / takes_s, 1.0) if done >= 1 else 0.0
     whole = max(0.0, done - 1)
@@ -230,11 +230,11 @@ def test_checkpoints_come_in_bursts_and_do_not_fill_a_disk(
     every_s: float, takes_s: float, gib: float, free_gib: int
 ) -> None:
     def at(now_s: float) -> RunHealth:
-        used_gib = gib * checkpoints(now_s, every_s, takes_s) + 1e-5 * now_s  # logs
+        used_gib = gib * checkpoints(now_s, every_s, takes_s) + 1e-5 * now_s  # the logs grow too
         return with_machine(disk_free_bytes=int((free_gib - used_gib) * GIB))
 
     assert run(4 * every_s + 2400, at, save_s=every_s, every_s=5.0)[0] == []
-    assert run(2700, at, save_s=math.inf, every_s=5.0)[0] == [], "while the interval is not known"
+    assert run(2700, at, save_s=math.inf, every_s=5.0)[0] == [], "also while the interval is unknown"
 
 
 def test_large_checkpoints_do_not_fill_a_large_disk() -> None:
@@ -244,12 +244,12 @@ def test_large_checkpoints_do_not_fill_a_large_disk() -> None:
     assert run(3600, at, save_s=300.0)[0] == []
 
 
-def test_a_burst_at_the_beginning_is_no_trend() -> None:
+def test_a_burst_of_writes_at_the_beginning_is_not_reported() -> None:
     notices, _ = run(1200, lambda now_s: with_machine(disk_free_bytes=int((100 - min(now_s, 70.0) / 7) * GIB)))
     assert notices == []
 
 
-def test_growth_beneath_checkpoints_is_reported() -> None:
+def test_steady_growth_between_checkpoints_is_reported() -> None:
     def at(now_s: float) -> RunHealth:
         used_gib = 10 * checkpoints(now_s, 300.0, 60.0) + 0.05 * now_s
         return with_machine(disk_free_bytes=int((200 - used_gib) * GIB))
@@ -325,7 +325,7 @@ def test_idle_sides_are_hints(trainer: float, rollouter: float, key: str, remedy
     assert run(200, lambda _: WELL, idle_trainer=trainer, idle_rollouter=rollouter, settings=on_policy)[0] == []
 
 
-def test_open_problems_go_with_the_health() -> None:
+def test_open_problems_are_returned_with_the_health() -> None:
     _, rules = run(60, lambda _: replace(WELL, object_store_share=0.95))
     notices, health = rules.observe(HealthSnapshot(62.0, 1e9 + 62, replace(WELL, object_store_share=0.96)))
     assert notices == [] and [problem.key for problem in health.problems] == ["object_store"]
@@ -340,7 +340,7 @@ def test_the_rules_remember_a_bounded_number_of_points() -> None:
 def test_remedies_name_existing_configuration_keys() -> None:
     root = Path(__file__).parents[4]
     known = (root / "docs" / "config.md").read_text()
-    # Texts are broken at the ends of lines, some within a key.
+    # String literals are split over lines, some of them within a key.
     text = (root / "asyncrl" / "observe" / "health" / "rules.py").read_text()
     text = re.sub(r'"\n\s*f?"', "", text)
     named = set(re.findall(r"\b(?:rollout|trainer|ray|profiler|async_training|logging|timeouts)\.[a-z_]+", text))

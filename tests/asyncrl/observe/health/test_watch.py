@@ -49,7 +49,7 @@ HEALTH = RunHealth(
 
 
 class MonitorRig:
-    """A `HealthMonitor` of a run without parts; `look` checks every 2 s of fake time."""
+    """A `HealthMonitor` of a run without parts; `look` lets it check every 2 s of fake time."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = Config()
@@ -146,7 +146,7 @@ async def test_a_replaced_part_may_block_while_it_starts(rig: MonitorRig) -> Non
     await rig.look(60)
     rig.status.restarting, rig.status.answered_at["rollouter"] = {"rollouter": time.time()}, time.time() - 60
     health = await rig.look(60)
-    assert "rollouter" not in health.processes and rig.view.messages == [], "its last report is of the dead process"
+    assert "rollouter" not in health.processes and rig.view.messages == [], "its last report comes from the dead process"
     rig.status.restarting, rig.status.answered_at["rollouter"] = {}, time.time()
     rig.status.rollouter = late(9.0)
     await rig.look(20)
@@ -180,7 +180,7 @@ async def test_an_outdated_report_is_ignored_and_the_silence_is_reported(rig: Mo
 async def test_silence_is_not_reported_if_the_driver_itself_was_stopped(
     rig: MonitorRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await rig.look(10)  # it has just started: its own lag is not reported
+    await rig.look(10)  # the lag of a driver that has just started is not reported
     monkeypatch.setattr(rig.watch._own._lag, "worst_s", lambda: 20.0)
     rig.status.answered_at["rollouter"] = time.time() - 20
     assert not (await rig.look(4)).problems
@@ -218,10 +218,10 @@ async def test_a_hanging_measurement_is_unknown_and_blocks_nothing(
     try:
         with anyio.fail_after(5):
             health = await rig.look(10)
-            assert health.machine == MACHINE, "the last measurement"
+            assert health.machine == MACHINE, "the result of the last measurement is used"
             health = await rig.look(40)
         assert health.machine is None and health.processes
-        assert len(hanging) == 1, "it blocks one thread only"
+        assert len(hanging) == 1, "it blocks only one thread"
     finally:
         release.set()
 
@@ -236,7 +236,7 @@ async def test_a_failing_check_does_not_end_the_run(
         looks += 1
         if looks == 3:
             scope.cancel()
-        raise OSError("no such thing")
+        raise OSError("no such file")
 
     rig.store = fail
     monkeypatch.setattr(module, "INTERVAL_S", 0.0)
@@ -244,7 +244,7 @@ async def test_a_failing_check_does_not_end_the_run(
         await rig.watch.run()
     messages = [record.message for record in caplog.records]
     assert looks >= 3 and messages.count("the health of the run could not be checked") == 1
-    assert rig.watch._own._lag.worst_s() is None, "its own loop is no longer watched"
+    assert rig.watch._own._lag.worst_s() is None, "the lag of the driver's loop is no longer measured"
 
 
 async def test_idle_shares_are_judged_only_in_the_middle_of_a_run(rig: MonitorRig) -> None:

@@ -1,4 +1,4 @@
-"""`asyncrl report`: what it writes, prints and refuses."""
+"""`asyncrl report`: the files that it writes, its output, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Links(HTMLParser):
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip drawing, which takes most of the time."""
+    """Skip the drawing of figures, which takes most of the time."""
 
     def draw(report: Any, directory: Path, done: Any) -> None:
         for each in report["figures"]:
@@ -66,7 +66,7 @@ def make_report(run_dir: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((run_dir / "report" / "report.json").read_text())
 
 
-def test_it_writes_the_page_its_data_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_the_page_its_data_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, replace(SMALL, level="full", faults=PlantedFaults(tool_hang_s=30, tool_hangs=1)))
     found = make_report(tmp_path)
     printed = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_a_failed_report_leaves_the_earlier_one(
         (replace(SMALL, back_from=4, until_s=20.0), set()),
         (replace(SMALL, steps=230, samples=1, n=1, turns=1, validation_every=0), set()),
     ],
-    ids=["one step", "one of everything", "no tools", "went back, and was killed", "many steps"],
+    ids=["one step", "one of everything", "no tools", "rewound and killed", "many steps"],
 )
 def test_figures_without_data_are_left_out(tmp_path: Path, plan: RunPlan, missing: set[str]) -> None:
     write_run(tmp_path, plan)
@@ -204,7 +204,7 @@ def test_an_incomplete_last_line_of_a_live_run_is_not_damage(
 
 @pytest.mark.usefixtures("undrawn")
 def test_recoveries_without_an_event_are_added_from_the_summary(tmp_path: Path) -> None:
-    """One of two recoveries has an event."""
+    """Only one of the two recoveries in the summary has an event."""
     write_run(tmp_path, replace(SMALL, replica_replaced_after=3))
     recovery = [
         {"part": "replica", "cause": "killed", "recovered_s": 5.0},

@@ -1,4 +1,4 @@
-"""Figures: numbers worked out by hand for small runs, and invariants of any run."""
+"""Figures of the report: numbers calculated by hand for small runs, and invariants of any run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_attempts_of_a_request_add_up(tiny: dict[str, Any]) -> None:
     assert requests["count"] == 2
     assert (requests["time"]["all"]["max"], requests["time"]["all"]["min"]) == (5.0, 1.0)
     assert requests["length"]["all"]["max"] == 10
-    assert requests["time"]["by_step"][0]["done_early"] == 0.5  # one of two within 40 % of 5 s
+    assert requests["time"]["by_step"][0]["done_early"] == 0.5  # one of two requests took at most 40 % of 5 s
     assert requests["slowest"][0] == {
         **{"request": "sample_0_1/0", "sample": "sample_0_1", "trajectory": 0, "turn": 0, "replica": "a", "step": 1},
         **{"attempts": 2, "duration_s": 5.0, "response_tokens": 10, "gate_s": 0, "queued_s": 0.3, "prefill_s": 0.7},
@@ -104,7 +104,7 @@ def test_turns_idle_time_versions_waste_and_steps(tiny: dict[str, Any]) -> None:
     half = next(row for row in tiny["lower_limits"]["limits"] if row["limit"] == 10)
     assert half == {
         **{"limit": 10, "cut_share": 1.0, "reward_lost_share": 1.0, "decode_saved_share": 0.5},
-        "longest_trajectory_saved_share": 0.375,  # half of 4.5 s of decoding, of 6 s in requests
+        "longest_trajectory_saved_share": 0.375,  # half of the 4.5 s of decoding, out of 6 s in requests
     }
     (step,) = tiny["steps"]["by_step"]
     parts = {name: value for name, value in step["parts"].items() if value}
@@ -112,7 +112,7 @@ def test_turns_idle_time_versions_waste_and_steps(tiny: dict[str, Any]) -> None:
 
 
 def test_starting_and_ending_times_are_known_unless_the_run_was_resumed(tmp_path: Path) -> None:
-    """Its events are from 100 s to 111 s."""
+    """The events of the run lie between 100 s and 111 s."""
     about = {"status": "completed", "started_at": START + 40}
     report = report_of(tmp_path, *TINY, summary={"wall_s": 80.0}, **about)
     assert (report["run"]["starting_s"], report["run"]["wall_s"], report["run"]["ending_s"]) == (60, 11, 9)
@@ -132,7 +132,7 @@ def test_validation_requests_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", [("request", "trajectory", "sample.generate", "sample.reward"), ()])
 def test_trained_samples_without_events_of_their_generation_are_noted(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    """Their Rollouter was killed right after it had delivered them."""
+    """The Rollouter was killed right after it had delivered the samples."""
     report = completed(tmp_path, *(line for line in TINY if line[0] not in missing))
     assert (report["run"]["samples_trained"], report["run"]["samples_unrecorded"]) == (1, 1 if missing else 0)
     notes = [note for note in report["notes"] if "No event shows how" in note]
@@ -143,7 +143,7 @@ def test_trained_samples_without_events_of_their_generation_are_noted(tmp_path: 
 
 
 def test_an_outlying_step_names_the_call_that_held_it_up(tmp_path: Path) -> None:
-    """Nothing is generated ahead, so the step waits for the sample whose tool hangs."""
+    """The Rollouter generates nothing in advance, so the step waits for the sample whose tool hangs."""
     write_run(tmp_path, RunPlan(steps=16, ahead=0, faults=PlantedFaults(tool_hang_s=60, tool_hangs=1)))
     (worst,) = [row for row in completed(tmp_path)["steps"]["outliers"] if row["event"]["name"] == "search"]
     assert worst["event"]["event"] == "tool.execute"
@@ -154,8 +154,8 @@ def test_an_outlying_step_names_the_call_that_held_it_up(tmp_path: Path) -> None
     assert worst["request"]["request"].startswith("sample_0_")
 
 
-def test_figures_of_a_run_that_went_back_are_of_the_final_steps(tmp_path: Path) -> None:
-    write_run(tmp_path, RunPlan(steps=8, back_from=5))  # the Trainer is away for 5 s
+def test_figures_of_a_rewound_run_show_the_surviving_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, RunPlan(steps=8, back_from=5))  # the Trainer is down for 5 s
     report = completed(tmp_path)
     assert [row["step"] for row in report["steps"]["by_step"]] == list(range(1, 9))
     assert [(row["step"], row["lineage"]) for row in report["steps"]["abandoned"]] == [(4, 0), (5, 0)]
@@ -199,13 +199,13 @@ def test_a_checkpoint_after_an_abandoned_step_counts_for_no_step(tmp_path: Path)
 
 
 def request(number: int, at: float, tokens: int, reason: str, **fields: Any) -> EventTuple:
-    """A request that takes a tenth of a second a token."""
+    """Return a request that takes a tenth of a second per token."""
     base = {**SAMPLE, "trajectory": number, "turn": 0, "replica": "a", "prompt_tokens": 10, "decode_s": tokens / 10}
     return "request", at, tokens / 10, {**base, "response_tokens": tokens, "finish_reason": reason, **fields}
 
 
 def trajectory(number: int, at: float, took: float, tokens: int | None, reason: str) -> EventTuple:
-    """A trajectory; without tokens it was cut."""
+    """Return a trajectory, which was cut if `tokens` is None."""
     ended = {"tokens": tokens, "sampled_tokens": tokens, "turns": 1, "tool_s": 0.0}
     fields = {"error": "CancelledError"} if tokens is None else ended
     return "trajectory", at, took, {**SAMPLE, "trajectory": number, "finish_reason": reason, **fields}
@@ -217,7 +217,7 @@ CUT: EventTuple = ("sample.cut", 10.0, 0.0, {**SAMPLE, "tokens": 100, "kept": 1}
 
 
 def test_surplus_trajectories_are_waste(tmp_path: Path) -> None:
-    """Two of four count; of the others one was complete, and one was cut with half of its tokens."""
+    """Two of four trajectories count. One of the others was complete, and one was cut with half of its tokens."""
     lines = [ADMITTED, ("sample.generate", 0.0, 10.0, SAMPLE), request(3, 0.0, 50, "aborted")]
     for number, reason in ((0, "stop"), (1, "length"), (2, "surplus")):
         lines += [request(number, 0.0, 100, "stop"), trajectory(number, 0.0, 10.0, 100, reason)]
@@ -232,7 +232,7 @@ def test_surplus_trajectories_are_waste(tmp_path: Path) -> None:
 
 
 def test_trajectories_in_generation_are_not_waste(tmp_path: Path) -> None:
-    """Generation was cut and will be resumed; it is open which of its trajectories count."""
+    """Generation was cut and will be resumed, so it is not yet known which of its trajectories count."""
     lines = [ADMITTED, request(0, 0.0, 100, "aborted"), trajectory(0, 0.0, 10.0, None, "aborted"), CUT]
     waste = completed(tmp_path, *lines)["waste"]
     assert (waste["sampled_tokens"], waste["wasted_tokens"], waste["cut"]["kept_tokens"]) == (100, 0, 100)
@@ -241,8 +241,8 @@ def test_trajectories_in_generation_are_not_waste(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "wasted"),
     [
-        (request(0, 0.0, 40, "aborted"), 40),  # sampled again
-        (request(0, 0.0, 40, "stop", turn=0, request="sample_0_1/0-1"), 0),  # replayed from the turn log
+        (request(0, 0.0, 40, "aborted"), 40),  # its tokens are sampled again
+        (request(0, 0.0, 40, "stop", turn=0, request="sample_0_1/0-1"), 0),  # the turn is replayed from the turn log
     ],
 )
 def test_tokens_sampled_before_a_crash_are_waste_unless_they_are_in_the_trajectory(
@@ -299,7 +299,7 @@ def test_a_resumed_trajectory_includes_the_time_before_its_cut(tmp_path: Path) -
 
 
 def test_only_the_last_generation_of_a_sample_counts(tmp_path: Path) -> None:
-    """Its first request was aborted by the end of its Rollouter; the second starts anew, by its prompt."""
+    """The first request was aborted when its Rollouter died; the second one starts from the prompt again."""
     turn = {**FIRST, "turn": 0, "replica": "a", "prompt_tokens": 10, "response_tokens": 8}
     report = report_of(
         tmp_path,
@@ -331,7 +331,7 @@ def test_tool_names_invented_by_models_share_a_row(tmp_path: Path) -> None:
 
 
 def responses(*rewards: float | None) -> list[EventTuple]:
-    """Trajectories of 10, 20, … tokens with these rewards."""
+    """Return trajectories of 10, 20, … tokens with these rewards."""
     lines: list[EventTuple] = []
     for number, reward in enumerate(rewards):
         place = {**SAMPLE, "trajectory": number}
@@ -343,7 +343,7 @@ def responses(*rewards: float | None) -> list[EventTuple]:
 
 
 def test_a_lower_limit_loses_the_rewards_of_longer_responses(tmp_path: Path) -> None:
-    """Those above 20 tokens have half of the reward above the least one."""
+    """Responses longer than 20 tokens hold half of the reward in excess of the lowest one."""
     rows = completed(tmp_path, *responses(-1.0, 1.0, 0.0, 0.0))["lower_limits"]["limits"]
     limits = {row["limit"]: row for row in rows}
     assert (limits[20]["cut_share"], limits[20]["reward_lost_share"]) == (0.5, 0.5)
@@ -369,7 +369,7 @@ PLANS = {
     "validation truncated": replace(BASE, validation_alone=True, ahead=0, until_s=18.0),
     "replayed": replace(BASE, replayed=0.5, dropped=0.2),
     "replica replaced": replace(BASE, replica_replaced_after=2),
-    "went back": replace(BASE, back_from=4, first_update_s=30.0),
+    "rewound": replace(BASE, back_from=4, first_update_s=30.0),
     "a tool hangs": replace(BASE, faults=PlantedFaults(tool_hang_s=60, tool_hangs=2)),
 }
 Runs = Mapping[str, tuple[Path, dict[str, Any]]]
@@ -377,7 +377,7 @@ Runs = Mapping[str, tuple[Path, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The directory and the report of each plan."""
+    """Return the directory and the report of a run for each plan."""
     paths = {name: tmp_path_factory.mktemp("run") for name in PLANS}
     for name, plan in PLANS.items():
         write_run(paths[name], plan)
@@ -429,7 +429,7 @@ def test_answering_the_validation_set_is_not_idle_time(runs: Runs) -> None:
     path, report = runs["validated alone"]
     num_validations = len(load(path)["validation"])
     assert num_validations == 2
-    # Each lasts 2 s in which nothing else is generated.
+    # Each validation lasts 2 s, in which the engines generate nothing else.
     assert report["idle"]["rollouter"]["longest_s"] < 2.0
     assert report["idle"]["rollouter"]["idle_s"] < report["run"]["wall_s"] - 2.0 * num_validations
 
@@ -445,7 +445,7 @@ def test_replayed_samples_are_not_waste(runs: Runs) -> None:
 
 def test_the_first_call_of_every_process_is_a_hint(runs: Runs) -> None:
     findings = {name: {row["kind"]: row for row in runs[name][1]["findings"]} for name in runs}
-    update = findings["went back"]["trainer_hang"]
+    update = findings["rewound"]["trainer_hang"]
     assert (update["name"], update["severity"]) == ("trainer.update", "hint")
     assert "first of its process" in update["text"]
     sync = findings["replica replaced"]["weight_sync_hang"]
@@ -473,7 +473,7 @@ def test_the_paused_share_is_of_the_lifetimes_of_replicas(runs: Runs) -> None:
         {"part.restarted"}, {"request", "trajectory", "sample.generate"}, {"sample.trained", "sample.admitted"},
     ],
 )  # fmt: skip
-def test_any_kinds_of_events_make_a_report(tmp_path: Path, only: set[str]) -> None:
+def test_a_report_needs_no_particular_kind_of_event(tmp_path: Path, only: set[str]) -> None:
     lines = [*TINY, ("part.restarted", 99.0, 0.0, {"part": "trainer", "cause": "killed"})]
     report = completed(tmp_path, *(line for line in lines if line[0] in only))
     assert report["run"]["events"] >= 1
@@ -496,14 +496,14 @@ def live_report(events: Events) -> dict[str, Any]:
 
 
 def without(events: Events, kinds: Set[str], begin: float = 0.0, end: float = 0.0) -> Events:
-    """Return the events without these kinds, and without those that ended between two shares of the run's time."""
+    """Return the events without these kinds and without those that ended between two fractions of the run's time."""
     first, last = events.window()
     low, high = (first + share * (last - first) for share in (begin, end))
     rest = {name: frame[~frame["end"].between(low, high)] for name, frame in events.frames.items() if name not in kinds}
     return Events({name: frame.reset_index(drop=True) for name, frame in rest.items() if len(frame)}, events.num_events)
 
 
-def test_samples_of_an_outlying_step_may_lack_their_ends(delayed: Events) -> None:
+def test_samples_of_an_outlying_step_may_lack_their_end_events(delayed: Events) -> None:
     assert live_report(delayed)["steps"]["outliers"]
     outliers = live_report(without(delayed, {"sample.generate", "sample.ready"}))["steps"]["outliers"]
     assert {row["last_sample"] for row in outliers} == {None}

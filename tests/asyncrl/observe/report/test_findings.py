@@ -18,7 +18,7 @@ few = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck
 
 
 def run_report(path: Path, plan: RunPlan = SMALL, *lines: EventTuple) -> dict[str, Any]:
-    """Return the report of a synthetic run with some more events, of step 2."""
+    """Return the report of a synthetic run to which these events of step 2 are added."""
     write_run(path, plan)
     return report_of(path, *((name, at, took, {"step": 2, **fields}) for name, at, took, fields in lines))
 
@@ -38,12 +38,12 @@ def test_a_healthy_run_has_no_alarm(tmp_path: Path, seed: int, level: Any) -> No
 
 
 @pytest.mark.parametrize(("seed", "replicas"), [(0, 2), (1, 6)])
-def test_a_slow_replica_comes_first(tmp_path: Path, seed: int, replicas: int) -> None:
+def test_a_slow_replica_is_the_first_finding(tmp_path: Path, seed: int, replicas: int) -> None:
     report = run_report(tmp_path, replace(SMALL, seed=seed, replicas=replicas, faults=PlantedFaults(replica_factor=4)))
     first, name = report["findings"][0], f"r{replicas - 1}"
     assert (first["kind"], first["what"], first["name"]) == ("replica_slow", "replica", name)
     assert (first["severity"], first["evidence"]["replica"]) == ("alarm", name)
-    # Three quarters of its busy time, which is most of the run.
+    # It loses three quarters of its busy time, which is most of the run.
     busy = next(row["busy_s"] for row in report["requests"]["by_replica"] if row["replica"] == name)
     assert first["seconds_lost"] == pytest.approx(0.75 * busy, rel=0.1)
     assert "times as slow" in first["text"]
@@ -58,7 +58,7 @@ def test_a_slow_replica_comes_first(tmp_path: Path, seed: int, replicas: int) ->
         (PlantedFaults(tool_always_s=9), "tool_slow", "search", (3, 1000), "always slow"),
     ],
 )
-def test_a_hanging_or_always_slow_call_comes_first(
+def test_a_hanging_or_always_slow_call_is_the_first_finding(
     tmp_path: Path, faults: PlantedFaults, kind: str, name: str, lost: tuple[float, float], text: str
 ) -> None:
     report = run_report(tmp_path, replace(SMALL, faults=faults))
@@ -76,7 +76,7 @@ def test_a_hanging_or_always_slow_call_comes_first(
 @pytest.mark.slow
 @given(st.floats(2.0, 10.0), st.floats(12.0, 120.0), st.integers(1, 4), st.integers(0, 1000))
 @few
-def test_faults_of_any_size_come_first(
+def test_faults_of_any_size_are_the_first_finding(
     tmp_path_factory: Any, factor: float, hang: float, hangs: int, seed: int
 ) -> None:
     for faults, expected in (
@@ -88,7 +88,7 @@ def test_faults_of_any_size_come_first(
 
 
 def test_a_slow_reward_off_the_critical_path_costs_little(tmp_path: Path) -> None:
-    """Slots are filled again as soon as generation ends: scoring delays only the end of the run."""
+    """A slot is free as soon as generation ends, so slow scoring delays only the end of the run."""
     faults = PlantedFaults(reward_always_s=4.5, replica_factor=1.7)
     plan = RunPlan(steps=12, samples=8, n=1, turns=1, tokens=300, slots=16, faults=faults)
     report = run_report(tmp_path, plan)
@@ -125,7 +125,7 @@ def test_a_hanging_weight_sync_is_reported_once_by_its_innermost_phase(tmp_path:
     assert report["findings"][0]["seconds_lost"] == pytest.approx(15, abs=0.5)
 
 
-def test_a_request_that_its_tokens_do_not_explain_is_stuck(tmp_path: Path) -> None:
+def test_a_request_much_longer_than_its_tokens_take_is_reported_as_stuck(tmp_path: Path) -> None:
     stuck = {"sample": "sample_0_9999", "trajectory": 0, "turn": 0, "replica": "r0", "request": "sample_0_9999/0-1"}
     times = {"queued_s": 39.0, "decode_s": 1.0, "response_tokens": 50, "finish_reason": "stop"}
     report = run_report(tmp_path, SMALL, ("request", 12.0, 40.0, {**stuck, **times}))
@@ -146,7 +146,7 @@ def test_a_slow_rank_is_an_alarm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stalls", "severity"), [([0.5] * 40, "hint"), ([12.0], "alarm")])
 def test_long_stalls_are_alarms_and_short_ones_are_hints(tmp_path: Path, stalls: list[float], severity: str) -> None:
     lines = [("loop.stall", 5.0 + place, took, {"part": "rollouter"}) for place, took in enumerate(stalls)]
-    lines.append(("loop.stall", -30.0, 25.0, {"part": "rollouter"}))  # while it imported modules
+    lines.append(("loop.stall", -30.0, 25.0, {"part": "rollouter"}))  # the stall was caused by imports
     stall = finding(run_report(tmp_path, SMALL, *lines), "loop_stall")
     assert (stall["severity"], stall["name"], stall["seconds_lost"]) == (severity, "rollouter", sum(stalls))
 
@@ -157,14 +157,14 @@ def test_frequent_checkpoints_and_pauses_are_reported(tmp_path: Path) -> None:
     assert {"checkpoints", "weight_sync"} <= {row["kind"] for row in run_report(tmp_path, SMALL, *lines)["findings"]}
 
 
-def test_a_slow_first_call_is_no_alarm(tmp_path: Path) -> None:
+def test_a_slow_first_call_is_not_an_alarm(tmp_path: Path) -> None:
     report = run_report(tmp_path, SMALL, ("trainer.update", -1.0, 40.0, {}))
     assert alarms(report) == []
     assert finding(report, "trainer_hang")["severity"] == "hint"
 
 
-def test_a_replica_that_is_slow_because_it_has_more_work_is_no_alarm(tmp_path: Path) -> None:
-    """Eight requests at a time at 2 s each, against one at a time at 1 s."""
+def test_a_replica_that_is_slow_because_it_has_more_work_is_not_an_alarm(tmp_path: Path) -> None:
+    """One replica runs eight requests at a time for 2 s each, the other runs one at a time for 1 s."""
     lines: list[EventTuple] = []
     for k in range(20):
         for place, (replica, took) in enumerate([("a", 1.0), *[("b", 2.0)] * 8]):

@@ -25,12 +25,12 @@ def idle_of(run_dir: Path, *lines: EventTuple, status: str = "running", **about:
     return report["idle"]
 
 
-def test_a_sample_without_an_end_is_in_generation(tmp_path: Path) -> None:
+def test_a_sample_without_an_end_counts_as_in_generation(tmp_path: Path) -> None:
     idle = idle_of(
         tmp_path,
         ("sample.admitted", 0.0, 0.0, sample(1)),
         ("sample.generate", 0.0, 2.0, sample(1)),
-        ("sample.admitted", 3.0, 0.0, sample(2)),  # lost with its Rollouter at 5, and admitted again at 8
+        ("sample.admitted", 3.0, 0.0, sample(2)),  # lost when its Rollouter died at 5 s, and admitted again at 8 s
         ("part.restarted", 5.0, 2.0, {"part": "rollouter", "cause": "killed"}),
         ("sample.admitted", 8.0, 0.0, sample(2)),
         ("trainer.wait_samples", 1.0, 5.0, {"step": 1}),
@@ -58,13 +58,13 @@ def test_a_live_run_is_not_down_while_its_samples_are_generated(tmp_path: Path) 
 
 
 def test_a_live_run_is_not_down_during_a_long_step(tmp_path: Path) -> None:
-    """Its last complete event is the wait for the step's samples."""
+    """The last complete event of the run is the wait for the step's samples."""
     generated = [("sample.generate", 0.0, 2.0, fields) for _, _, _, fields in ADMITTED]
     idle = idle_of(tmp_path, *ADMITTED, *generated, ("trainer.wait_samples", 0.0, 2.0, {"step": 1}), STALL)
     assert (idle["down_s"], idle["wall_s"], idle["in_flight"]) == (0, 600.5, 0)
 
 
-def test_samples_of_a_replaced_rollouter_were_in_generation_until_then(tmp_path: Path) -> None:
+def test_samples_of_a_rollouter_count_as_in_generation_until_it_was_replaced(tmp_path: Path) -> None:
     again = [(name, 610.0, took, fields) for name, _, took, fields in ADMITTED]
     replaced = ("part.restarted", 600.0, 10.0, {"part": "rollouter", "cause": "hung"})
     idle = idle_of(tmp_path, *ADMITTED, replaced, *again)
@@ -72,7 +72,7 @@ def test_samples_of_a_replaced_rollouter_were_in_generation_until_then(tmp_path:
 
 
 @pytest.mark.parametrize("sign", ["admitted again", "trained", "launched"])
-def test_a_killed_and_resumed_run_was_down(tmp_path: Path, sign: str) -> None:
+def test_the_time_between_a_kill_and_the_resume_is_down_time(tmp_path: Path, sign: str) -> None:
     later: dict[str, EventTuple] = {
         "admitted again": ("sample.admitted", 600.0, 0.0, sample(4)),
         "trained": ("trainer.wait_samples", 600.0, 1.0, {"step": 2}),

@@ -1,4 +1,4 @@
-"""Loading events from complete, torn and odd files."""
+"""Loading events from complete, torn and unusual files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_written_events_are_loaded_in_order(tmp_path: Path) -> None:
     assert events.window() == (START + 1, START + 5)
 
 
-def test_missing_events_have_an_empty_frame_with_their_columns(tmp_path: Path) -> None:
+def test_kinds_without_events_have_an_empty_frame_with_their_columns(tmp_path: Path) -> None:
     frame = load(tmp_path)["tool.execute"]
     assert len(frame) == 0
     assert {"timestamp", "end", "index", "trajectory", "turn", "tool", "wait_s", "replica"} <= set(frame.columns)
@@ -91,7 +91,7 @@ def test_unknown_events_and_fields_are_ignored(tmp_path: Path) -> None:
 
 
 def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
-    """A model may write anything as the name of a tool."""
+    """The name of a tool in a call is whatever the model generates, including invalid text."""
     put(tmp_path, "rollouter", event("tool.execute", 1.0, tool="a\ud800", status="\U0001f600"))
     tools = load(tmp_path)["tool.execute"]
     assert (tools["tool"].tolist(), tools["status"].tolist()) == (["a?"], ["\U0001f600"])
@@ -122,14 +122,14 @@ def test_replicas_and_trajectories_may_be_numbers_or_names(tmp_path: Path) -> No
         ("x/1.99999999999999999999", (0, 1, 0)),
     ],
 )  # fmt: skip
-def test_the_id_of_a_request_has_what_its_event_leaves_out(
+def test_fields_missing_in_a_request_event_are_read_from_its_id(
     tmp_path: Path, name: str, expected: tuple[int, int, int]
 ) -> None:
     put(tmp_path, "replica-a", event("request", 1.0, request=name))
     assert tuple(load(tmp_path)["request"].loc[0, ["index", "trajectory", "turn"]]) == expected
 
 
-def test_batches_do_not_change_the_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_size_does_not_change_the_loaded_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 30):
         put(tmp_path, "trainer", event("step", float(step), samples=step), step=step)
     steps = load(tmp_path)["step"]

@@ -1,4 +1,4 @@
-"""Tracks, phases, rows and levels of detail."""
+"""The layout of the timeline: tracks, phases, rows and levels of detail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=40)
 
 
 def overlapping(spans: Spans) -> bool:
-    """Return whether any two overlap; spans may touch."""
+    """Return whether any two spans overlap; touching is not overlapping."""
     spans = sorted(spans)
     return any(after[0] < max(end for _, end in spans[: place + 1]) for place, after in enumerate(spans[1:]))
 
@@ -72,7 +72,7 @@ def test_a_batch_uses_as_many_tracks_as_it_has_overlapping_spans(spans: Spans) -
     assert len(tracks) == depth(spans)
 
 
-def test_late_spans_go_into_gaps() -> None:
+def test_spans_that_arrive_late_fill_gaps() -> None:
     tracks = Tracks()
     assert tracks.assign([0, 100], [10, 110]) == [0, 0]
     assert tracks.assign([20, 50, 105], [30, 60, 120]) == [0, 0, 1]
@@ -170,7 +170,7 @@ def test_merging_respects_the_limit_except_for_one_bar_a_track(all_bars: Bars, l
     assert merge(all_bars, 1) is all_bars
 
 
-def test_a_merged_bar_has_the_state_of_the_longest() -> None:
+def test_a_merged_bar_has_the_state_of_its_longest_bar() -> None:
     def column(*values: int) -> np.ndarray:
         return np.array(values, np.int64)
 
@@ -192,7 +192,7 @@ def test_occupancy_adds_up_to_the_time_of_all_bars(all_bars: Bars, resolution: i
 
 
 def test_a_narrow_window_has_no_cells_outside() -> None:
-    """Bars of an hour in cells of a microsecond: cells for their full length would exhaust the memory."""
+    """Bars last an hour and a cell a microsecond, so cells for whole bars would exhaust the memory."""
     hour = 3_600_000_000
     tracks = np.arange(500)
     long = Bars(tracks, tracks, tracks + hour, tracks % 2, tracks, np.ones_like(tracks))
@@ -216,7 +216,7 @@ def test_an_unknown_event_has_a_group_with_its_name() -> None:
     assert place_of("trainer", "sample.dropped").block == "samples"
 
 
-def test_hidden_blocks_take_no_room_and_tracks_are_disjoint() -> None:
+def test_hidden_blocks_take_no_space_and_tracks_are_disjoint() -> None:
     groups = [
         TrackGroup("trainer", "wait", (0,)),
         TrackGroup("replica-0", "requests", (1, 2, 3)),

@@ -1,4 +1,4 @@
-"""The page of `asyncrl timeline` in a browser, served as the command serves it."""
+"""The page of `asyncrl timeline` in a real browser, from a server like the command's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
     config = {"profiler": {"level": "full"}, "rollout": {"dump_dir": str(dump_dir)}}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     dump = TrajectoryDump(dump_dir, path, decode, lambda: 0.5)
-    with ThreadPoolExecutor() as elsewhere:  # Playwright has a loop in this thread
+    with ThreadPoolExecutor() as elsewhere:  # Playwright runs an event loop in this thread
         elsewhere.submit(anyio.run, dump.write, sample(RECORDED, group()), prompt(), group(), SCORES).result()
     assert (dump_dir / file_name(RECORDED)).exists()
     return fake
@@ -110,13 +110,13 @@ def drawn(page: Page) -> int:
 
 
 def wait(page: Page, condition: str) -> None:
-    """Wait until the page has been drawn and `condition` holds, in which `data` has the columns of the bars."""
+    """Wait until the page has been drawn and `condition` holds. The condition may use `data`, the columns of the bars."""
     page.wait_for_function(f"() => document.body.dataset.drawn && (data => {condition})({_SOURCE})")
 
 
 @contextmanager
 def opened(browser: Browser, url: str, until: str = "data.left.length > 100") -> Iterator[tuple[Page, Tab]]:
-    """Open a page and wait for its bars; no error may be on its console in the end."""
+    """Open a page and wait for its bars. On exit, its console must have no errors."""
     with Tab.opened(browser, url) as tab:
         wait(tab.page, until)
         yield tab.page, tab
@@ -159,7 +159,7 @@ def test_zooming_fetches_finer_bars_and_blocks_can_be_hidden(chromium: Browser, 
         assert page.evaluate("document.getElementById('summary').textContent") != wide
         page.keyboard.press("0")
         wait(page, "data.event.includes(-1)")
-        # Over the names of the tracks the wheel makes them taller, and leaves the time that is shown.
+        # Over the names of the tracks, the mouse wheel makes the tracks taller and does not change the visible time.
         model = "Bokeh.documents[0].get_model_by_name('timeline')"
         window = f"(({{x_range: x, y_range: y}}) => [x.start, x.end, y.start - y.end])({model})"
         start, end, rows = page.evaluate(window)
@@ -198,7 +198,7 @@ def test_details_of_an_unrecorded_sample_explain_how_to_record_it(chromium: Brow
         expect(page.locator("#panel")).to_contain_text("rollout.dump_dir")
 
 
-def test_a_live_run_is_followed(chromium: Browser, live: FakeRun, live_url: str) -> None:  # noqa: F811
+def test_the_page_of_a_live_run_shows_new_events(chromium: Browser, live: FakeRun, live_url: str) -> None:  # noqa: F811
     with opened(chromium, live_url) as (page, _):
         expect(page.locator("#phase")).to_have_text("live · running")
         expect(page.locator("#follow")).to_be_checked()
@@ -231,7 +231,7 @@ def test_the_first_view_begins_with_the_first_sample_and_a_click_shows_the_whole
         assert page.evaluate(start) < 0
 
 
-def test_tracks_too_thin_to_be_seen_are_opened_by_a_click(chromium: Browser, slow_start_url: str) -> None:  # noqa: F811
+def test_a_click_zooms_into_tracks_that_are_too_thin_to_see(chromium: Browser, slow_start_url: str) -> None:  # noqa: F811
     with opened(chromium, slow_start_url, "data.title.some(title => title.startsWith('requests: '))") as (page, _):
         expect(page.locator("#rows")).to_be_hidden()
         page.mouse.click(*place(page, title="requests: "))

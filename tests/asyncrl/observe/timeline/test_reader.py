@@ -1,4 +1,4 @@
-"""Event files that grow, are damaged or cannot be read."""
+"""The timeline's reader of event files, which may grow, be damaged or be unreadable."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_event_with_odd_values_is_shown(run: FakeRun) -> None:
     assert "sample_0_1" in timeline.details(0, lambda *_: Conversation())
 
 
-def test_halves_of_surrogate_pairs_are_shown(run: FakeRun) -> None:
+def test_events_with_lone_surrogates_are_shown(run: FakeRun) -> None:
     (directory := run.path / "events/step_000001").mkdir(parents=True)
     line = '{"timestamp":1780000000,"event":"tool.execute","duration_s":1,'
     line += r'"tool":"\\ud800 \ud800","\udc00":["\ud83d\ude00"]}'
@@ -79,7 +79,7 @@ def test_halves_of_surrogate_pairs_are_shown(run: FakeRun) -> None:
 
 
 @pytest.mark.parametrize("tracks", [40, 3000])
-def test_bars_decades_apart_are_sorted_by_track_and_time(tracks: int) -> None:
+def test_bars_that_lie_decades_apart_are_sorted_by_track_and_time(tracks: int) -> None:
     index, far = Index(), 2 * 10**15
     events = [Event(at + track, at + 10_000, "step", {}, 0, 2) for at in (0, far) for track in range(tracks)]
     for some in (events[:tracks], events[tracks:]):
@@ -141,7 +141,7 @@ def test_scans_leave_out_directories_that_no_longer_change(run: FakeRun, monkeyp
 
     assert scan()[0] == {f"{step:02d}" for step in range(13)}
     assert scan() == ({f"{step:02d}" for step in range(13)}, 0)
-    run.add("queue", "queue.commit", 1)  # without a step
+    run.add("queue", "queue.commit", 1)  # an event without a step
     run.add("trainer", "step", 1, step=5)
     run.flush()
     now += 1
@@ -152,8 +152,8 @@ def test_scans_leave_out_directories_that_no_longer_change(run: FakeRun, monkeyp
     now += 1
     assert scan() == ({"00", "03", "09", "10", "11", "12"}, 1)
     now += 60
-    assert scan() == ({f"{step:02d}" for step in range(13)}, 1)  # step 5's
-    run.add("trainer", "step", 2, step=5)  # training went back to it
+    assert scan() == ({f"{step:02d}" for step in range(13)}, 1)  # the event of step 5
+    run.add("trainer", "step", 2, step=5)  # training went back to step 5
     run.flush()
     now += 1
     assert scan() == ({"00", "03", "05", "09", "10", "11", "12"}, 1)

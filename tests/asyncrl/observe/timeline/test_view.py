@@ -1,4 +1,4 @@
-"""`asyncrl timeline` without a browser: what a window shows, over HTTP, in a trace, and the command."""
+"""`asyncrl timeline` without a browser: the view of a window, the server, the trace, and the command."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_view_opens_each_file_once_and_does_not_block_the_reader(
     assert len(access.files) <= 1 + num_files
 
 
-def test_events_of_a_removed_file_are_shown_without_their_fields(run: FakeRun) -> None:
+def test_events_of_a_deleted_file_are_shown_without_their_fields(run: FakeRun) -> None:
     run.write(1)
     timeline = read(run)
     (run.path / "events/step_000001/trainer.jsonl").unlink()
@@ -105,7 +105,7 @@ def test_full_zoom_shows_every_event_and_bars_of_a_track_do_not_overlap(run: Fak
 
 
 def test_a_window_with_few_used_tracks_shows_their_bars(tmp_path: Path) -> None:
-    """400 concurrent requests make tracks thin; three later ones are still drawn one by one."""
+    """400 concurrent requests make the tracks thin; three later requests still have one bar each."""
     run = FakeRun(tmp_path)
     for number, (begin, took) in enumerate([(10.0, 1.0)] * 400 + [(100.0, 8.0), (101.0, 8.0), (102.0, 8.0)]):
         fields = {"request": f"sample_0_1/{number}-1", "sample": "sample_0_1", "trajectory": number, "decode_s": took}
@@ -155,7 +155,7 @@ def test_published_versions_are_shown_where_none_was_applied(run: FakeRun) -> No
 def test_a_repeated_step_shares_tracks_with_the_abandoned_one(run: FakeRun) -> None:
     run.write(3)
     tracks = len(set(shown(read(run), EVERYTHING._replace(start=0, end=18_000))["bars"]["top"]))
-    run.write(2, first=2, at=18.0)  # training went back to the end of step 1
+    run.write(2, first=2, at=18.0)  # training goes back to the end of step 1
     again = shown(read(run), EVERYTHING._replace(start=0, end=30_000))
     assert again["merged"] == 0
     assert len(set(again["bars"]["top"])) <= tracks + 8
@@ -201,7 +201,7 @@ def test_an_empty_index_has_a_view() -> None:
     ("host", "code"),
     [("127.0.0.1:8000", 200), ("localhost", 200), ("[::1]:1", 200), ("evil.example", 400), ("10.0.0.1", 400)],
 )
-def test_only_this_machines_own_names_are_served(run: FakeRun, host: str, code: int) -> None:
+def test_only_requests_to_this_machine_are_answered(run: FakeRun, host: str, code: int) -> None:
     client = TestClient(create_app("fake", timeline_of(run), no_conversation))
     assert client.get("/api/status", headers={"host": host}).status_code == code
 
@@ -263,7 +263,7 @@ def test_the_trace_is_valid_and_nested(
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]
 
 
-def test_a_trace_reports_what_it_lacks(
+def test_a_trace_reports_missing_events(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.write(1)
@@ -311,7 +311,7 @@ def test_bad_arguments_are_refused(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_until_it_is_interrupted(run: FakeRun, sent: signal.Signals) -> None:
+def test_the_command_serves_until_it_is_interrupted(run: FakeRun, sent: signal.Signals) -> None:
     run.write(1)
     command = [sys.executable, "-m", "asyncrl", "timeline", str(run.path), "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
