@@ -1,1 +1,1 @@
-"""Schedule fuzzing: the async core on fakes, a virtual clock and a seeded order of everything that can happen next."""
+"""Schedule fuzzing: the async core runs on fakes and a virtual clock, and a seed determines the order of all callbacks."""

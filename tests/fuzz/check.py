@@ -1,4 +1,4 @@
-"""Checks the promises of a fuzzed run, which hold whatever faults struck it."""
+"""Checks the promises of a fuzzed run, which must hold under any faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fuzz.world import FuzzWorld
 
 
 def check(world: FuzzWorld) -> None:
-    """Raises AssertionError for the first promise that was broken."""
+    """Check all promises. Raises AssertionError for the first broken one."""
     setup, files = world.setup, world.files
     operations = files.journal.operations()
     histories = SampleHistories(QueueState.begin(setup.num_prompts, keeps_payloads=True))
@@ -34,7 +34,7 @@ def check(world: FuzzWorld) -> None:
         generated_anew=facts.anew | world.let_go,
         rewinds=facts.rewinds,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
-        # With over-sampling, a sample that was given back may not be needed again.
+        # With over-sampling, a requeued sample may never be needed again.
         completed=not over_sampled,
         max_staleness=drift.max_staleness if drift.stale_action == "drop" else None,
     )
@@ -50,12 +50,12 @@ def check(world: FuzzWorld) -> None:
 
 
 def _check_model(world: FuzzWorld) -> None:
-    """The weights of the newest checkpoint contain exactly the samples recorded for the steps up to it."""
+    """Check that the newest checkpoint was trained on exactly the samples recorded for the steps up to it."""
     if not (checkpoints := world.files.checkpoints):
         return
     newest = checkpoints[max(checkpoints)]
     step, epochs = newest.progress.step, world.setup.config.trainer.ppo_epochs
-    # Steps recorded after the checkpoint are not in it.
+    # The checkpoint does not contain the steps that were recorded after it.
     recorded = surviving([*world.files.trained, {"rewound_to_step": step}])
     counts = Counter(newest.model)
     assert set(counts) == set(recorded), f"checkpoint {step} has {sorted(counts)}, the record {sorted(recorded)}"
@@ -64,7 +64,7 @@ def _check_model(world: FuzzWorld) -> None:
 
 
 def _check_validations(world: FuzzWorld) -> None:
-    """The last weights of the run are validated, and none are validated twice."""
+    """Check that the last weights of the run were validated, and that no weights were validated twice."""
     counts = Counter((record.lineage, record.version) for record in world.validations)
     # The driver may die after a record arrives and before it is written.
     again = [weights_version for weights_version, count in counts.items() if count > 1]
@@ -75,19 +75,19 @@ def _check_validations(world: FuzzWorld) -> None:
 
 
 def _check_poison(world: FuzzWorld, accounts: Accounts) -> None:
-    """A sample that crashes every engine is dropped; no other one is, unless there are other faults."""
+    """Check that a sample that crashes every engine is dropped, and no other one if there are no other faults."""
     setup = world.setup
-    # Conversations of one sample are suspects by themselves.
+    # Each conversation of a sample is a separate suspect.
     suspects = setup.config.rollout.n + setup.config.rollout.over_sample.trajectories if setup.max_turns > 1 else 1
     limit = setup.config.recovery.max_crashes * suspects + 1
     over = {name: count for name, count in world.poisoned_by.items() if count > limit}
-    # A new Rollouter does not know the earlier crashes, and a sample that over-sampling cut is not isolated.
+    # A new Rollouter does not know earlier crashes, and a sample that over-sampling cuts is not isolated.
     cut = setup.config.rollout.over_sample.samples > 0 and setup.config.rollout.over_sample.unfinished != "drop"
     assert not over or setup.faults or cut, f"poison that has crashed more than {limit} engines: {over}"
     if not setup.faults and setup.stragglers == 0 and setup.reward_fails == 0:
         failed = [fate.sample_id for fate in accounts.fates if fate.reason == DropReason.FAILED]
         innocent = [sample_id for sample_id in failed if not world.is_poisonous(sample_id)]
-        assert not innocent, f"dropped as failed, and nothing was wrong with it: {innocent}"
+        assert not innocent, f"innocent samples were dropped as failed: {innocent}"
 
 
 def _check_staleness(world: FuzzWorld) -> None:
@@ -95,6 +95,6 @@ def _check_staleness(world: FuzzWorld) -> None:
     first = [age for lineage, age in world.staleness if lineage == 0]
     if drift.max_staleness is not None:
         assert max(first, default=0) <= drift.max_staleness, f"staleness {max(first)} beyond {drift.max_staleness}"
-    # Surplus samples are trained a version later.
+    # Surplus samples are trained one version later.
     if drift.staleness_threshold == 0 and not world.setup.config.rollout.over_sample.samples:
-        assert max(first, default=0) == 0, f"on-policy pacing, and a sample was {max(first)} versions old"
+        assert max(first, default=0) == 0, f"on-policy pacing, but a sample was {max(first)} versions old"

@@ -20,11 +20,11 @@ class Checkpoint(NamedTuple):
     progress: Progress
     queue: QueueSnapshot
     model: tuple[SampleId, ...]
-    """The samples in the weights."""
+    """The samples on which the weights were trained."""
 
 
 class Files:
-    """Everything on disk, and counts over the whole run."""
+    """All files of a run, and counts over the whole run."""
 
     def __init__(self, setup: FuzzSetup) -> None:
         self.journal = Disk(setup.num_prompts)
@@ -50,7 +50,7 @@ class CountedTurns(MemoryTurns):
 
 
 class MemoryFiles:
-    """`PayloadStore` of files in memory."""
+    """A `PayloadStore` that keeps files in memory."""
 
     def __init__(self, files: Files, pause: Callable[[], Awaitable[None]]) -> None:
         self._files = files
@@ -65,12 +65,12 @@ class MemoryFiles:
 
     async def get(self, payloads: Sequence[FileRef]) -> list[Sample | None]:
         asked = [payload.file for payload in payloads]
-        assert not (gone := self._files.not_needed.intersection(asked)), f"{gone} were deleted and are needed"
+        assert not (gone := self._files.not_needed.intersection(asked)), f"{gone} were deleted although they are needed"
         return [self._files.payloads.get(file) for file in asked]
 
 
 class MemoryTrainedSteps:
-    """`loop.TrainedStepsFile` in memory."""
+    """A `loop.TrainedStepsFile` in memory."""
 
     def __init__(self, files: Files, lineage: int) -> None:
         self._files = files

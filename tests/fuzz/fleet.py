@@ -1,10 +1,11 @@
-"""The real `ServeFleet` with its client, one for each process of the Rollouter, over engines without models.
+"""Engines without models, behind the real `ServeFleet` and its client.
 
     replica   starting ─▶ serving ─▶ fetching ─▶ pausing ─▶ loading ─▶ serving ─▶ … ─▶ crashed, or hung until ended
-              with what the store has newest                                            ▼
-                                                               another one, of another name, in its place
+              with the newest version of the store                                      ▼
+                                                                       a replacement with a new name
 
-Tokens are numbered and never repeat, which shows whether the response contains all accepted ones.
+Each process of the Rollouter has its own fleet. Tokens are numbered and never repeat, so a check can tell whether a
+response contains all tokens that the Rollouter accepted.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from tests.fuzz.world import FuzzWorld
 
 REPORT_S = 1.0
 SERVE_S = 20.0
-"""Until a replica has failed its health checks."""
+"""Seconds until a hung replica has failed its health checks."""
 FLEETS: dict[str, Engines] = {}
-"""By Ray namespace."""
+"""The engines of each launch, by Ray namespace."""
 
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Replace Serve."""
+    """Replace Ray Serve."""
 
     async def replicas_up(namespace: str, limit_s: float) -> None:
         await FLEETS[namespace].until_all_up()
@@ -100,7 +101,7 @@ class FuzzReplica:
     def __init__(self, name: str, gate: Gate) -> None:
         self.name = name
         self.gate = gate
-        """Its messages to the store arrive in order."""
+        """The gate of its messages to the store, which arrive in order."""
         self.phase: ReplicaPhase = "starting"
         self.phase_since = anyio.current_time()
         self.weights_version = WeightsVersion(0, 0)
@@ -108,7 +109,7 @@ class FuzzReplica:
         self.scope = anyio.CancelScope()
         self.hung = self.ended = False
         self.paused = False
-        """It generates no tokens."""
+        """True while it generates no tokens."""
         self.end = anyio.Event()
         self.generated_tokens = 0
 
@@ -139,7 +140,7 @@ class OpenCall:
         self.woken = anyio.Event()
 
     async def sleep(self, seconds: float | None) -> None:
-        """Sleep until then, or until it is woken. Raises the error that ended its replica."""
+        """Sleep for `seconds`, or until the call is woken. Raises the error that ended the replica."""
         with anyio.move_on_after(seconds):
             await self.woken.wait()
         if self.error is not None:
@@ -186,7 +187,7 @@ class Engines:
         self._notify()
 
     def hang(self, replica: FuzzReplica) -> None:
-        """Stop the replica without a sign. Its health checks fail after a while."""
+        """Let the replica hang. Its health checks fail after a while."""
         replica.hung = True
         asyncio.get_running_loop().call_later(SERVE_S, self.crash, replica, "Serve has ended it")
 
@@ -214,7 +215,7 @@ class Engines:
     async def _live(self, replica: FuzzReplica) -> None:
         store = self._store.handle(replica.gate)
         await replica.sleep(0.01)
-        newest = await object_store._ask(lambda _: store.start_with.remote(60.0, None), 100.0, "what to start with")
+        newest = await object_store._ask(lambda _: store.start_with.remote(60.0, None), 100.0, "the version to start with")
         await replica.sleep(self._world.some(0.05))
         if newest is not None:
             self._fetch(replica, newest)
@@ -222,7 +223,7 @@ class Engines:
         self._phase(replica, "serving")
         number = int(replica.name.partition("-")[2])
         while True:
-            with suppress(InfraError):  # the store is being replaced
+            with suppress(InfraError):  # the store is being restarted
                 await object_store._ask(lambda _: store.report.remote(replica.report(number)), 5.0, "reporting")
             await replica.sleep(REPORT_S)
 

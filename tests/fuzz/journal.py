@@ -1,4 +1,4 @@
-"""A journal in memory that behaves like one on disk: a crash loses the rows that no group commit has written."""
+"""A journal in memory that behaves like one on disk: a crash loses the rows that are not committed yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.queue.operations import Operation
 
 
 class Disk:
-    """The rows that outlive every process."""
+    """The committed rows, which survive every process."""
 
     def __init__(self, num_prompts: int) -> None:
         self.rows: list[JournalRow] = []
@@ -27,15 +27,15 @@ class Disk:
 
 
 class CrashLog:
-    """`asyncrl.queue.operations.QueueLog` of one process of the queue."""
+    """The `asyncrl.queue.operations.QueueLog` of one process of the queue."""
 
     def __init__(
         self, disk: Disk, rng: random.Random, see: Callable[[Operation], None], committed: Callable[[], None]
     ) -> None:
         """
         Args:
-            see: receives every operation when it is appended.
-            committed: is called when operations are durable, before their callers continue.
+            see: A callback for every operation when it is appended.
+            committed: A callback when operations are durable, before their callers continue.
         """
         self._disk = disk
         self._rng = rng
@@ -72,7 +72,7 @@ class CrashLog:
         return trained_since(step, self._disk.operations(self._pending))
 
     def die(self) -> None:
-        """Kill the process. A commit in progress is on disk as a whole, or not at all."""
+        """Kill the process. A commit in progress is written completely or not at all."""
         if self._num_committing and self._rng.random() < 0.5:
             self._disk.rows += self._pending[: self._num_committing]
         self._dead = True

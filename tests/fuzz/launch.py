@@ -35,23 +35,23 @@ from tests.fuzz.world import FuzzWorld
 
 MAX_LAUNCHES = 12
 DRIVER_CALL_S = 20.0
-"""Longer than it takes to find out that the queue hangs, and to replace it."""
+"""Longer than the driver needs to notice that the queue hangs and to restart it."""
 
 
 async def play(world: FuzzWorld) -> None:
-    """Launch after launch, until one completes."""
+    """Launch the run again and again until a launch completes."""
     while world.launches < MAX_LAUNCHES:
         world.launches += 1
         if await LaunchOfRun(world).run():
             return
-    raise AssertionError(f"no launch out of {MAX_LAUNCHES} completed")
+    raise AssertionError(f"none of {MAX_LAUNCHES} launches completed")
 
 
 class FuzzQueueActor(QueueActor):
     """The real actor on a journal in memory."""
 
     def __init__(self, launch: LaunchOfRun, options: QueueOptions, number: int) -> None:
-        """The `number`th process."""
+        """Create the `number`th process of the queue."""
         self._notices = ()
         self._parked = {}
         self._broken = None
@@ -69,7 +69,7 @@ class FuzzQueueActor(QueueActor):
 
     async def call(self, caller: QueueCaller, operation: Operation, timeout_s: float | None = None) -> Any:
         if isinstance(operation, OfferSamples):
-            # The Rollouter takes an offer to a queue that has just been closed for accepted.
+            # The Rollouter treats an offer to a queue that was just closed as accepted.
             state = self._ready_queue.state
             offered = [sample.meta.sample_id for sample in operation.samples]
             self._world.let_go.update(sample_id for sample_id in offered if state.is_late(sample_id))
@@ -185,9 +185,9 @@ class LaunchOfRun:
     # ------------------------------------------------------------------------------------------------ the run
 
     async def run(self) -> bool:
-        """True: the run is complete."""
+        """Run the launch to its end, and return whether the run is complete."""
         self.world.log(f"launch {self.world.launches}, lineage {self.lineage}, from step {self.progress.step}")
-        # A driver that was killed while it was stopped has no records of the last steps; their checkpoint has them.
+        # A driver that is killed while it is stopped has no records of the last steps, but the checkpoint contains them.
         self.world.completed_step = self.progress.step
         self._forget_validations()
         async with anyio.create_task_group() as self.processes:
@@ -207,8 +207,8 @@ class LaunchOfRun:
         return not self.died and not self.stopped
 
     def _ended_by(self, error: BaseException) -> None:
-        """End the launch as the driver's death does. Raises errors that may not end one."""
-        # The queue hangs after the last probe.
+        """End the launch as the driver's death does. Raises `error` if it must not end a launch."""
+        # A queue that hangs after the driver's last probe ends the launch.
         lost_queue = isinstance(error, DeadlineError) and "sample queue" in str(error)
         if not (self.stopped and isinstance(error, InfraError)) and not lost_queue:
             raise error
@@ -316,7 +316,7 @@ class LaunchOfRun:
                 self.died = True
                 self.scope.cancel()
             case "driver stops":
-                # Not as long as the second try of a probe, in which the part has to answer.
+                # The stop must be shorter than the second try of a probe, in which the part has to answer.
                 await self.watch.stand_still(self.rng.choice([1.0, 20.0, 2 * WATCHDOG_S]))
             case "stop":
                 self.stopped = True
@@ -328,7 +328,7 @@ class LaunchOfRun:
         if self.commits_left > 0:
             self.commits_left -= 1
             if self.commits_left == 0:
-                self.world.log("the queue dies over its answer")
+                self.world.log("the queue dies before it answers")
                 self.queue_host.kill(self.rng.uniform(0.3, 1.0))
 
     def _part(self, name: str) -> FuzzPart:

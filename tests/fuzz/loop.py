@@ -1,10 +1,10 @@
 """An event loop that never waits: time is virtual, and a seeded random choice picks what runs next.
 
     ready callbacks ─▶ in random order        nothing ready ─▶ the clock jumps to the next timer
-    nothing ready and no timer ─▶ DeadlockError, with what every task waits on
+    nothing ready and no timer ─▶ DeadlockError, which shows where every task waits
 
-asyncio runs callbacks of one loop in the order in which they become ready. The parts of a run are processes, which have
-no such order; so this loop keeps no order between two callbacks either.
+asyncio runs the callbacks of a loop in the order in which they become ready. Between the parts of a real run, which are
+separate processes, there is no such order, so this loop runs ready callbacks in any order.
 
 The same seed gives the same run, in any process: tasks and cancel scopes, of which anyio keeps sets, hash by their
 number here and not by their address. Code that runs here must not depend on the order of sets of other such objects, or
@@ -48,7 +48,7 @@ class LivelockError(ScheduleError):
 
 
 class ThreadError(AssertionError):
-    """Something asks for a thread, whose schedule no seed decides."""
+    """Code asks for a thread, whose schedule the seed cannot determine."""
 
 
 class _NumberedTask(asyncio.Task[Any]):
@@ -100,7 +100,7 @@ class _Clock:
 
 
 class VirtualLoop(base_events.BaseEventLoop):
-    """See the module. `time()` begins at 0."""
+    """The event loop that the module describes. `time()` begins at 0."""
 
     def __init__(self, seed: int, *, max_virtual_s: float = MAX_VIRTUAL_S, max_turns: int = MAX_TURNS) -> None:
         super().__init__()
@@ -125,11 +125,11 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     @property
     def turns(self) -> int:
-        """Callbacks run."""
+        """Number of callbacks that have run."""
         return self._ready.turns
 
     def pause(self, timeout_s: float | None) -> None:
-        """Replace a wait of `timeout_s`; None: without a limit."""
+        """Advance the clock in place of a wait of `timeout_s`, or of an unlimited one if it is None."""
         if self._broken is not None:
             (error, self._broken) = (self._broken, None)
             raise error
@@ -153,12 +153,12 @@ class VirtualLoop(base_events.BaseEventLoop):
         tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
         error = kind(f"{what}, at {self._now_s:.3f} s\n" + "\n".join(map(describe, tasks)))
         self.failure = self.failure or error
-        # Ending the tasks may take time, too.
+        # Ending the tasks may also take time.
         self._max_turns, self._max_virtual_s = self.turns + SPIN_TURNS, self._now_s + 1000.0
         return error
 
     def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "handle" in context:  # a callback has failed, and not only a task whose exception was never retrieved
+        if "handle" in context:  # a callback failed; contexts without it report exceptions that were never retrieved
             self.failure = self.failure or context.get("exception")
             self._broken = self.failure
 
@@ -184,8 +184,8 @@ def run(
     """`anyio.run` on a `VirtualLoop`.
 
     Raises:
-        DeadlockError, LivelockError: `main` does not end.
-        ThreadError: something asks for a thread.
+        DeadlockError, LivelockError: If `main` does not end.
+        ThreadError: Code asks for a thread.
     """
     loop = VirtualLoop(seed, max_virtual_s=max_virtual_s, max_turns=max_turns)
     try:

@@ -1,4 +1,4 @@
-"""Rollouter and Trainer as the Supervisor replaces them: `supervision.SupervisedPart` around the real ones."""
+"""Rollouter and Trainer as `supervision.SupervisedPart`, which the Supervisor starts and replaces."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FuzzPart:
         with anyio.move_on_after(START_S) as deadline:
             await process.ready.wait()
         if deadline.cancelled_caught:
-            raise DeadlineError("it did not come up")
+            raise DeadlineError("it did not start")
         if process.error is not None:
             raise process.error
 
@@ -169,7 +169,7 @@ class TrainPart(FuzzPart):
         )
 
     async def republish(self) -> None:
-        # Ranks keep their published weights after the last step.
+        # The ranks hold their published weights until after the last step.
         if self.ranks is not None and self.process is not None and self.process.error is None:
             await self.ranks.republish()
 

@@ -1,4 +1,4 @@
-"""Stands in for a process of Rollouter or Trainer."""
+"""A stand-in for a process of the Rollouter or the Trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.remote import Gate
 
 @dataclass(eq=False)
 class Process:
-    """One process of Rollouter or Trainer. After `kill`, nothing from it passes its gate."""
+    """One process of the Rollouter or the Trainer. After `kill`, no message of the process passes its gate."""
 
     gate: Gate
     scope: anyio.CancelScope
@@ -57,7 +57,7 @@ class Process:
             self.send.close()
 
     def kill(self) -> None:
-        """Kill the process; one whose `run` has ended loses the weights that it published."""
+        """Kill the process. The weights that it published are lost, even if its `run` has ended."""
         self.gate.kill()
         if not self.ended:
             self.error = InfraError("the process was killed")

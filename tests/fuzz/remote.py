@@ -1,7 +1,7 @@
 """Simulated processes: actors that can be killed at any moment, and calls to them.
 
-The tasks of a killed process still clean up. That changes only its own memory: its ports are behind a `Gate`, which
-lets nothing through any more.
+The tasks of a killed process still run their cleanup. That changes only the memory of the process, because its ports are
+behind a closed `Gate`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from asyncrl.core.failures import InfraError
 
 
 class Gate:
-    """Between one process and the rest of the run. Closed for good when the process is killed; nothing passes a frozen
-    one until then.
+    """The gate between one process and the rest of the run.
+
+    `kill` closes it for ever. A frozen gate lets no message pass until it is killed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Gate:
         self._thawed.set()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self.last_arrival = 0.0
-        """When the last message of the process arrives: they stay in order, as Ray's do."""
+        """Time at which the last message of the process arrives. Messages stay in order, as in Ray."""
 
     def freeze(self) -> None:
         if not self._dead and self._thawed.is_set():
@@ -43,7 +44,7 @@ class Gate:
             self._refuse(answer)
 
     def asks(self, answer: asyncio.Future[Any]) -> bool:
-        """Note that the process waits for an answer from another one. False: it is dead, and does not call."""
+        """Register an answer that the process waits for. Return False if the process is dead and must not call."""
         if self._dead:
             self._refuse(answer)
             return False
@@ -65,7 +66,7 @@ class Gate:
         return not self._thawed.is_set()
 
     async def answering(self) -> None:
-        """Wait as a probe of the process does: a frozen one does not answer, a dead one ends the wait."""
+        """Wait as a probe of the process does: without end while it is frozen, and until it is killed."""
         await self._thawed.wait()
 
     async def passing(self) -> None:
@@ -78,7 +79,7 @@ class Gate:
 
 
 class Gated:
-    """A port as one process sees it: every call passes its gate, there and back."""
+    """A port as one process uses it: each call and its answer pass the gate of the process."""
 
     def __init__(self, port: Any, gate: Gate, pause: Callable[[], Awaitable[None]]) -> None:
         self._port = port
@@ -110,14 +111,14 @@ class Gated:
 
 
 class ActorHost:
-    """An actor that comes back after it was killed. Its `handle` is like Ray's: await `handle.method.remote(...)`."""
+    """An actor that restarts after it was killed. Its `handle` is like Ray's: `await handle.method.remote(...)`."""
 
     def __init__(self, make: Callable[[int], Any], unavailable: Callable[[], Exception], rng: random.Random) -> None:
         """
         Args:
             make: The actor's constructor; its argument is the number of the process, from 0.
-            unavailable: What calls to a dead or restarting actor raise.
-            rng: Of delays.
+            unavailable: Makes the error that calls to a dead or restarting actor raise.
+            rng: Determines delays.
         """
         self._make = make
         self._unavailable = unavailable
@@ -127,20 +128,20 @@ class ActorHost:
         self._hung = False
         self._calls: dict[asyncio.Task[Any], _Call] = {}
         self._waiting: list[_Call] = []
-        """Calls that have arrived at a process that hangs."""
+        """Calls that have arrived at a hung process."""
         self._over = False
 
     def handle(self, gate: Gate) -> Any:
-        """For the process behind this gate."""
+        """Return a handle for the process behind this gate."""
         return _Handle(self, gate)
 
     @property
     def number(self) -> int:
-        """Of the process that was started last."""
+        """Number of the process that was started last."""
         return self._num_started - 1
 
     def kill(self, down_s: float) -> None:
-        """The process dies with whatever it is doing; another one is up after `down_s`."""
+        """Kill the process with all its calls. The next one is up after `down_s`."""
         if self._actor is None:
             return
         self._hung = False
@@ -160,11 +161,11 @@ class ActorHost:
             self._num_started += 1
 
     def hang(self) -> None:
-        """The process is stopped: what arrives and what it would answer waits until it is killed."""
+        """Stop the process. Calls that arrive and pending answers wait until it is killed."""
         self._hung = self._actor is not None
 
     def end_known(self, number: int, down_s: float) -> bool | None:
-        """Kill process `number`, if it is still there. Returns whether it hung; None: it was gone."""
+        """Kill process `number` and return whether it hung, or return None if it no longer exists."""
         if self._actor is None or number != self.number:
             return None
         hung = self._hung
@@ -185,19 +186,19 @@ class ActorHost:
         _later(after_s, fail)
 
     def end(self) -> None:
-        """The process dies, and none comes after it."""
+        """Kill the process without a successor."""
         self._over = True
         self.kill(0.0)
 
     def call(self, gate: Gate, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, retries: bool) -> _Ref:
-        """`retries`: over deaths of the process, for as long as it takes."""
+        """Call a method. With `retries`, the call is repeated after each death of the process without a limit."""
         answer = asyncio.get_running_loop().create_future()
         # A dead caller may no longer await the answer.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         call = _Call(method, args, kwargs, retries, answer)
         if gate.asks(answer):
             loop = asyncio.get_running_loop()
-            # Timers of one moment may go off in any order.
+            # Timers that are due at the same time may run in any order.
             gate.last_arrival = max(loop.time() + self._latency(), gate.last_arrival + 1e-6)
             loop.call_at(gate.last_arrival, self._arrive, call)
         return _Ref(answer)
@@ -215,7 +216,7 @@ class ActorHost:
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        """The method has ended; its answer travels, unless the process dies first."""
+        """Send the answer of a method that has ended, unless the process dies first."""
         if task not in self._calls:
             if not task.cancelled():
                 task.exception()
@@ -250,7 +251,7 @@ class _Call:
 
 
 class _Ref:
-    """The reference that a call returns at once. Cancelling an await of it does not cancel the call."""
+    """The reference that a call returns at once. Cancelling a wait for it does not cancel the call."""
 
     def __init__(self, answer: asyncio.Future[Any]) -> None:
         self._answer = answer

@@ -16,14 +16,14 @@ MAX_VIRTUAL_S = 900.0
 
 
 class FuzzError(AssertionError):
-    """A seed whose run broke a promise; the message has the command that replays it."""
+    """The run of a seed failed or broke a promise. The message has the command that replays it."""
 
 
 def play(seed: int, trace: Callable[[str], None] | None = None) -> FuzzWorld:
-    """One run, checked.
+    """Run a seed and check the run.
 
     Raises:
-        FuzzError: it failed, or broke a promise.
+        FuzzError: The run failed or broke a promise.
     """
     setup = draw(seed)
     world = FuzzWorld(setup, trace)
@@ -37,7 +37,7 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> FuzzWorld:
         check(world)
     except Exception as error:  # noqa: BLE001  the message names the seed
         text = "".join(traceback.format_exception(error))
-        raise FuzzError(f"{setup}\n{text}\nto see it happen: python -m tests.fuzz.run {seed}") from None
+        raise FuzzError(f"{setup}\n{text}\nto replay it: python -m tests.fuzz.run {seed}") from None
     return world
 
 

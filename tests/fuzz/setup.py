@@ -1,4 +1,4 @@
-"""The setup of a fuzzed run, which its seed determines before it begins."""
+"""The setup of a fuzzed run, which its seed determines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FuzzSetup:
-    """One run."""
+    """The configuration, sizes, probabilities and faults of one run."""
 
     seed: int
     mode: str
@@ -84,7 +84,7 @@ class FuzzSetup:
 
 
 def draw(seed: int) -> FuzzSetup:
-    """The run of this seed."""
+    """Return the setup of the run of this seed."""
     rng = random.Random(seed)
     mode = rng.choice("abcd")
     trigger = {"a": 1, "b": rng.randint(2, 3)}.get(mode, rng.randint(1, 2))
@@ -95,7 +95,7 @@ def draw(seed: int) -> FuzzSetup:
     poison = rng.randrange(6) if rng.random() < 0.2 else None
     validates = rng.random() < 0.3
     deterministic = random.Random(f"order {seed}").random() < 0.2
-    # Drawn separately, so that the setups of earlier seeds stay the same.
+    # These settings have their own generator, so that the setups of earlier seeds stay the same.
     more = random.Random(f"conversations {seed}")
     max_turns, forks = more.choice([1, 1, 2, 3]), more.random() < 0.3
     over_sample = OverSampleConfig(
@@ -140,7 +140,7 @@ def draw(seed: int) -> FuzzSetup:
         num_prompts=rng.randint(6, 9),
         num_replicas=rng.randint(1, 2),
         reward_fails=rng.choice([0.0, 0.0, 0.1]),
-        # Conversations draw for every turn of each of them.
+        # Each turn of each conversation may be a straggler, so conversations have a lower probability.
         stragglers=rng.choice([0.0, 0.0, 0.05]) / (1 if max_turns == 1 else 4 * max_turns),
         mean_s=rng.choice([0.02, 0.1, 0.4]),
         step_s=rng.choice([0.02, 0.1, 0.4]),

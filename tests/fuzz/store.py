@@ -17,7 +17,7 @@ from tests.fuzz.remote import Gate
 
 
 class FuzzStore(WeightStoreActor):
-    """The `number`th process of the store, from 0."""
+    """A process of the store; `number` counts them from 0."""
 
     def __init__(self, number: int) -> None:
         context = SimpleNamespace(was_current_actor_reconstructed=number > 0)
@@ -26,14 +26,14 @@ class FuzzStore(WeightStoreActor):
         self._number = number
 
     def die(self) -> None:
-        """The store has nothing on disk."""
+        """Do nothing, because the store has no files."""
 
     async def status(self) -> StoreStatus:
         return replace(await super().status(), pid=self._number)
 
 
 class Publisher(ObjectStorePublisher):
-    """Published weights are lost with their process, as Ray's objects are."""
+    """A publisher whose weights are lost when its process dies, as objects of Ray are."""
 
     def __init__(
         self, store: Any, gate: Gate, owners: dict[WeightsVersion, Gate], *, call_s: float, lineage: int

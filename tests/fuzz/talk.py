@@ -13,7 +13,7 @@ REPLY = 3
 
 
 class FuzzConversationAgent:
-    """`ConversationAgent`: up to so many turns, in one row or with a new one each time."""
+    """A `ConversationAgent` with up to `max_turns` turns, in one row or, with `forks`, each in a new row."""
 
     def __init__(self, max_turns: int, max_tokens: int, *, forks: bool) -> None:
         self._max_turns = max_turns

@@ -1,4 +1,4 @@
-"""Run the async core in thousands of seeded interleavings with faults, and check that they find planted bugs.
+"""Run the async core in thousands of seeded interleavings with faults, and check that the runs find planted bugs.
 
 ASYNCRL_FUZZ_SEEDS=5000-6000 pytest tests/fuzz -k seeds     play other seeds
 python -m tests.fuzz.run 5123                               play one seed and print its events
@@ -52,14 +52,14 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_every_promise_is_kept_by_all_seeds(batch: int) -> None:
+def test_all_seeds_keep_every_promise(batch: int) -> None:
     for seed in SEEDS[batch::BATCHES]:
         play(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_promise_is_kept_by_very_many_seeds() -> None:
+def test_very_many_seeds_keep_every_promise() -> None:
     for seed in MANY:
         play(seed)
 
@@ -113,7 +113,7 @@ def found(*kinds: FaultKind, most_seeds: int = MOST_SEEDS) -> str:
         except FuzzError as error:
             assert f"python -m tests.fuzz.run {seed}" in str(error)
             return str(error)
-    raise AssertionError(f"{most_seeds} seeds have not found it")
+    raise AssertionError(f"none of {most_seeds} seeds finds the bug")
 
 
 _release, _set_applied = QueueState.release, SetAppliedVersion.perform
@@ -161,7 +161,7 @@ async def ask_without_limit(self: watch.DriverWatch, ask: Callable[[], Awaitable
 class PlantedBug(NamedTuple):
     patches: tuple[tuple[Any, str, Any], ...]
     symptoms: tuple[str, ...]
-    """At least one of these is in the message."""
+    """Texts of which at least one is in the message of the failed run."""
     kinds: tuple[FaultKind, ...] = ()
     """Play only seeds with one of these faults; empty: all seeds."""
     most_seeds: int = MOST_SEEDS
@@ -199,7 +199,7 @@ PLANTED = {
         ((CrashBlame, "_blame", lambda self, session, last: None),), ("poison that has crashed more than",)
     ),
     "innocent samples are blamed": PlantedBug(
-        ((CrashBlame, "assess", blame_every_session),), ("nothing was wrong with it", "no prompt gets through")
+        ((CrashBlame, "assess", blame_every_session),), ("innocent samples were dropped", "no prompt gets through")
     ),
     "a validation is skipped": PlantedBug(
         ((WeightUpdateLoop, "_validate", do_nothing),), ("the last validation is of step",)
@@ -207,7 +207,7 @@ PLANTED = {
     # A restarted store reports that no version was ever published. A replica that starts then serves the first version
     # until the next one is published, which never happens if that one needs samples of a newer version. Otherwise it
     # may continue responses of a newer version or answer in its place, or the last version is never validated.
-    # About one in sixty of the seeds with the fault finds this.
+    # About one in sixty of the seeds with this fault finds the bug.
     "the store hides its memory loss": PlantedBug(
         ((FuzzStore, "__init__", claim_to_be_informed),),
         ("virtual seconds without an end", "no progress", "spans in order", "the last validation is of step",
@@ -215,27 +215,27 @@ PLANTED = {
         ("store",),
         most_seeds=5000,
     ),
-    # The answer waits for a driver that was stopped.
+    # The answer of a part waits while the driver is stopped.
     "the age of an answer is wrong": PlantedBug(
         ((watch, "on_clock", lambda status, now: replace(status, at=now)),),
         ("was healthy but was ended",),
         ("driver stops",),
     ),
-    # The driver had been stopped, not the part.
+    # The driver was stopped, and the part was healthy.
     "a part is killed over one missed probe": PlantedBug(
         ((supervision, "RETRY_S", 0.0),), ("was healthy but was killed",), ("driver stops",)
     ),
-    # Few kills fall into the short moment.
+    # Only few kills hit the short time between the end of the Trainer and the last apply.
     "the trainer ends before its last version is served": PlantedBug(
         ((TrainPart, "until_served", do_nothing),),
         ("virtual seconds without an end", "no progress"),
         ("trainer",),
         most_seeds=2000,
     ),
-    "a standstill of the driver is taken for a stall": PlantedBug(
+    "a stop of the driver counts as a stall of the run": PlantedBug(
         ((watch, "Watchdog", partial(Watchdog, gap_s=1e9)),), ("no progress",), ("driver stops",)
     ),
-    # Callers wait for a process that hangs, and so does the driver that probes it.
+    # The callers of a hung process wait for it, and so does the driver that probes it.
     **{
         f"calls have no deadline ({hangs})": PlantedBug(
             ((QueueClient, "__init__", wait_forever), (watch.DriverWatch, "_asked", ask_without_limit)),

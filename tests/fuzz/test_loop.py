@@ -1,4 +1,4 @@
-"""The virtual event loop: seeded order, time that jumps, and runs that do not end."""
+"""The virtual event loop: seeded order, virtual time, and runs that do not end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fuzz.loop import DeadlockError, LivelockError, ThreadError, run
 
 
 def order(seed: int, num_tasks: int = 6) -> list[int]:
-    """The order in which tasks pass through three checkpoints each."""
+    """Return the order in which tasks pass three checkpoints each."""
     passed: list[int] = []
 
     async def walk(number: int) -> None:

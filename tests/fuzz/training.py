@@ -23,7 +23,7 @@ from trainer.workers.worker import Published
 
 
 class FakeBatch:
-    """What the loop needs of a batch: columns by name, rows by number."""
+    """The interface of a batch that the loop uses: columns by name, rows by number."""
 
     def __init__(self, columns: dict[str, torch.Tensor]) -> None:
         self._columns = columns
@@ -38,7 +38,7 @@ class FakeBatch:
 
 
 class PlainExperience:
-    """`loop.ExperienceMaker`: rows of one token, with the feed index in it."""
+    """A `loop.ExperienceMaker` that makes rows of one token, the feed index of the sample."""
 
     async def make(self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None) -> Experience:
         numbers = [number for number, sample in enumerate(samples) for _ in sample.rows]
@@ -81,7 +81,7 @@ class FuzzRanks:
 
 
 class Checkpoints:
-    """Checkpoints in memory; `begin` writes nothing yet."""
+    """Checkpoints in memory, which `finish` writes."""
 
     def __init__(
         self, world: FuzzWorld, gate: Gate, ranks: FuzzRanks, confirm: Callable[[int], Awaitable[None]]
@@ -102,13 +102,13 @@ class Checkpoints:
         await self._gate.passing()
         step = self._begun.progress.step
         await self._confirm(step)
-        # The process may be killed, or replaced, right here.
+        # The process may be killed or replaced at this point.
         await self._world.pause()
         await self._gate.passing()
         self._world.files.checkpoints[step] = self._begun
         self._world.log(f"checkpoint of step {step} written")
         await self._confirm(step)
-        # Keep two, as `trainer.max_checkpoints_to_keep` may.
+        # Keep two checkpoints, as `trainer.max_checkpoints_to_keep` allows.
         for old in sorted(self._world.files.checkpoints)[:-2]:
             del self._world.files.checkpoints[old]
         return Path(f"step_{step}")

@@ -58,7 +58,7 @@ class DriverWatch:
         await self._awake.wait()
 
     async def stand_still(self, seconds: float) -> None:
-        """Stop the driver, as a signal does; half of the time while an answer of the store is under way."""
+        """Stop the driver as a signal does, in half of the cases while an answer of the store is in transit."""
         if self._world.rng.random() < 0.5:
             await self._asks_store.wait()
         self._awake = anyio.Event()
@@ -101,8 +101,11 @@ class DriverWatch:
     # ------------------------------------------------------------------------------------------------ probes
 
     async def _asked(self, ask: Callable[[], Awaitable[Answer]], limit_s: float) -> Answer:
-        """Ask as a driver that may be stopped: the answer waits for it, and its deadline passes anyway. When the driver
-        continues, either may be noticed first."""
+        """Ask as a driver that may be stopped.
+
+        While the driver is stopped, an answer waits and the deadline may pass. When it continues, it may notice either of
+        them first.
+        """
         await self._awake.wait()
         answers: list[Answer] = []
         with anyio.move_on_after(limit_s) as deadline:

@@ -5,7 +5,7 @@
            as rows, the Supervisors, probes, Watchdog and ReplicaWatch
     fake   engines and replicas, ranks, checkpoints, payload and turn files, processes and the network between them
 
-`launch` is the driver, `parts` the processes that it replaces, `files` what outlives them all.
+`launch` plays the driver, `parts` are the processes that it replaces, and `files` are the files that survive all of them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class FuzzWorld:
         self.struck = 0
         self.completed_step = 0
         self.watched: list[list[Any]] = []
-        """By process of the Rollouter, records of failed calls (`benchmarks.chaos.watch`)."""
+        """Records of failed calls (`benchmarks.chaos.watch`) for each process of the Rollouter."""
         self.validations: list[ValidationRecord] = []
-        """All validations, also of abandoned weights."""
+        """All validations, including those of abandoned weights."""
         self.poisoned_by: Counter[str] = Counter()
         """The number of crashes that poisonous requests caused, by session."""
         self.let_go: set[SampleId] = set()
@@ -66,7 +66,7 @@ class FuzzWorld:
             self.log(str(operation))
 
     async def pause(self) -> None:
-        """Wait as long as a message takes."""
+        """Wait for the duration of a message."""
         if self.rng.random() < 0.3:
             await anyio.sleep(self.rng.random() * 0.004)
         else:

@@ -1,4 +1,4 @@
-"""The whole Rollouter on fakes, and those parts of its actor that need no Ray."""
+"""The whole Rollouter with fake parts, and those parts of its actor that need no Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, Memor
 
 
 class RollouterRig:
-    """The whole Rollouter between a real queue and fakes; the test plays the Trainer."""
+    """A Rollouter between a real queue and fake parts; the test plays the Trainer."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RollouterRig:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the Rollouter during the block; then it ends because the queue is closed, or because it was stopped."""
+        """Run the Rollouter during the block. Then it ends, because the queue is closed or because it was stopped."""
         with anyio.fail_after(20):
             async with anyio.create_task_group() as group:
                 group.start_soon(self.rollouter.run)
@@ -74,7 +74,7 @@ class RollouterRig:
                 await self.queue.close()
 
     async def fails(self, error: type[Exception], match: str) -> None:
-        """Run until `sample_0_2` is answered, which makes the run fail; nothing keeps running."""
+        """Let the answer for `sample_0_2` fail the run, and check that no call is left in flight."""
 
         async def release() -> None:
             await self.fleet.until_in_flight("sample_0_1", "sample_0_2", "val_0_0")
@@ -89,7 +89,7 @@ class RollouterRig:
         assert self.fleet.calls == {}
 
     async def train(self, version: int, *, validate: bool = False) -> None:
-        """One lease of 4, committed, and a version published."""
+        """Lease and commit 4 samples, and publish a version."""
         lease = await self.queue.lease(4, trainer_version=version - 1, timeout_s=10)
         assert len(lease.samples) == 4
         await self.queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
@@ -114,7 +114,7 @@ async def test_a_run_from_first_prompt_to_last_validation() -> None:
     assert rig.fleet.version == 3
 
 
-async def test_generation_goes_on_while_a_version_is_validated() -> None:
+async def test_generation_continues_while_a_version_is_validated() -> None:
     rig = RollouterRig(FakeFleet(hold=True))
     async with rig.running():
         training = [f"sample_{(index - 1) // 2}_{index}" for index in range(1, 9)]
@@ -128,7 +128,7 @@ async def test_generation_goes_on_while_a_version_is_validated() -> None:
     assert set(rig.fleet.cancelled) >= set(training[4:])
 
 
-async def test_a_failure_is_one_typed_error_and_nothing_keeps_running() -> None:
+async def test_a_failure_is_one_typed_error_and_ends_all_calls() -> None:
     rig = RollouterRig(FakeFleet(hold=True))
     rig.fleet.fail("sample_0_2", InfraError("gone", "cause"))
     await rig.fails(InfraError, "gone")
@@ -155,7 +155,7 @@ async def test_stop_ends_the_run_at_once() -> None:
     assert stopped_before.fleet.sessions == []
 
 
-class RudeFleet(FakeFleet):
+class FleetFailingOnCancel(FakeFleet):
     """A fleet whose calls fail when they are cancelled."""
 
     async def generate(
@@ -173,10 +173,10 @@ class FencedQueue(LocalSampleQueue):
         raise FencedError("rollouter 1 was replaced by rollouter 2")
 
 
-async def test_a_replaced_incarnation_ends_with_a_fenced_error_alone(
+async def test_a_replaced_incarnation_ends_with_only_a_fenced_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rig = RollouterRig(RudeFleet(hold=True), queue=FencedQueue)
+    rig = RollouterRig(FleetFailingOnCancel(hold=True), queue=FencedQueue)
     await rig.fails(FencedError, "replaced by rollouter 2")
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
@@ -194,7 +194,7 @@ async def test_a_restarted_rollouter_starts_at_the_newest_version_and_repeats_no
     assert status["crash_isolation"]["crashes"] == 0
 
 
-# ------------------------------------------------------------------------------------------------ the shell
+# ------------------------------------------------------------------------------------------------ the actor
 
 
 async def test_prepare_counts_and_run_before_prepare_is_a_bug(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rollouter.drop_policy import TooLongError
 
 
 def crash(blame: CrashBlame, *names: str, at_s: float = 0.0) -> None:
-    """The engine of a replica crashes with these sessions in flight."""
+    """Crash the engine of a replica with these sessions in flight."""
     replica = f"replica {blame.status()['crashes']}"
     for name in names:
         blame.place(name, replica)
@@ -35,12 +35,12 @@ def states(blame: CrashBlame, names: Iterable[str]) -> dict[str, str]:
 
 
 def assert_status(blame: CrashBlame, **expected: int) -> None:
-    """All other counts are 0, and no session is isolated."""
+    """Check these counts, that all others are 0, and that no session is isolated."""
     zero = {"crashes": 0, "explained": 0, "blamed": 0, "with_strikes": 0, "waiting": 0, "isolated": ""}
     assert blame.status() == zero | expected
 
 
-# ------------------------------------------------------------------------------------------------ by hand
+# ------------------------------------------------------------------------------------------------ single cases
 
 
 def test_a_first_crash_isolates_no_session() -> None:
@@ -104,26 +104,26 @@ def test_a_session_that_ends_before_the_assessment_still_counts_as_present() -> 
     assert_status(blame, crashes=2)
 
 
-def test_open_sessions_are_waited_for_and_late_reports_count() -> None:
+def test_the_assessment_waits_for_open_sessions_and_late_reports_count() -> None:
     blame = CrashBlame(2)
     crash(blame, "a", "b")
     for name in "abc":
         blame.place(name, "r")
     blame.place("d", "another")
     report = blame.report("a", "", "r", 0.0)
-    # A crash elsewhere meanwhile is another one.
+    # A crash of another replica in the meantime is a separate crash.
     other = blame.report("d", "", "another", 0.0)
     assert other is not report
     assert blame.is_reported(other)
     assert not blame.is_reported(report)
-    blame.place("c", "")  # its call has ended otherwise
+    blame.place("c", "")  # its call ended without a crash
     assert not blame.is_reported(report)
     blame.assess(other)
     assert blame.report("b", "", "r", 0.0) is report
     assert blame.is_reported(report)
     blame.assess(report)
     assert states(blame, "abcd") == {"a": "isolated", "b": "waiting", "c": "free", "d": "free"}
-    # A late report: the crash is assessed, and others have strikes from it.
+    # This report is late: the crash is already assessed, and other sessions have strikes for it.
     assert blame.report("late", "", "r", 0.0) is report
     blame.assess(report)
     assert blame.state_of("late") == "free"
@@ -140,7 +140,7 @@ def test_a_bounded_number_of_assessed_crashes_is_remembered() -> None:
     assert blame.report("later", "", f"replica {REMEMBERED_CRASHES + 1}", 0.0).assessed
 
 
-def test_with_a_limit_of_one_the_first_crash_isolates() -> None:
+def test_with_a_limit_of_one_the_first_crash_isolates_its_sessions() -> None:
     blame = CrashBlame(1)
     crash(blame, "a", "b")
     assert states(blame, "ab") == {"a": "isolated", "b": "waiting"}
@@ -153,7 +153,7 @@ def test_with_a_limit_of_one_the_first_crash_isolates() -> None:
 
 @dataclass
 class Crowd:
-    """Sessions on replicas, in random order; poison ones crash their replica's engine when they are chosen."""
+    """Sessions that run on replicas in random order. A poison session crashes the engine of its replica when chosen."""
 
     seed: int
     size: int
@@ -233,7 +233,7 @@ class Crowd:
         blamed = [name for name, state in after.items() if state == "blamed"]
         assert len(blamed) <= 1
         for name in blamed:
-            # Only by evidence of its own: it was isolated, or alone with so many strikes.
+            # Blame needs evidence: the session was isolated, or it was the only one with that many strikes.
             assert self.met[name] >= self.max_crashes
             if before[name] != "isolated":
                 assert not {"waiting", "isolated"} & {after[other] for other in present if other != name}
@@ -244,7 +244,7 @@ class Crowd:
 
 
 def crowds(**fixed: int) -> st.SearchStrategy[Crowd]:
-    """Random groups of sessions, with `fixed` parameters."""
+    """Return random groups of sessions, of which some parameters are fixed."""
     ranges = {"seed": (0, 2**32), "size": (1, 40), "num_poison": (0, 5), "replicas": (1, 4), "slots": (1, 16)}
     ranges |= {"infra": (0, 12), "max_crashes": (1, 3)}
     return st.fixed_dictionaries(
@@ -258,13 +258,13 @@ def test_poison_is_dropped_after_a_bounded_number_of_crashes_and_no_session_wait
     assert len(crowd.done | crowd.dropped) == crowd.size
     innocent = len(crowd.dropped - crowd.poison)
     assert crowd.poison_crashes <= len(crowd.poison) * (crowd.max_crashes + 1) + innocent
-    # A poison can hide behind an isolated innocent only while it has too few strikes to be a possible cause.
+    # An isolated innocent session can be blamed for a poison one only while that has too few strikes to be a suspect.
     assert crowd.max_crashes == 1 or innocent <= crowd.infra + len(crowd.poison) * crowd.max_crashes
     assert crowd.blame.status()["with_strikes"] == 0
 
 
 @given(crowds(num_poison=1, infra=0))
-def test_a_single_poison_costs_no_innocent_and_one_crash_over_the_limit(crowd: Crowd) -> None:
+def test_a_single_poison_is_blamed_alone_after_at_most_one_crash_over_the_limit(crowd: Crowd) -> None:
     assert crowd.dropped == crowd.poison
     assert crowd.max_crashes <= crowd.poison_crashes <= crowd.max_crashes + 1
 
@@ -288,11 +288,11 @@ def test_a_suspended_session_keeps_its_strikes_and_leaves_isolation() -> None:
     blame.place("a", "s")
     again = blame.report("a", "died", "s", 1.0)
     blame.assess(again)
-    assert blame.state_of("a") == "blamed", "its strike of before counts"
+    assert blame.state_of("a") == "blamed", "its earlier strike counts"
 
 
 def test_a_session_suspended_before_the_assessment_is_not_isolated() -> None:
-    """It would stay isolated until it is resumed, and all others would wait for it."""
+    """If it were isolated, all other sessions would wait until it is resumed."""
     blame = CrashBlame(max_crashes=1)
     for name in "abc":
         blame.place(name, "r")
@@ -301,8 +301,8 @@ def test_a_session_suspended_before_the_assessment_is_not_isolated() -> None:
     blame.suspend("a")
     blame.assess(report)
     assert states(blame, "abc") == {"a": "free", "b": "isolated", "c": "waiting"}
-    crash(blame, "a")  # it is tried again
-    assert blame.state_of("a") == "blamed", "its strike of before counts"
+    crash(blame, "a")  # the session is resumed
+    assert blame.state_of("a") == "blamed", "its earlier strike counts"
 
 
 # ------------------------------------------------------------------------------------------------ waits
@@ -360,8 +360,9 @@ async def test_a_crash_is_assessed_even_if_a_session_never_reports_it(monkeypatc
 
 
 async def test_an_isolated_session_that_never_ends_runs_out_of_time_while_a_sibling_waits() -> None:
-    """The conversations of one sample share its time limit, and each is a possible cause. The wait of another sample
-    does not count against that sample's limit."""
+    """The conversations of a sample share its time limit, and each is a possible cause of the crash. The time for which
+    another sample waits does not count against the limit of that sample.
+    """
     rig = Waiters()
     out_of_time: list[str] = []
     there: dict[str, list[str]] = {"r1": [], "r2": []}

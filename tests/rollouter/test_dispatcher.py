@@ -62,7 +62,7 @@ async def test_samples_complete_in_the_order_of_generation(seed: int) -> None:
 
 
 async def test_a_straggler_blocks_no_other_sample() -> None:
-    """One of two slots stays taken; all other samples go through the other one."""
+    """The straggler occupies one of two slots, and all other samples use the other one."""
     rig = DispatcherRig(permits=1000, total=51, n=1, max_concurrent_samples=2)
     async with rig.running():
         await rig.fleet.until_in_flight(sample_name(1), sample_name(2))
@@ -122,7 +122,7 @@ async def done(event: anyio.Event) -> None:
     event.set()
 
 
-# ------------------------------------------------------------------------------------------------ the queue's end
+# ------------------------------------------------------------------------------------------------ closing the queue
 
 
 async def test_close_cancels_samples_in_flight() -> None:
@@ -172,7 +172,7 @@ async def test_a_fleet_that_returns_aborted_turns_is_a_bug() -> None:
 
 
 async def test_a_sample_that_fits_in_no_file_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples share files: if the run continued, it might drop all of them."""
+    """Samples share files, so a run that continued might drop all samples."""
 
     async def put(self: MemoryPayloads, sample: Sample) -> Any:
         raise DataError("1 samples do not fit in a file")
@@ -197,7 +197,7 @@ async def test_a_data_set_without_a_usable_prompt_stops_the_run() -> None:
 
 
 def failing_reward_rig(*bad: int, **options: Any) -> DispatcherRig:
-    """The prompts are 1 to 8, and the reward function raises for those of `bad`."""
+    """Return a rig with the prompts 1 to 8, whose reward function raises for those in `bad`."""
 
     def reward(prompt: Prompt, turn: Turn) -> float:
         if prompt.prompt_ids[0] in bad:
@@ -245,7 +245,7 @@ def test_the_drop_policy_counts_consecutive_drops() -> None:
 
 
 async def test_a_prompt_that_never_answers_cannot_block_an_on_policy_step() -> None:
-    """Each version waits for all samples of the last one. The straggler is dropped and replaced."""
+    """Each version waits for all samples of the previous one, so the straggler is dropped and replaced."""
 
     async def pace(session: str) -> None:
         if session in (sample_name(2), sample_name(7)):
@@ -277,7 +277,9 @@ async def test_a_run_whose_samples_all_time_out_stops() -> None:
 
 
 async def test_a_backlog_of_rewards_drops_nothing() -> None:
-    """Calls run one at a time and each takes the limit of a sample, so the last one waits eight times that."""
+    """Scoring calls run one at a time, and each takes as long as the limit of a sample, so the last one waits eight times
+    the limit.
+    """
     place = anyio.Semaphore(1)
 
     async def gate(prompt: Prompt) -> None:
@@ -315,7 +317,7 @@ async def test_the_status_names_the_oldest_samples_in_flight() -> None:
 # ------------------------------------------------------------------------------------------------ crashes
 
 
-async def test_a_crash_of_an_engine_costs_no_sample_and_no_token() -> None:
+async def test_a_crash_of_an_engine_loses_no_sample_and_no_token() -> None:
     gate = anyio.Event()
     paces = dict.fromkeys((sample_name(index) for index in range(1, 5)), 0)
 
@@ -382,7 +384,7 @@ async def test_waits_for_isolation_are_reported_and_end_with_the_queue() -> None
 
 
 async def test_a_restarted_rollouter_generates_only_the_missing_turns() -> None:
-    """The first Rollouter dies with turn 0 and the greedy turn complete and turn 1 unfinished."""
+    """The first Rollouter dies when turn 0 and the greedy turn are complete and turn 1 is unfinished."""
 
     def answer(request: GenerateRequest) -> list[int]:
         return [7] * (6 if request.request_id.endswith("/1") else 2)
@@ -399,7 +401,7 @@ async def test_a_restarted_rollouter_generates_only_the_missing_turns() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(dying.dispatcher.run)
         await anyio.wait_all_tasks_blocked()
-        # The tokens of complete turns count before their sample is complete.
+        # Tokens of complete turns are counted before their sample is complete.
         assert dying.dispatcher.status()["generated_tokens"] == 2 * (2 + 2)
         group.cancel_scope.cancel()
     assert {str(sample_id): sorted(turns) for sample_id, turns in dying.turns.turns.items()} == {
@@ -436,7 +438,7 @@ async def test_a_restarted_rollouter_generates_only_the_missing_turns() -> None:
         ({"temperature": 0.7, "top_k": 5}, 10, {"max_tokens": 16}),
     ],
 )
-def test_a_prompt_may_set_where_its_responses_end_within_the_configuration(
+def test_a_prompt_may_set_end_conditions_within_the_limits_of_the_configuration(
     own: dict[str, Any] | None, length: int, expected: dict[str, Any], training: bool
 ) -> None:
     prompt = make_prompt(*range(length), extra_info={"sampling_params": own} if own else {})
@@ -449,13 +451,13 @@ def test_a_prompt_may_set_where_its_responses_end_within_the_configuration(
 @pytest.mark.parametrize(
     "own", [{"temperature": 0.1}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"repetition_penalty": 1.1}]
 )
-def test_a_prompt_cannot_change_the_distribution_it_is_trained_under(own: dict[str, Any]) -> None:
-    """Log-probs of the engine and of the Trainer are tempered for all rows alike."""
+def test_a_prompt_cannot_change_the_sampling_distribution_of_training(own: dict[str, Any]) -> None:
+    """The engine and the Trainer apply one temperature to the log-probs of all rows."""
     (name,) = own
     prompt = make_prompt(1, data_source="math", extra_info={"index": 7, "sampling_params": own})
     with pytest.raises(DataError, match=f"'math', row 7: field 'extra_info.sampling_params.{name}' is"):
         sampling_params(SamplingConfig(), prompt, response_length=4, max_model_len=8, training=True)
-    # Validation has its own sampling.
+    # Validation has separate sampling parameters.
     params = sampling_params(ValSamplingConfig(), prompt, response_length=4, max_model_len=8, training=False)
     assert params == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 4}
 
@@ -488,12 +490,12 @@ async def test_remax_asks_for_a_greedy_response_and_scores_it_as_the_baseline() 
     (sample,) = leased_samples(lease)
     assert [row.reward for row in sample.rows] == [2.0] * 3
     assert sample.baseline_reward == 6.0
-    assert fleet.sessions == ["sample_0_1"]  # one call: the prompt is prefilled once
+    assert fleet.sessions == ["sample_0_1"]  # a single call prefills the prompt only once
     assert [request.sampling["temperature"] for request in fleet.requests] == [1.0, 1.0, 1.0, 0.0]
     assert fleet.requests[3].sampling == {
         "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": ["#"], "max_tokens": 9,
     }  # fmt: skip
-    # The tokens of the baseline were generated, and are not trained on.
+    # The tokens of the baseline are generated but not trained on.
     assert status["generated_tokens"] == 3 * 2 + 6
     assert lease.samples[0].meta.response_tokens == 3 * 2
     assert lease.samples[0].meta.num_trajectories == 3

@@ -1,4 +1,4 @@
-"""The dispatcher with recorded stages: a replayed sample needs no engine and is marked as replayed."""
+"""The dispatcher with recorded samples: a replayed sample needs no engine and is marked as replayed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recording(tmp_path: Path, role: str = "async_rollout", **settings: Any) -> S
 
 
 async def run(rig: DispatcherRig, number: int, *, trainer_version: int = 0) -> list[Sample]:
-    """The first `number` samples of the rig, by index."""
+    """Return the first `number` samples of the rig, sorted by index."""
     with SkipManager.session(rig.config):
         async with rig.running():
             lease: Lease = await rig.lease(number, trainer_version=trainer_version)
@@ -43,17 +43,17 @@ async def run(rig: DispatcherRig, number: int, *, trainer_version: int = 0) -> l
 
 
 async def run_indices(rig: DispatcherRig, number: int) -> list[int]:
-    """The indices of the first `number` samples of the rig."""
+    """Return the indices of the first `number` samples of the rig."""
     return [sample.sample_id.index for sample in await run(rig, number)]
 
 
 def fast(tmp_path: Path, total: int, **options: Any) -> DispatcherRig:
-    """A rig of so many samples, with engines that answer at once and recording of samples."""
+    """Return a rig that records `total` samples, with engines that answer at once."""
     return DispatcherRig(**{"skip": recording(tmp_path), "fleet": FakeFleet(), "total": total} | options)
 
 
 def idle(tmp_path: Path, total: int, **options: Any) -> DispatcherRig:
-    """The same with engines that never answer."""
+    """Return the rig of `fast` with engines that never answer."""
     return fast(tmp_path, total, fleet=FakeFleet(hold=True), **options)
 
 
@@ -103,7 +103,7 @@ async def test_replayed_samples_are_scored_with_the_current_prompt(tmp_path: Pat
     assert scorer.answers == ["5"]
 
 
-async def test_a_substitute_brings_its_own_prompt_and_is_marked(tmp_path: Path) -> None:
+async def test_a_substitute_has_its_recorded_prompt_and_is_marked(tmp_path: Path) -> None:
     recorded = await run(fast(tmp_path, 4, skip=recording(tmp_path, steps="1-2")), 4)
     scorer = Remembering()
     second = idle(tmp_path, 4, skip=recording(tmp_path, action="repeat"), scorer=scorer)
@@ -143,14 +143,14 @@ async def test_epochs_have_records_of_their_own(tmp_path: Path) -> None:
     assert_same_tokens(recorded, await run(idle(tmp_path, 4, prompts=prompts), 4))
 
 
-async def test_the_rewards_are_noted_beside_the_record(tmp_path: Path) -> None:
+async def test_rewards_are_stored_in_a_note_of_the_record(tmp_path: Path) -> None:
     recorded = await run(fast(tmp_path, 1), 1)
     [one] = find(tmp_path)
     assert one.files.read_note(one.name) == {"rewards": [row.reward for row in recorded[0].rows]}
     assert one.read().step == 1
 
 
-async def test_no_reward_is_noted_beside_a_replayed_record(tmp_path: Path) -> None:
+async def test_rewards_of_a_sample_that_is_not_recorded_change_no_note(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2)]
     await run(fast(tmp_path, 1, prompts=prompts), 1)
     (one,) = find(tmp_path)
@@ -185,7 +185,7 @@ def batched(tmp_path: Path, fleet: FakeFleet, **rest: Any) -> DispatcherRig:
 
 
 async def two_steps(rig: DispatcherRig) -> list[Sample]:
-    """Four samples for step 1, four for step 2."""
+    """Return four samples for step 1 and four for step 2."""
     with SkipManager.session(rig.config):
         async with rig.running():
             first = await rig.lease(4)
@@ -204,8 +204,8 @@ async def test_a_batch_is_recorded_and_replayed_under_its_step(tmp_path: Path) -
     assert fleet.sessions == []
     assert_same_tokens(recorded, again)
     assert [sample.replay.step for sample in again if sample.replay] == [1] * 4 + [2] * 4
-    noted = find(tmp_path)[0].files.read_note("1")["rewards"]
-    assert noted == {str(one.sample_id): [row.reward for row in one.rows] for one in recorded[:4]}
+    note = find(tmp_path)[0].files.read_note("1")["rewards"]
+    assert note == {str(one.sample_id): [row.reward for row in one.rows] for one in recorded[:4]}
 
 
 async def test_a_batch_with_a_failed_sample_is_used_and_not_recorded(tmp_path: Path) -> None:
@@ -241,9 +241,10 @@ async def test_the_rest_of_an_interrupted_batch_is_generated_and_not_recorded(tm
 # ------------------------------------------------------------------------------------------------ slow files
 
 
-async def test_a_slow_disk_delays_no_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample is generated while the record of the previous one is written; that takes longer than
-    `timeouts.sample_s`."""
+async def test_a_slow_disk_does_not_delay_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample is generated while the record of the previous one is being written, which takes longer than
+    `timeouts.sample_s`.
+    """
     go = threading.Event()
     rig = fast(tmp_path, 2, max_concurrent_samples=1, sample_s=0.2)
     with SkipManager.session(rig.config):
@@ -261,7 +262,7 @@ async def test_a_slow_disk_delays_no_generation(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> None:
-    """Neither is a stage that the user's reward function calls."""
+    """The same holds for a stage that the user's reward function calls during validation."""
     called = []
 
     class Calling(FakeScorer):
@@ -280,7 +281,7 @@ async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> No
 
 
 class Remembering(FakeScorer):
-    """Remembers the ground truths of its calls."""
+    """A scorer that keeps the ground truths of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,14 +343,14 @@ async def test_any_record_covers_a_run_that_repeats(tmp_path: Path) -> None:
     assert uncovered(tmp_path / "empty", 9, action="repeat").startswith("sample_0_1 has no record")
 
 
-async def test_prompts_that_will_be_dropped_are_passed_over(tmp_path: Path) -> None:
+async def test_the_coverage_check_ignores_prompts_that_will_be_dropped(tmp_path: Path) -> None:
     prompts = [PROMPTS[0], make_prompt(*range(1, 40)), PROMPTS[1], PROMPTS[2]]
     await record(tmp_path, 3, prompts)
     assert uncovered(tmp_path, 3, prompts) == ""
     assert uncovered(tmp_path, 3, [prompts[1]]) == "no prompt is usable"
 
 
-async def test_the_coverage_check_counts_no_replays(tmp_path: Path) -> None:
+async def test_the_coverage_check_does_not_count_as_replay(tmp_path: Path) -> None:
     await record(tmp_path, 2)
     config = DispatcherRig(skip=recording(tmp_path), total=2, prompts=PROMPTS).config
     with SkipManager.session(config):

@@ -1,4 +1,4 @@
-"""Events of the Rollouter: each sample records its way from permit to queue under its own id."""
+"""Events of the Rollouter: each sample records all its events from permit to queue under its own id."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def events_dir(tmp_path: Path) -> Path:
 
 
 def written(tmp_path: Path) -> list[Event]:
-    """All events, with the name and folder of their file."""
+    """Return all events, each with the name and folder of its file."""
     profile.flush()
     return [
         {**json.loads(line), "file_part": path.stem, "dir": path.parent.name}
@@ -101,7 +101,7 @@ def assert_within(inner: Event, outer: Event) -> None:
 
 
 def mark(owner: str) -> None:
-    """Record an event that names its owner, to compare with the owner that the context adds."""
+    """Record an event that names its owner, which tests compare with the owner that the context adds."""
     profile.note("loop.stall", part=owner)
 
 
@@ -137,7 +137,7 @@ class Replicas:
 
 
 def result(sample: Sample) -> list[Any]:
-    """The values of a sample that training uses."""
+    """Return the values of a sample that training uses."""
     return [
         [
             value.tolist() if isinstance(value, np.ndarray) else value
@@ -239,14 +239,14 @@ async def test_conversations_record_all_their_events(events_dir: Path, marking: 
     for index in range(1, run.num_samples + 1):
         own = [one for one in events if one.get("sample") == f"sample_0_{index}"]
         check_conversations(own, n=3)
-    # The owner of each mark is the one that the context adds.
+    # The owner in each mark equals the owner that the context adds.
     marks = of(events, "loop.stall")
-    assert len(marks) == run.num_samples * 3 * 2, "a tool and a reward each"
+    assert len(marks) == run.num_samples * 3 * 2, "one mark from the tool and one from the reward"
     for one in marks:
         sample, _, trajectory = one["part"].partition("/")
         assert one["sample"] == sample
         assert trajectory in ("", str(one["trajectory"]))
-        assert not trajectory or one["turn"] == 0, "the call is the first turn's"
+        assert not trajectory or one["turn"] == 0, "the call belongs to the first turn"
     check_requests(events)
     assert {one["step"] for one in events if "step" in one} == {1, 2, 3}
 
@@ -321,7 +321,7 @@ async def test_versions_and_validations_record_their_events(events_dir: Path, ma
     }  # fmt: skip
 
 
-async def test_single_turns_last_from_dispatch_to_completion(events_dir: Path) -> None:
+async def test_the_event_of_a_single_turn_lasts_from_dispatch_to_completion(events_dir: Path) -> None:
     prompts = [make_prompt(index, 7, 9) for index in range(1, 9)]
     rig = DispatcherRig(permits=4, n=3, prompts=prompts, fleet=FakeFleet())
     async with rig.running():
@@ -344,7 +344,7 @@ async def test_single_turns_last_from_dispatch_to_completion(events_dir: Path) -
 
 
 def finishes(events_dir: Path) -> dict[int, tuple[str, int]]:
-    """Finish reason and tokens of each trajectory."""
+    """Return finish reason and number of tokens by trajectory."""
     events = of(written(events_dir), "trajectory")
     return {one["trajectory"]: (one["finish_reason"], one["tokens"]) for one in events}
 
@@ -430,7 +430,7 @@ async def test_a_cut_and_resumed_sample_records_both_attempts(events_dir: Path) 
 
 
 def responses(request: GenerateRequest) -> list[int]:
-    """The first trajectory is the longest; the others grow with their number."""
+    """Give the first trajectory the longest response, and the others lengths that grow with their number."""
     number = parse_request_id(request.request_id).trajectory
     assert number is not None
     return [5] * (number + 1 if number else 9)
@@ -445,7 +445,7 @@ class OneTurn(ScriptedConverser):
 async def test_over_sampled_trajectories_are_the_same_in_events_payload_and_dump(
     events_dir: Path, agent: OneTurn | None
 ) -> None:
-    """2 of 4 count, and the first is too slow, so trajectories 1 and 2 of the events are rows 0 and 1."""
+    """2 of 4 trajectories count, and trajectory 0 is too slow, so trajectories 1 and 2 of the events are rows 0 and 1."""
     slow = anyio.Event()
 
     async def pace(session: str) -> None:
@@ -474,7 +474,7 @@ async def test_over_sampled_trajectories_are_the_same_in_events_payload_and_dump
 
 
 class Shielded(OneTurn):
-    """Completes its conversation even when it is cut."""
+    """An agent that completes its conversation even if the trajectory is cut."""
 
     async def converse(self, *args: Any) -> Trajectory:
         with anyio.CancelScope(shield=True):
@@ -484,7 +484,7 @@ class Shielded(OneTurn):
 @pytest.mark.parametrize("agent", [None, Shielded()])
 @pytest.mark.parametrize("kept", [False, True])
 async def test_trajectories_beyond_n_are_recorded_as_surplus(events_dir: Path, agent: Any, kept: bool) -> None:
-    """All end at once, before one of them could be cut."""
+    """All trajectories end at once, before any of them can be cut."""
     made = await generate_group(FakeFleet(), group_request(2, extra=2, keep_surplus=kept), agent=agent)
     recorded = finishes(events_dir)
     counted = {number for number, (reason, _) in recorded.items() if reason == "stop"}
@@ -493,7 +493,7 @@ async def test_trajectories_beyond_n_are_recorded_as_surplus(events_dir: Path, a
 
 
 async def test_trajectories_that_end_during_the_baseline_are_surplus(events_dir: Path) -> None:
-    """They are neither reported nor scored."""
+    """Surplus trajectories are neither reported nor scored."""
     fleet = FakeFleet(answer=lambda request: [5] * (9 if "baseline" in request.request_id else 1), chunk_tokens=1)
     group = group_request(2, baseline={"max_tokens": 16}, extra=1)
     ended: list[int | None] = []
@@ -533,7 +533,7 @@ async def test_a_dropped_sample_records_its_reason(events_dir: Path) -> None:
 
 
 async def test_a_dropped_sample_of_a_batch_records_its_tokens(events_dir: Path, tmp_path: Path) -> None:
-    """One sample fails after its generation, the other one during it, when one of its trajectories has ended."""
+    """One sample fails after its generation. The other one fails during generation, after one trajectory has ended."""
 
     async def fail(prompt: Prompt) -> None:
         if prompt.prompt_ids[0] == 1:
@@ -610,7 +610,7 @@ async def test_a_tool_that_drops_its_sample_records_its_status(events_dir: Path)
     assert (one["status"], one["error"]) == ("timeout", "ToolFailedError") and one["duration_s"] >= 0.02
 
 
-# ------------------------------------------------------------------------------------------------ the rest
+# ------------------------------------------------------------------------------------------------ records, programs, forwarding and levels
 
 
 async def test_reading_and_writing_records_are_events(events_dir: Path) -> None:
@@ -652,7 +652,7 @@ async def test_users_programs_record_their_turns(events_dir: Path) -> None:
 
 
 class Answering:
-    """A call to a replica that answers with these words."""
+    """A call to a replica that answers with these words, through an event forwarder."""
 
     def __init__(self, forwarder: EventForwarder, *words: str) -> None:
         async def answer() -> AsyncGenerator[str, None]:
@@ -683,7 +683,7 @@ async def test_a_replica_sends_events_with_its_last_answer_or_once_a_second() ->
     assert await long.take(2) == ["b", "c"], "a second has not passed"
     assert await long.take(3) == ["d", ["sync.verify"], "the end"]
     clock.now_s += FORWARD_EVERY_S
-    assert await Answering(forwarder, "a").take(2) == ["a", "the end"], "no new events"
+    assert await Answering(forwarder, "a").take(2) == ["a", "the end"], "there are no new events"
 
 
 async def test_events_of_an_abandoned_answer_are_sent_with_the_next() -> None:
@@ -697,7 +697,7 @@ async def test_events_of_an_abandoned_answer_are_sent_with_the_next() -> None:
     assert await first.take(1) == [["sync.load"]]
     await first.leave()
     profile.note("sync.verify")
-    assert await second.take(4) == [["sync.load", "sync.verify"], "y", "z", "the end"], "at once, and once"
+    assert await second.take(4) == [["sync.load", "sync.verify"], "y", "z", "the end"], "the events are sent at once and only once"
     # Events of the last call are sent with the answer to a weight sync.
     profile.note("sync.fetch")
     last = Answering(forwarder, "a")
@@ -707,21 +707,21 @@ async def test_events_of_an_abandoned_answer_are_sent_with_the_next() -> None:
 
 
 async def test_events_never_fetched_count_as_dropped(events_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray produces the next item before the caller has fetched the one before."""
+    """Ray produces the next item of a stream before the caller has fetched the previous one."""
     clock, away = ManualClock(), Profiler()
     away.configure("replica-r", ProfilerSettings("full"))
     monkeypatch.setattr(event_forwarding, "profile", away)
     forwarder = EventForwarder("r", clock)
 
     async def message() -> EventBatch:
-        async def say() -> AsyncGenerator[str, None]:
+        async def words() ->  AsyncGenerator[str, None]:
             while True:
                 yield ""
 
         away.note("sync.load")
         away.note("sync.verify")
         clock.now_s += FORWARD_EVERY_S
-        async with aclosing(forwarder.attach(say())) as answer:
+        async with aclosing(forwarder.attach(words())) as answer:
             batch = [await anext(answer) for _ in range(3)][1]
         assert isinstance(batch, EventBatch)
         return batch

@@ -1,4 +1,4 @@
-"""Over-sampling of samples and trajectories: which are used, which are aborted, and which are resumed."""
+"""Over-sampling of samples and trajectories: which of them are used, aborted, or resumed."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ async def test_surplus_samples_are_aborted_and_dropped() -> None:
     rig = DispatcherRig(permits=4, n=1, over_sample=OverSampleConfig(samples=0.5))
     async with rig.running():
         await rig.fleet.until_in_flight(*(sample_name(index) for index in range(1, 7)))
-        assert len(rig.fleet.calls) == 6, "4, and half of that"
+        assert len(rig.fleet.calls) == 6, "4 samples and half as many again"
         rig.fleet.release(sample_name(2), sample_name(3), sample_name(4))
         await rig.lease(3)
-        assert not rig.fleet.cancelled, "3 are not enough"
+        assert not rig.fleet.cancelled, "3 samples do not fill a version"
         rig.fleet.release(sample_name(6))
         assert indices(await rig.lease(1)) == [6]
         await rig.until_dropped(2)
         assert sorted(rig.fleet.cancelled) == [sample_name(1), sample_name(5)]
         counts = (await rig.queue.status()).counts
         assert (counts.fed, counts.running, counts.leased) == (6, 0, 4)
-        assert not rig.turns.turns, "nothing is left of them"
-        # A version later there is room for as many again.
+        assert not rig.turns.turns, "the turn log has dropped the surplus samples"
+        # The next version admits the same number of samples again.
         await rig.queue.set_applied_version(1)
         await rig.fleet.until_in_flight(*(sample_name(index) for index in range(7, 13)))
 
 
-async def test_generated_samples_are_kept_although_they_are_surplus() -> None:
+async def test_surplus_samples_that_are_generated_are_kept() -> None:
     gate = anyio.Event()
 
     async def hold(prompt: Prompt) -> None:
@@ -98,8 +98,8 @@ async def test_kept_samples_resume_under_the_next_version(unfinished: Any) -> No
     assert rig.turns.recorded == 6, "no turn was completed twice"
 
 
-async def test_a_turn_that_is_kept_is_logged_although_its_sample_is_cut_meanwhile() -> None:
-    """Otherwise it is generated again if the Rollouter dies before the sample is READY."""
+async def test_a_complete_turn_is_logged_even_if_its_sample_is_cut_meanwhile() -> None:
+    """Otherwise the turn is generated again if the Rollouter dies before the sample is READY."""
     logging, gate = anyio.Event(), anyio.Event()
     logged: list[list[int]] = []
 
@@ -135,7 +135,7 @@ async def test_a_turn_that_is_kept_is_logged_although_its_sample_is_cut_meanwhil
         first_round.clear()
         await rig.queue.set_applied_version(1)
         await rig.lease(1, trainer_version=1)
-    assert logged == [[7, 7], list(range(10, 22))], "each turn once"
+    assert logged == [[7, 7], list(range(10, 22))], "each turn is logged once"
 
 
 async def test_without_over_sampling_no_sample_is_cut() -> None:
@@ -152,12 +152,12 @@ async def test_without_over_sampling_no_sample_is_cut() -> None:
 
 
 def lengths(request: GenerateRequest) -> list[int]:
-    """Trajectory k has k + 1 tokens."""
+    """Give trajectory k a response of k + 1 tokens."""
     return [5] * (int(request.request_id.split("/")[1].split("-")[0].split(".")[0]) + 1)
 
 
 @pytest.mark.parametrize(("extra", "finished"), [(0, 5), (2, 3)])
-async def test_the_first_n_trajectories_count_and_the_rest_is_aborted(extra: int, finished: int) -> None:
+async def test_the_first_n_trajectories_count_and_the_others_are_aborted(extra: int, finished: int) -> None:
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
     ended: list[int | None] = []
     group = group_request(5 - extra, extra=extra)
@@ -168,8 +168,8 @@ async def test_the_first_n_trajectories_count_and_the_rest_is_aborted(extra: int
 
 
 @pytest.mark.parametrize(("logged", "used"), [([0, 2], [0, 2]), ([2], [0, 2]), ([1, 2, 3], [1, 2])])
-async def test_logged_trajectories_ended_first(logged: list[int], used: list[int]) -> None:
-    """A Rollouter died, and its successor has these complete trajectories of four."""
+async def test_logged_trajectories_count_before_new_ones(logged: list[int], used: list[int]) -> None:
+    """A Rollouter died, and its successor finds these complete trajectories of four in the turn log."""
     log = FakeFleet(answer=lengths)
     turns: dict[str, Turn] = {}
     await generate_group(log, group_request(4), turns=turns)
@@ -177,10 +177,10 @@ async def test_logged_trajectories_ended_first(logged: list[int], used: list[int
     logged_turns = {str(number): turns[str(number)] for number in logged}
     made = await generate_group(fleet, group_request(2, extra=2), turns=logged_turns)
     assert [one.number for one in made] == used
-    assert bool(fleet.requests) == (len(logged) < 2), "with enough of them no engine is asked"
+    assert bool(fleet.requests) == (len(logged) < 2), "no engine is called if the log has enough trajectories"
 
 
-# ------------------------------------------------------------------------------------------------ scored early
+# ------------------------------------------------------------------------------------------------ early scoring
 
 
 async def test_a_trajectory_is_scored_as_soon_as_it_has_ended() -> None:
@@ -201,7 +201,7 @@ async def test_a_trajectory_is_scored_as_soon_as_it_has_ended() -> None:
     rig = DispatcherRig(permits=1, n=2, fleet=fleet, scorer=FakeScorer(reward, whole_group=False))
     async with rig.running():
         await until(lambda: scored)
-        assert scored == [1] and fleet.calls, "the other one is still in generation"
+        assert scored == [1] and fleet.calls, "the other trajectory is still in generation"
         go.set()
         (sample,) = leased_samples(await rig.lease(1))
     assert [row.reward for row in sample.rows] == [1.0, 2.0]
@@ -230,7 +230,7 @@ async def test_a_failing_reward_aborts_generation() -> None:
 # ------------------------------------------------------------------------------------------------ conversations
 
 
-async def test_each_conversation_asks_for_its_turns_by_itself() -> None:
+async def test_each_conversation_requests_its_turns_independently() -> None:
     go = anyio.Event()
 
     async def pace(session: str) -> None:
@@ -242,7 +242,7 @@ async def test_each_conversation_asks_for_its_turns_by_itself() -> None:
     )
     async with rig.running():
         await until(lambda: len(rig.turns.turns.get(SampleId(0, 1), {})) == 3)
-        assert list(rig.fleet.calls) == [f"{sample_name(1)}/0"], "the other one has gone all its way"
+        assert list(rig.fleet.calls) == [f"{sample_name(1)}/0"], "the other conversation is complete"
         go.set()
         (sample,) = leased_samples(await rig.lease(1))
     asked = [request.request_id for request in rig.fleet.requests if "/1" in request.request_id]
@@ -253,7 +253,7 @@ async def test_each_conversation_asks_for_its_turns_by_itself() -> None:
 
 @pytest.mark.parametrize(("answer", "num_requests"), [(9, 1), (8, 2)])
 async def test_logged_turns_are_used_only_in_the_same_context(answer: int, num_requests: int) -> None:
-    """A Rollouter died after the second of three turns. The tools of its successor give the same answer, or another."""
+    """A Rollouter died after the second of three turns. The tools of its successor return the same result or another one."""
     turns: dict[str, Turn] = {}
     await generate_group(FakeFleet(), group_request(1), agent=ScriptedConverser(2), turns=turns)
     fleet = FakeFleet()
@@ -266,7 +266,7 @@ async def test_logged_turns_are_used_only_in_the_same_context(answer: int, num_r
 
 @pytest.mark.parametrize("unfinished", ["drop", "keep_finished"])
 async def test_kept_surplus_does_not_delay_the_end_of_the_run(unfinished: Any) -> None:
-    """Three samples in all, two to a version: the last lease is a smaller one."""
+    """The run has three samples and two in a version, so the last lease is smaller."""
     rig = DispatcherRig(permits=2, total=3, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished=unfinished))
     async with rig.running():
         await rig.fleet.until_in_flight(sample_name(1), sample_name(2), sample_name(3))
@@ -279,7 +279,7 @@ async def test_kept_surplus_does_not_delay_the_end_of_the_run(unfinished: Any) -
         assert len(lease.samples) == 1 and lease.ended
 
 
-async def test_an_eviction_ends_the_surplus_at_once() -> None:
+async def test_an_eviction_ends_the_wait_for_the_end_of_surplus_at_once() -> None:
     rig = DispatcherRig(permits=2, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished="keep_partial"))
     options = QueueOptions(100, rig.pacing, max_staleness=0)
     queue = LocalSampleQueue(options)

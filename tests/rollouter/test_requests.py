@@ -1,4 +1,4 @@
-"""Names of requests: what the Rollouter makes, a replica reads."""
+"""Names of requests, which the Rollouter makes and replicas parse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_parsing_reverses_the_names_of_requests(group: str, key: str, turn: int,
 
 
 @pytest.mark.parametrize(
-    ("request_id", "whose"),
+    ("request_id", "origin"),
     [
         ("sample_0_42/3", RequestOrigin("sample_0_42", 3, 0)),
         ("sample_0_42/3.1-2", RequestOrigin("sample_0_42", 3, 1)),
@@ -38,5 +38,5 @@ def test_parsing_reverses_the_names_of_requests(group: str, key: str, turn: int,
         ("", RequestOrigin()),
     ],
 )
-def test_names_of_requests_are_parsed(request_id: str, whose: RequestOrigin) -> None:
-    assert parse_request_id(request_id) == whose
+def test_names_of_requests_are_parsed(request_id: str, origin: RequestOrigin) -> None:
+    assert parse_request_id(request_id) == origin

@@ -1,4 +1,4 @@
-"""The trajectory dump: the content of a line, order, failing disks, and the dispatcher's call."""
+"""The trajectory dump: the content of a line, the order of samples, failing disks, and the dispatcher's calls."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_a_prompt_without_messages_is_dumped_as_text(tmp_path: Path) -> No
 
 
 async def test_samples_are_written_one_after_another_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first write is slow: the others wait for it, and so do their samples."""
+    """The first write is slow. The other writes wait for it, and so do their samples."""
     go, begun, at_work, real = threading.Event(), threading.Event(), [], dump_module.append
 
     def slow(directory: Path, index: int, data: Any) -> None:
@@ -203,7 +203,7 @@ async def test_a_sample_that_cannot_be_written_is_logged(
     assert message in caplog.text
 
 
-async def test_columns_that_are_no_json_become_their_repr(tmp_path: Path) -> None:
+async def test_columns_that_are_not_json_become_their_repr(tmp_path: Path) -> None:
     class Odd:
         def __repr__(self) -> str:
             raise RuntimeError("no")
@@ -262,7 +262,7 @@ def test_the_configuration_sets_the_directory(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "here" / "below" / file_name(42)).exists()
 
 
-# ------------------------------------------------------------------------------------------------ of a run
+# ------------------------------------------------------------------------------------------------ dumps of a run
 
 
 @pytest.mark.parametrize("replayed", [False, True])

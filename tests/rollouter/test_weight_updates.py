@@ -1,4 +1,4 @@
-"""The version loop: applying in order, validating one version at a time, and the end of a run."""
+"""The weight update loop: applying in order, validating one version at a time, rewinds, and the end of a run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class VersionRig:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[VersionRig]:
-        """The loop runs inside; at the end it has to finish by itself."""
+        """Run the loop during the block. Then ask it to finish, upon which it has to end."""
         with anyio.fail_after(20):
             async with anyio.create_task_group() as group:
                 group.start_soon(self.loop.run)
@@ -97,12 +97,12 @@ class VersionRig:
         return error
 
     async def until_validating(self, version: int, **publication: Any) -> None:
-        """Publish a version, and return when all its validation prompts are in a fleet that holds them."""
+        """Publish a version, and wait until all its validation prompts are in flight in a fleet that holds them."""
         await self.feed.publish(version, validate=True, **publication)
         await self.fleet.until_in_flight(*(f"val_{version}_{number}" for number in range(len(VAL_PROMPTS))))
 
     async def first_validation(self) -> ValidationRecord:
-        """Run until the validation with which a run starts."""
+        """Run until the end of the first validation, and return its record."""
         async with self.running():
             await self.sink.until(1)
         return self.validation(0)
@@ -114,7 +114,7 @@ class VersionRig:
 
     @property
     def actions(self) -> list[str]:
-        """`apply 1`, `validate 1`, …"""
+        """The recorded actions: `apply 1`, `validate 1`, …"""
         return [f"{'apply' if isinstance(r, ApplyRecord) else 'validate'} {r.version}" for r in self.sink.records]
 
 
@@ -135,7 +135,7 @@ async def test_a_version_is_applied_then_opens_the_gate_then_is_recorded() -> No
     assert [report.replica for report in record.reports] == ["replica-0", "replica-1"]
 
 
-async def test_version_0_is_validated_first_and_the_next_waits_for_it() -> None:
+async def test_version_0_is_validated_before_the_next_version_is_applied() -> None:
     rig = VersionRig(validate_first=True, fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.fleet.until_in_flight("val_0_0", "val_0_1", "val_0_2")
@@ -164,7 +164,7 @@ async def test_validation_is_pinned_to_its_version() -> None:
 
 
 async def test_a_validation_prompt_answered_by_another_version_is_repeated() -> None:
-    """The replica came back with version 2 while version 1 is validated; another one still serves version 1."""
+    """A replica restarted with version 2 during the validation of version 1, which another replica still serves."""
     rig = VersionRig()
     rig.fleet.replaced = {"val_1_0": 2, "val_1_2": 2, "val_1_2_try_2": 2}
     async with rig.running():
@@ -180,7 +180,7 @@ async def test_a_validation_prompt_answered_by_another_version_is_repeated() -> 
 
 
 async def test_replaced_replicas_move_the_validation_to_the_newer_version() -> None:
-    """When no replica serves version 1, the newest version is applied and validated once in its place."""
+    """When no replica serves version 1 any more, the newest version is applied and validated once instead."""
     rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(1, step=5)
@@ -202,7 +202,7 @@ async def release_each_try(rig: VersionRig, session: str) -> None:
 
 
 def tries(*sessions: str) -> list[str]:
-    """The sessions of all attempts at these prompts."""
+    """Return the sessions of all tries for these prompts."""
     return [f"{session}{suffix}" for session in sessions for suffix in ("", "_try_2", "_try_3")]
 
 
@@ -220,7 +220,7 @@ async def test_an_outdated_replica_is_updated_and_the_validation_repeated() -> N
     assert (record.step, record.metrics["num_prompts"]) == (7, 3)
 
 
-async def test_a_replica_of_an_unknown_version_is_waited_for() -> None:
+async def test_a_replica_with_an_unknown_version_is_waited_for() -> None:
     """The restarted store does not know the replica's version until the Trainer publishes it again."""
     rig = VersionRig(validate_first=True, call_s=0.01)
     rig.fleet.replaced = dict.fromkeys(tries("val_0_0"), 4)
@@ -231,7 +231,7 @@ async def test_a_replica_of_an_unknown_version_is_waited_for() -> None:
 
 
 class Stubborn(dict[str, int]):
-    """Replicas answer every session with the same version."""
+    """A mapping with which replicas answer every session with the same version."""
 
     def get(self, session: str, version: Any = None) -> Any:
         return self["version"]
@@ -259,7 +259,7 @@ async def test_the_last_publication_is_applied_and_validated_at_the_end() -> Non
     assert rig.actions == ["apply 1", "validate 1", "apply 2", "validate 2"]
 
 
-async def test_a_resumed_run_applies_the_checkpoint_first_and_validates_that() -> None:
+async def test_a_resumed_run_applies_and_validates_the_version_of_the_checkpoint_first() -> None:
     rig = VersionRig(validate_first=True)
     await rig.feed.publish(7, step=28)
     async with rig.running():
@@ -277,7 +277,7 @@ async def test_without_a_validation_set_nothing_is_validated() -> None:
     assert rig.actions == ["apply 1"]
 
 
-async def test_a_failed_apply_and_a_replica_left_behind_stop_the_run() -> None:
+async def test_a_failed_apply_and_an_outdated_replica_stop_the_run() -> None:
     rig = VersionRig()
     await rig.feed.publish(2)
     rig.fleet.apply_error = InfraError("replica-1 could not fetch version 2")
@@ -291,7 +291,7 @@ async def test_a_failed_apply_and_a_replica_left_behind_stop_the_run() -> None:
 
 
 async def test_waits_are_reported_and_an_apply_has_its_own_deadline() -> None:
-    """The deadline of an apply is longer than the watchdog's."""
+    """The deadline of an apply is longer than that of the watchdog."""
     rig = VersionRig()
     rig.fleet.apply_gate = anyio.Event()
     async with rig.running():
@@ -306,7 +306,7 @@ async def test_waits_are_reported_and_an_apply_has_its_own_deadline() -> None:
         assert [wait.edge for wait in rig.waits.snapshot()] == ["weights"]
 
 
-# ------------------------------------------------------------------------------------------------ the record
+# ------------------------------------------------------------------------------------------------ the validation record
 
 
 async def test_validation_metrics_and_examples() -> None:
@@ -353,7 +353,7 @@ async def test_a_validation_without_an_answer_is_an_error() -> None:
     await VersionRig(validate_first=True, prompts=[make_prompt(*range(16))]).fails(DataError)
 
 
-async def test_a_validation_that_times_out_has_no_figures_and_the_run_goes_on(
+async def test_a_validation_that_times_out_has_no_metrics_and_the_run_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stuck = True
@@ -394,7 +394,7 @@ def lineages(rig: VersionRig) -> list[tuple[int, int]]:
 
 
 async def go_back(rig: VersionRig, version: int, **publication: Any) -> None:
-    """The Trainer was restarted: the queue's counts go back first, then its version is published."""
+    """Rewind as a restarted Trainer does: first the counts of the queue, then its version is published."""
     await rig.queue.rewind(0, version=version, lineage=1, total_samples=None)
     await rig.feed.publish(version, lineage=1, **publication)
 
@@ -414,7 +414,7 @@ async def test_replicas_and_gate_follow_training_back_to_a_checkpoint() -> None:
     assert set(rig.fleet.weights_versions.values()) == {WeightsVersion(1, 3)}
 
 
-async def test_training_that_goes_back_to_the_start_is_applied_too() -> None:
+async def test_the_initial_version_is_applied_when_training_goes_back_to_the_start() -> None:
     rig = VersionRig()
     async with rig.running():
         await go_back(rig, 0)
@@ -424,7 +424,7 @@ async def test_training_that_goes_back_to_the_start_is_applied_too() -> None:
 
 @pytest.mark.parametrize("validate", [False, True])
 async def test_a_validation_is_cancelled_when_training_goes_back(validate: bool) -> None:
-    """The version of the new lineage is validated if its publication asks for it."""
+    """The version of the new lineage is validated if its publication requests it."""
     rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(5, step=50)
@@ -462,7 +462,7 @@ async def test_the_newest_version_is_applied_when_the_run_ends_during_a_cancelle
 
 
 async def test_a_store_that_was_restarted_during_a_validation_is_waited_for() -> None:
-    """A replaced replica answers with version 2, which the restarted store does not know yet."""
+    """A replaced replica answers with version 2, which is still unknown to the restarted store."""
     rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(1)
@@ -494,7 +494,7 @@ async def test_a_restarted_rollouter_validates_only_pending_versions(
     rig.fleet.weights_versions = dict.fromkeys(rig.fleet.weights_versions, WeightsVersion(1, 4))
     async with rig.running():
         pass
-    assert rig.actions == expected, "replicas that serve the version already apply nothing"
+    assert rig.actions == expected, "replicas that already serve the version apply nothing"
     assert (await rig.queue.status()).version == 4
     rig = VersionRig(validate_first=True, validated=WeightsVersion(0, 0))
     async with rig.running():
@@ -506,10 +506,10 @@ async def test_a_restarted_rollouter_validates_only_pending_versions(
     ("validated_step", "step", "expected"),
     [(0, 9, []), (0, 12, ["validate 3"]), (10, 19, []), (10, 20, ["validate 3"])],
 )
-async def test_a_restarted_rollouter_makes_up_for_a_missed_validation(
+async def test_a_restarted_rollouter_performs_a_missed_validation(
     validated_step: int, step: int, expected: list[str]
 ) -> None:
-    """The store has replaced version 2, which asked for it, by version 3, which does not."""
+    """The store has replaced version 2, which requested a validation, by version 3, which does not."""
     rig = VersionRig(validated=WeightsVersion(0, 0), validated_step=validated_step, test_freq=10)
     await rig.feed.publish(3, step=step)
     rig.fleet.version = 3
@@ -518,7 +518,7 @@ async def test_a_restarted_rollouter_makes_up_for_a_missed_validation(
     assert rig.actions == expected
 
 
-async def test_a_validation_request_that_the_store_lost_is_made_up_for_once() -> None:
+async def test_a_validation_whose_request_the_store_lost_is_performed_once() -> None:
     rig = VersionRig(validated=WeightsVersion(0, 0), test_freq=10)
     async with rig.running():
         for version, step in enumerate((4, 8, 12, 16, 20), start=1):

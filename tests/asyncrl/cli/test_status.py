@@ -297,7 +297,7 @@ def test_a_damaged_journal_is_a_note(run_dir: Path, journal: Path) -> None:
     assert (found["counts_from"], "journal.db" in note) == ("state.json", True)
 
 
-# ---------------------------------------------------------------------------------------------- which run
+# ---------------------------------------------------------------------------------------------- choice of the run
 
 
 def test_a_run_by_path_by_experiment_and_the_newest_of_all(run_dir: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from asyncrl.storage.run_dir import RunDir
 from tests.fakes.queues import MemoryLog
 from tests.fakes.run_on_disk import RunOnDisk, write_checkpoint
 
-# ---------------------------------------------------------------------------------------------- which directory
+# ---------------------------------------------------------------------------------------------- choice of the directory
 
 
 def write_records(run_dir: RunDir) -> None:

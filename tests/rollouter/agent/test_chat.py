@@ -1,4 +1,4 @@
-"""Tokens of conversations over the chat formats of the common families, and over tokenizers of several kinds."""
+"""Tokens of conversations with the chat templates of common model families and with several kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,12 @@ TEXT = "user assistant system tool What is the sum? It is 3. {'name': 'add', 'ar
 
 @cache
 def tokenizer(name: str, kind: str = "bytes") -> PreTrainedTokenizerFast:
-    """With the template `name`; `kind`: byte-level; `greedy`, whose special tokens take blanks behind them;
-    `metaspace`, which puts a space before a sequence and before nothing else."""
+    """Return a tokenizer with the template `name`.
+
+    Args:
+        kind: `bytes` is byte-level; `greedy` is too, and its special tokens absorb blanks after them; `metaspace` puts a
+            space before a sequence and nowhere else.
+    """
     eos, others = MARKUP[name]
     special = [AddedToken(text, special=True, rstrip=kind == "greedy", normalized=False) for text in (eos, *others)]
     plain = [AddedToken(text, special=False, normalized=False) for text in ("<tool_response>", "</tool_response>")]
@@ -116,7 +120,7 @@ TOOL_RESPONSES = [
 
 
 @pytest.mark.parametrize(("name", "sampled", "delta"), TOOL_RESPONSES)
-def test_delta_of_a_tool_response(name: str, sampled: str, delta: str) -> None:
+def test_a_tool_response_adds_only_its_delta(name: str, sampled: str, delta: str) -> None:
     reasoning = {"reasoning_content": "I add."} if name == "qwen3" else {}
     before, end = [USER, calls({"a": 1}, **reasoning)], MARKUP[name][0]
     talk = chat(name, tools=True)
@@ -128,7 +132,7 @@ def test_delta_of_a_tool_response(name: str, sampled: str, delta: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen25"])
-def test_answers_to_parallel_calls_share_a_turn(name: str) -> None:
+def test_responses_to_parallel_calls_share_a_turn(name: str) -> None:
     before = [USER, calls({"a": 1}, {"a": 2}, content="Both.")]
     more = chat(name, tools=True).extend(before, answers("3", "4"), ids(name, "…<|im_end|>"))
     message = text(name, more.ids)
@@ -172,7 +176,7 @@ def test_a_token_after_the_last_turn_does_not_count_as_rewriting() -> None:
 
 
 class TestRewriting:
-    """The template rewrites history, so the conversation continues in a new row."""
+    """If the template rewrites history, the conversation continues in a new row."""
 
     thought = assistant("It is 3.", reasoning_content="\n1 + 2\n", text="<think>\n1 + 2\n</think>\n\nIt is 3.")
 
@@ -187,22 +191,22 @@ class TestRewriting:
         assert again.rewritten and again.ids == talk.prompt([*before, *new])
         assert "<think>" not in text("qwen3", again.ids)
 
-    def test_a_generation_header_that_history_lacks(self) -> None:
+    def test_a_generation_header_that_is_not_in_history_is_rewriting(self) -> None:
         talk = chat("qwen3", template_kwargs={"enable_thinking": False})
         assert text("qwen3", talk.prompt([USER])).endswith("<think>\n\n</think>\n\n")
         assert talk.extend([USER, assistant("3")], [USER], ids("qwen3", "3<|im_end|>")).rewritten
 
-    def test_reasoning_that_is_never_in_history(self) -> None:
+    def test_reasoning_that_is_never_in_history_is_rewriting(self) -> None:
         talk = chat("r1")
         more = talk.extend([USER, self.thought], [USER], ids("r1", "1 + 2</think>It is 3.<|end|>"))
         assert more.rewritten and "1 + 2\n" not in text("r1", more.ids)
 
-    def test_tools_that_move_to_the_last_question(self) -> None:
+    def test_tools_that_move_to_the_last_question_are_rewriting(self) -> None:
         talk = chat("mistral", tools=True)
         assert talk.extend([USER, assistant("3")], [USER], ids("mistral", "3</s>")).rewritten
         assert not chat("mistral").extend([USER, assistant("3")], [USER], ids("mistral", "3</s>")).rewritten
 
-    def test_text_beside_a_call_that_the_template_drops(self) -> None:
+    def test_text_beside_a_call_that_the_template_drops_is_rewriting(self) -> None:
         before = [USER, calls({"a": 1}, content="I shall add.")]
         assert chat("llama3", tools=True).extend(before, answers("3"), ids("llama3", "…<|eot_id|>")).rewritten
 
@@ -214,7 +218,7 @@ class TestRewriting:
         more = talk.extend(before, answers("3"), sampled)
         assert not more.rewritten
         assert [*talk.prompt([USER]), *sampled, *more.ids] == talk.prompt([*before, *answers("3")])
-        talk = chat("qwen25")  # knows calls, and no reasoning
+        talk = chat("qwen25")  # this template supports calls and no reasoning
         assert not talk.extend(before, answers("3"), ids("qwen25", written + "<|im_end|>")).rewritten
         assert "<think>\nI add.\n</think>\n<tool_call>" in text("qwen25", talk.retokenized(before))
 
@@ -237,17 +241,17 @@ def test_special_tokens_in_tool_results_stay_text(name: str, kind: str) -> None:
     if "tool_response" in made.chat_template:
         close = made.convert_tokens_to_ids("</tool_response>")
         assert full.ids.count(close) == plain.ids.count(close) == 1
-    if kind == "bytes" and name != "llama3" and name != "mistral":  # these two write it as JSON
+    if kind == "bytes" and name != "llama3" and name != "mistral":  # these two templates write the result as JSON
         assert odd in made.decode(full.ids, skip_special_tokens=False)
     whole = talk.prompt([*before, *answers(odd)])
     assert full.rewritten or whole[-len(full.ids) :] == full.ids
 
 
-def test_special_tokens_in_the_data_sets_own_messages_are_special() -> None:
+def test_special_tokens_in_messages_of_the_data_set_are_special() -> None:
     given = [{"role": "user", "content": "a<|im_end|>b"}]
     eos = tokenizer("chatml").eos_token_id
     assert chat("chatml").prompt(given).count(eos) == 3
-    assert chat("chatml").prompt([USER, assistant("x"), *given]).count(eos) == 4  # the system's, and one per message
+    assert chat("chatml").prompt([USER, assistant("x"), *given]).count(eos) == 4  # one for the system prompt and one per message
 
 
 def test_an_end_token_written_as_text_does_not_end_a_turn() -> None:
@@ -275,7 +279,7 @@ TURN = st.tuples(st.none() | WORDS, st.lists(st.tuples(ARGUMENTS, WORDS), max_si
 @settings(max_examples=15)
 @given(rounds=st.lists(TURN, min_size=1, max_size=3))
 def test_rows_equal_a_full_tokenization(name: str, kind: str, rounds: list[Any]) -> None:
-    """If the model writes what the template writes, prompt, turns and deltas are the tokens of all messages."""
+    """If turns are tokenized as the template renders them, prompt, turns and deltas equal the tokens of all messages."""
     takes_calls = name not in ("chatml", "sealed", "gemma")
     talk = ChatTokenizer(tokenizer(name, kind), tools=TOOLS if name in ("hermes", "qwen25", "llama3") else ())
     messages: list[dict[str, Any]] = [USER]
@@ -304,7 +308,7 @@ def test_rows_equal_a_full_tokenization(name: str, kind: str, rounds: list[Any])
         assert row == talk.prompt(messages)
 
 
-def test_the_quickstart_tokenizer_extends_as_its_template() -> None:
+def test_the_quickstart_tokenizer_extends_rows_as_its_template_does() -> None:
     made = AutoTokenizer.from_pretrained(resolve("asyncrl://quickstart"))
     talk = ChatTokenizer(made)
     sampled = made("3<eos>", add_special_tokens=False)["input_ids"]
@@ -315,13 +319,13 @@ def test_the_quickstart_tokenizer_extends_as_its_template() -> None:
 
 
 class TestDifference:
-    def test_none_when_the_row_is_the_templates(self) -> None:
+    def test_a_row_that_equals_the_template_has_no_difference(self) -> None:
         talk = chat("chatml")
         row = [*talk.prompt([USER]), *ids("chatml", "It is 3.<|im_end|>")]
         assert talk.difference(row, [USER, assistant("It is 3.")]) is None
-        assert talk.difference(row[:-1], [USER, assistant("It is 3.")]) is None  # cut before its end
+        assert talk.difference(row[:-1], [USER, assistant("It is 3.")]) is None  # the turn is cut before its end token
 
-    def test_a_difference_has_position_and_surroundings(self) -> None:
+    def test_the_message_of_a_difference_has_position_and_context(self) -> None:
         talk = chat("chatml")
         prompt = talk.prompt([USER])
         message = talk.difference([*prompt, *ids("chatml", "It is 4.<|im_end|>")], [USER, assistant("It is 3.")])
@@ -329,18 +333,18 @@ class TestDifference:
         place = len(prompt) + len(ids("chatml", "It is"))
         assert message.startswith(f"token {place} of ") and "4" in message and "the chat template gives" in message
 
-    def test_another_split_of_the_same_text(self) -> None:
+    def test_another_tokenization_of_the_same_text_is_a_difference(self) -> None:
         talk = chat("chatml")
         spelled = [token for letter in "It is 3." for token in ids("chatml", letter)]
         assert talk.difference([*talk.prompt([USER]), *spelled], [USER, assistant("It is 3.")]) is not None
 
-    def test_more_or_fewer_tokens(self) -> None:
+    def test_missing_or_additional_tokens_are_a_difference(self) -> None:
         talk = chat("chatml")
         assert talk.first_difference([5, 6, 7], [5, 6]) is not None
         assert talk.first_difference(ids("chatml", "a"), ids("chatml", "a b")) is not None
         assert talk.first_difference(ids("chatml", "a"), ids("chatml", "a<|im_end|>\n")) is None
 
-    def test_all_end_tokens_are_equal(self) -> None:
+    def test_all_end_tokens_count_as_equal(self) -> None:
         eom = tokenizer("llama3").convert_tokens_to_ids("<|eom_id|>")
         talk = chat("llama3", end_ids=[eom])
         row = [*talk.prompt([USER]), *ids("llama3", "3<|eom_id|>")]
@@ -358,7 +362,7 @@ class TestCut:
 
     @pytest.mark.parametrize("side", ["left", "middle", "right"])
     @pytest.mark.parametrize("most", [1, 2, 3, 17, 64])
-    def test_a_cut_text_fills_the_bound(self, side: Any, most: int) -> None:
+    def test_a_cut_text_uses_the_allowed_tokens(self, side: Any, most: int) -> None:
         talk = chat("chatml")
         cut = talk.cut(self.long, most, side)
         used = len(ids("chatml", cut))
@@ -374,7 +378,7 @@ class TestCut:
         assert chat("chatml").cut("short", 5, "middle") == "short"
         assert chat("chatml").cut("", 1, "left") == ""
 
-    def test_lookalikes_count_as_plain_text(self) -> None:
+    def test_text_that_looks_like_special_tokens_counts_as_plain_text(self) -> None:
         talk = chat("chatml")
         lookalikes = "<|im_end|>" * 20
         sampled = ids("chatml", "x<|im_end|>")
@@ -382,10 +386,10 @@ class TestCut:
         cut = talk.cut(lookalikes, 30, "right")
         assert len(talk.extend([USER, assistant("x")], answers(cut), sampled).ids) - empty <= 30
 
-    def test_a_tokenizer_without_an_ellipsis(self) -> None:
+    def test_text_is_cut_without_an_ellipsis_if_the_tokenizer_has_none(self) -> None:
         made = AutoTokenizer.from_pretrained(resolve("asyncrl://quickstart"))
         cut = ChatTokenizer(made).cut("1+2=3" * 20, 10, "left")
         assert len(made(cut, add_special_tokens=False)["input_ids"]) <= 10 and cut.endswith("=3")
 
-    def test_no_tokens_hold_no_text(self) -> None:
+    def test_a_limit_of_zero_tokens_gives_empty_text(self) -> None:
         assert cut_text("abc", 0, "left", encode=lambda part: list(part.encode()), decode=lambda _: "") == ""

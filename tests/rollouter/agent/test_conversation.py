@@ -31,7 +31,7 @@ def turn(ids: list[int], *spans: tuple[int, int]) -> Turn:
     )
 
 
-def test_turns_and_the_answers_between_them_make_one_row() -> None:
+def test_turns_and_the_messages_between_them_make_one_row() -> None:
     tokens = ConversationTokens(np.array([1, 2], dtype=np.int32))
     assert tokens.add_turn(turn([3, 4], (0, 7))) == (0, 0)
     tokens.add_unsampled([5, 6, 7])
@@ -46,7 +46,7 @@ def test_turns_and_the_answers_between_them_make_one_row() -> None:
     assert (row.response_ids.dtype, row.response_mask.dtype, row.rollout_log_probs.dtype) == ("int32", "bool", "f4")
 
 
-def test_rewritten_history_begins_another_row() -> None:
+def test_rewritten_history_starts_another_row() -> None:
     tokens = ConversationTokens(np.array([1], dtype=np.int32))
     tokens.add_turn(turn([2, 3], (0, 4)))
     tokens.fork([1, 9])
@@ -57,10 +57,10 @@ def test_rewritten_history_begins_another_row() -> None:
     assert (second.prompt_ids.tolist(), second.response_ids.tolist(), second.spans) == ([1, 9], [5], (Span(0, 6),))
 
 
-pieces = st.tuples(st.sampled_from(["turn", "message", "fork"]), st.lists(st.integers(0, 99), min_size=1, max_size=5))
+steps = st.tuples(st.sampled_from(["turn", "message", "fork"]), st.lists(st.integers(0, 99), min_size=1, max_size=5))
 
 
-@given(st.lists(pieces, max_size=8))
+@given(st.lists(steps, max_size=8))
 def test_every_sampled_token_is_at_its_reported_place(course: list[tuple[str, list[int]]]) -> None:
     tokens = ConversationTokens(np.array([1], dtype=np.int32))
     places = []
@@ -70,7 +70,7 @@ def test_every_sampled_token_is_at_its_reported_place(course: list[tuple[str, li
                 places.append((tokens.add_turn(turn(ids, (0, version))), ids, version))
             case "message":
                 tokens.add_unsampled(ids)
-            case "fork" if places[-1][0][0] == len(tokens._rows) - 1:  # at most one row without a turn, the last
+            case "fork" if places[-1][0][0] == len(tokens._rows) - 1:  # only the last row may have no turn
                 tokens.fork(ids)
     rows = tokens.rows()
     assert sum(int(row.response_mask.sum()) for row in rows) == sum(len(ids) for _, ids, _ in places)
@@ -165,8 +165,8 @@ def test_an_event_is_legal_in_its_phases_and_raises_in_all_others(phase: Traject
         (LIMITS, 1, 5, FinishReason.LENGTH, 1, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),
         (PLAYED, 1, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),
         (PLAYED, 1, 5, FinishReason.STOP, 1, TrajectoryPhase.TOOL_CALLING, None),
-        (PLAYED, 3, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),  # its last answer is judged as well
-        (PLAYED, 1, 50, FinishReason.LENGTH, 0, TrajectoryPhase.INTERACTING, None),  # as is one that was cut
+        (PLAYED, 3, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),  # the environment also gets the last answer
+        (PLAYED, 1, 50, FinishReason.LENGTH, 0, TrajectoryPhase.INTERACTING, None),  # the environment also gets an answer that was cut
         (PLAYED, 1, 50, FinishReason.LENGTH, 1, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),
     ],
 )
@@ -194,31 +194,31 @@ def test_a_turn_that_is_not_complete_is_a_bug(finish: FinishReason) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "tokens", "rewritten", "said", "phase", "reason"),
+    ("made", "tokens", "rewritten", "continues", "phase", "reason"),
     [
         (calling, 5, False, True, TrajectoryPhase.RUNNING, None),
         (calling, 44, False, True, TrajectoryPhase.RUNNING, None),
-        (calling, 45, False, False, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),  # the response is full
+        (calling, 45, False, False, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),  # the response has no room left
         (calling, 99, True, True, TrajectoryPhase.RUNNING, None),
         # The rewritten prompt fills the context.
         (calling, 100, True, False, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),
         (interacting, 5, False, True, TrajectoryPhase.RUNNING, None),
     ],
 )
-def test_an_answer_needs_room_for_a_turn_behind_it(
+def test_a_message_must_leave_room_for_another_turn(
     made: Callable[[], TrajectoryStateMachine],
     tokens: int,
     rewritten: bool,
-    said: bool,
+    continues: bool,
     phase: TrajectoryPhase,
     reason: FinishReason | None,
 ) -> None:
     machine = made()
-    assert machine.answered(tokens, rewritten=rewritten) is said
+    assert machine.answered(tokens, rewritten=rewritten) is continues
     assert (machine.phase, machine.finish_reason) == (phase, reason)
 
 
-def test_the_context_is_a_limit_of_its_own() -> None:
+def test_the_context_limit_applies_besides_the_response_limit() -> None:
     machine = TrajectoryStateMachine(LIMITS)
     machine.start(94)
     assert machine.room == 6
@@ -243,7 +243,7 @@ def test_max_user_turns_ends_the_trajectory() -> None:
 
 
 @pytest.mark.parametrize("answer", [lambda m: m.answered(1), lambda m: m.end()])
-def test_a_truncated_turn_is_judged_and_ends_the_trajectory(answer: Callable[[TrajectoryStateMachine], object]) -> None:
+def test_a_truncated_turn_goes_to_the_environment_and_ends_the_trajectory(answer: Callable[[TrajectoryStateMachine], object]) -> None:
     machine = running(PLAYED)
     machine.sampled(50, FinishReason.LENGTH, num_calls=0)
     assert not answer(machine)
@@ -251,7 +251,7 @@ def test_a_truncated_turn_is_judged_and_ends_the_trajectory(answer: Callable[[Tr
 
 
 @pytest.mark.parametrize(("made", "reason"), [(calling, FinishReason.TOOL_CALL), (interacting, FinishReason.STOP)])
-def test_a_tool_or_an_environment_may_end_it(made: Callable[[], TrajectoryStateMachine], reason: FinishReason) -> None:
+def test_a_tool_or_an_environment_may_end_the_trajectory(made: Callable[[], TrajectoryStateMachine], reason: FinishReason) -> None:
     machine = made()
     machine.end()
     assert (machine.phase, machine.finish_reason) == (TrajectoryPhase.COMPLETED, reason)
@@ -265,7 +265,7 @@ def test_a_timeout_keeps_completed_turns(made: Callable[[], TrajectoryStateMachi
 
 
 class AnyCourse(RuleBasedStateMachine):
-    """Events in any order: budgets hold, and a trajectory that has ended stays so."""
+    """Events in any order: the trajectory respects its limits, and does not change once it has ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,8 +284,8 @@ class AnyCourse(RuleBasedStateMachine):
     @precondition(lambda self: self.machine.phase in (TrajectoryPhase.TOOL_CALLING, TrajectoryPhase.INTERACTING))
     @rule(tokens=st.integers(0, 120), rewritten=st.booleans())
     def answer(self, tokens: int, rewritten: bool) -> None:
-        said = self.machine.answered(tokens, rewritten=rewritten)
-        assert said == (self.machine.phase is TrajectoryPhase.RUNNING)
+        continues = self.machine.answered(tokens, rewritten=rewritten)
+        assert continues == (self.machine.phase is TrajectoryPhase.RUNNING)
 
     @precondition(lambda self: self.machine.phase not in LIVE)
     @rule()

@@ -52,12 +52,12 @@ async def test_the_policy_continues_after_a_tool_response() -> None:
     assert [span.first_token for span in row.spans] == [turn.first_token for turn in one.turns]
     assert [turn.finish_reason for turn in one.turns] == [FinishReason.TOOL_CALL] * 2 + [FinishReason.STOP]
     assert [call.result for turn in one.turns for call in turn.calls] == ["2", "7"], (
-        "the state is the same in both calls"
+        "both calls share the state"
     )
     assert [turn.reward for turn in one.turns] == [0.25, 0.25, 0.0]
     assert one.scores == {"add": 7.0} and one.metrics == {"add/added": 2.0}
     assert Adder.released == Adder.made == [[2, 5]]
-    # The context of a turn is the row up to it.
+    # The context of a turn is the row before it.
     assert rig.asked[2].context.tolist() == [*rig.prompt().prompt_ids, *rig.ids(sampled)[: one.turns[2].first_token]]
 
 
@@ -74,7 +74,7 @@ async def test_calls_of_one_turn_run_concurrently_and_are_answered_in_order() ->
 
     Adder.gate = staticmethod(gate)  # type: ignore[assignment]
     one = await rig.converse('[add {"x": 1}][add {"x": 2}][add {"x": 3}]', "6")
-    assert order == [2, 1], "no call waits for another"
+    assert order == [2, 1], "calls do not wait for each other"
     calls = one.turns[0].calls
     assert [(call.arguments, call.status) for call in calls] == [
         ('{"x": 1}', "ok"), ('{"x": 2}', "ok"), ('{"x": 3}', "too_many"),
@@ -110,7 +110,7 @@ async def test_a_tool_may_end_the_conversation() -> None:
     assert one.rows[0].response_mask.all(), "the response of the tool is left out"
 
 
-async def test_the_last_turn_may_not_call() -> None:
+async def test_calls_in_the_last_turn_are_not_executed() -> None:
     one = await AgentRig(max_assistant_turns=2).converse('[add {"x": 1}]', '[add {"x": 2}]')
     assert one.finish_reason is FinishReason.MAX_TURNS
     assert one.turns[1].calls == () and Adder.made == [[1]]
@@ -128,7 +128,7 @@ async def test_a_tool_response_without_room_ends_the_conversation() -> None:
     one = await rig.converse(line)
     assert one.finish_reason is FinishReason.LENGTH
     assert one.rows[0].response_mask.all() and len(one.turns) == 1
-    assert one.turns[0].calls[0].status == "ok", "the call still counts"
+    assert one.turns[0].calls[0].status == "ok", "the call is still recorded"
 
 
 async def test_token_budgets_cover_the_trajectory() -> None:
@@ -147,12 +147,12 @@ async def test_long_tool_responses_are_cut() -> None:
 
 
 async def test_a_conversation_out_of_time_is_kept_if_it_has_a_turn() -> None:
-    one = await AgentRig(timeout_s=0.05).converse('[add {"x": 1}]', 60.0, "never said")
+    one = await AgentRig(timeout_s=0.05).converse('[add {"x": 1}]', 60.0, "too late")
     assert one.finish_reason is FinishReason.TIMEOUT
     assert len(one.turns) == 1 and one.scores == {"add": 1.0}
     assert one.rows[0].response_mask.all()
     with pytest.raises(TooLongError, match=r"multi_turn\.timeout_s"):
-        await AgentRig(timeout_s=0.02).converse(60.0, "never said")
+        await AgentRig(timeout_s=0.02).converse(60.0, "too late")
 
 
 async def test_tools_are_released_when_the_engines_fail() -> None:
@@ -197,7 +197,7 @@ async def test_every_response_gets_a_reward_including_the_last(
     one = await rig.converse(*lines)
     assert one.finish_reason is reason
     assert one.scores == {"environment": 2.0} and [turn.reward for turn in one.turns] == [0.5, 0.5]
-    assert one.rows[0].response_mask[-1], "a reply without a next turn is left out"
+    assert one.rows[0].response_mask[-1], "a reply that no turn follows is left out"
 
 
 # ------------------------------------------------------------------------------------------------ rewritten history
@@ -213,15 +213,15 @@ async def test_a_template_that_rewrites_history_forks_the_trajectory() -> None:
     assert [turn.row for turn in one.turns] == [0, 1, 2]
     assert rig.text(one.rows[2].prompt_ids).count("?") == 2 and "55" not in rig.text(one.rows[2].prompt_ids)
     for request, row in zip(rig.asked, one.rows, strict=True):
-        assert request.context.tolist() == row.prompt_ids.tolist(), "rows are trained on the context of sampling"
+        assert request.context.tolist() == row.prompt_ids.tolist(), "rows have the context in which their turns were sampled"
     assert rig.agent.status()["rewrites"] == 1
 
 
-# ------------------------------------------------------------------------------------------------ the check at the end
+# ------------------------------------------------------------------------------------------------ the token check at the end
 
 
 class Sloppy(LineParser):
-    """Leaves out what the policy wrote before a call."""
+    """A parser that loses text which the policy generated before a call."""
 
     def parse(self, ids: Sequence[int]) -> ParsedTurn:
         parsed = super().parse(ids)

@@ -1,4 +1,4 @@
-"""Turns of models, parsed by vLLM's parsers."""
+"""Parsing turns of models with vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def test_broken_calls_are_malformed(name: str, text: str) -> None:
     assert parse(name, text + "<|im_end|>") == ParsedTurn(text, malformed=True, text=text)
 
 
-def test_text_beside_calls_and_a_repeated_call() -> None:
+def test_text_before_calls_is_content_and_repeated_calls_are_kept() -> None:
     parsed = parse("hermes", f"I add.\n{WRITTEN['hermes']}\n{WRITTEN['hermes']}<|im_end|>")
     assert (parsed.content, called(parsed)) == ("I add.", ONE * 2)
 
 
 def test_parsing_a_turn_does_not_change_later_ones() -> None:
-    """vLLM's parsers keep state."""
+    """vLLM's parsers keep state between calls."""
     for _ in range(2):
         for name in WRITTEN:
             assert parse(name, "It is 3.").calls == ()
@@ -117,12 +117,12 @@ def test_parsing_a_turn_does_not_change_later_ones() -> None:
     ("text", "reasoning", "content"),
     [
         ("<think>\nwell\n</think>\n\n3", "\nwell\n", "\n\n3"),
-        ("well\n</think>\n\n3", "well\n", "\n\n3"),  # the prompt has opened it
-        ("<think>well, <tool_call>", "well, <tool_call>", ""),  # cut while it thought
+        ("well\n</think>\n\n3", "well\n", "\n\n3"),  # the prompt ends with the opening tag
+        ("<think>well, <tool_call>", "well, <tool_call>", ""),  # the turn was cut within its reasoning
         ("3 <think>late</think>", "", "3 <think>late</think>"),
     ],
 )
-def test_reasoning(text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_separated_from_content(text: str, reasoning: str, content: str) -> None:
     for name in ("hermes", NO_TOOLS):
         assert parse(name, text) == ParsedTurn(content, reasoning=reasoning, text=text)
 
@@ -132,7 +132,7 @@ def test_calls_inside_reasoning_are_ignored() -> None:
     assert called(parsed) == ONE
 
 
-def test_no_tools_reads_no_calls() -> None:
+def test_without_tools_no_calls_are_parsed() -> None:
     assert parse(NO_TOOLS, WRITTEN["hermes"] + "<|im_end|>").content == WRITTEN["hermes"]
 
 
@@ -152,7 +152,7 @@ def test_a_parser_exception_is_a_malformed_call_and_logged_once(
 
 
 class TestFormats:
-    def test_names_are_vllms_own(self) -> None:
+    def test_format_names_are_those_of_vllm(self) -> None:
         from vllm.tool_parsers import ToolParserManager
 
         assert known_formats() == sorted(ToolParserManager.lazy_parsers)
@@ -166,11 +166,11 @@ class TestFormats:
         )
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
-    def test_a_parser_of_another_tokenizer(self) -> None:
+    def test_a_parser_for_another_tokenizer_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="'deepseek_v3' does not fit this model's tokenizer"):
             ToolCallParser("deepseek_v3", tokenizer(), TOOLS)
 
-    def test_a_parser_that_reads_no_text(self) -> None:
+    def test_a_parser_that_does_not_parse_text_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="'openai' reads no text"):
             ToolCallParser("openai", tokenizer(), TOOLS)
 
@@ -180,7 +180,7 @@ def assistant(content: str, **more: Any) -> dict[str, Any]:
 
 
 class TestMessages:
-    def test_all_of_a_turn(self) -> None:
+    def test_a_message_has_content_reasoning_and_calls(self) -> None:
         parsed = ParsedTurn("So:", (ParsedCall("add", '{"a": 1}'),), reasoning="well", text="…")
         call = {"type": "function", "id": call_id(2, 0), "function": {"name": "add", "arguments": {"a": 1}}}
         assert assistant_message(parsed, turn=2) == assistant("So:", reasoning_content="well", tool_calls=[call], text="…")
@@ -189,7 +189,7 @@ class TestMessages:
         assert assistant_message(ParsedTurn("3", text="3")) == assistant("3")
 
     @pytest.mark.parametrize("arguments", ["[1]", "1", "{", ""])
-    def test_arguments_that_are_no_object_stay_text(self, arguments: str) -> None:
+    def test_arguments_that_are_not_an_object_stay_text(self, arguments: str) -> None:
         parsed = ParsedTurn("", (ParsedCall("add", arguments), ParsedCall("add", "{}")))
         message = assistant_message(parsed)
         assert message["content"] == f'{{"name": "add", "arguments": {arguments}}}'
@@ -200,6 +200,6 @@ class TestMessages:
         assert len(made) == 400 and all(len(one) == 9 and one.isalnum() for one in made)
         assert call_id(3, 1) == call_id(3, 1)
 
-    def test_an_answer_of_a_tool(self) -> None:
+    def test_the_message_of_a_tool_response(self) -> None:
         message = {"role": "tool", "tool_call_id": "abc123def", "name": "add", "content": "3"}
         assert tool_message("abc123def", "add", "3") == message

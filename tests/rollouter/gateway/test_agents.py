@@ -1,4 +1,4 @@
-"""Agents that use the OpenAI client over HTTP: their recorded rows, rewards, and ends."""
+"""Agents that use the OpenAI client over HTTP: their recorded rows, their rewards, and how they end."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.fakes.gateway_agent import CALL, MODEL, QUESTION, TOOLS, GatewayRig
 
 
 def mask_text(rig: GatewayRig, one: Trajectory, row: int = 0) -> list[str]:
-    """The texts of a row: sampled and unsampled parts, alternately."""
+    """Return the texts of a row's parts, which are alternately sampled and unsampled."""
     tokens = one.rows[row]
     cuts = np.flatnonzero(np.diff(tokens.response_mask.astype(int))) + 1
     return [rig.text(part) for part in np.split(tokens.response_ids, cuts)]
 
 
 def stuck(cancelled: anyio.Event) -> Any:
-    """A turn that takes forever, and sets `cancelled` when it is cancelled."""
+    """Return a turn that takes forever and sets `cancelled` when it is cancelled."""
 
     async def turn(request: TurnRequest) -> str:
         try:
@@ -129,7 +129,7 @@ async def test_models_completions_logprobs_and_usage() -> None:
     assert all(row.response_mask.all() for row in one.rows)
 
 
-async def test_other_histories_and_parallel_conversations_are_rows_of_their_own() -> None:
+async def test_other_histories_and_parallel_conversations_get_separate_rows() -> None:
     both = anyio.Event()
     waiting = 0
 
@@ -146,7 +146,7 @@ async def test_other_histories_and_parallel_conversations_are_rows_of_their_own(
     async def agent(task: AgentTask) -> float:
         client = rig.client(task)
 
-        async def say(*texts: str) -> str:
+        async def complete(*texts: str) -> str:
             messages: list[Any] = []
             for place, text in enumerate(texts):
                 messages.append({"role": "assistant" if place % 2 else "user", "content": text})
@@ -154,12 +154,12 @@ async def test_other_histories_and_parallel_conversations_are_rows_of_their_own(
             return answer.choices[0].message.content or ""
 
         async with anyio.create_task_group() as group:
-            group.start_soon(say, "2*4=")
-            group.start_soon(say, "3*3=")
-        assert await say("2*4=", "8", "+1=") == "1"
-        assert await say("2*4=", "8", "+2=") == "2", "from the middle of a row"
-        assert await say("2*4=", "9", "+3=") == "3", "a history that the model did not sample"
-        assert await say("3*3=", " 9\n", "+4=") == "4", "clients may strip a message"
+            group.start_soon(complete, "2*4=")
+            group.start_soon(complete, "3*3=")
+        assert await complete("2*4=", "8", "+1=") == "1"
+        assert await complete("2*4=", "8", "+2=") == "2", "a history from the middle of a row"
+        assert await complete("2*4=", "9", "+3=") == "3", "a history that the model did not sample"
+        assert await complete("3*3=", " 9\n", "+4=") == "4", "clients may add blanks to a message"
         return 1.0
 
     one = await rig.converse(agent)
@@ -173,12 +173,12 @@ async def test_other_histories_and_parallel_conversations_are_rows_of_their_own(
         (start.format("2*4") + "9<eos><user>+3=<eos><assistant>", ["3<eos>"]),
     ]  # fmt: skip
     sampled = sum(int(row.response_mask.sum()) for row in one.rows)
-    assert sampled == one.num_sampled == 12, "every turn is in one row only"
-    assert [message["content"] for message in one.messages] == ["3*3=", "9", "+4=", "4"], "the last conversation"
+    assert sampled == one.num_sampled == 12, "every turn is in exactly one row"
+    assert [message["content"] for message in one.messages] == ["3*3=", "9", "+4=", "4"], "the messages are those of the last conversation"
     assert rig.text(one.turn_ids()) == "4<eos>"
 
 
-async def test_a_template_that_rewrites_history_makes_a_new_row() -> None:
+async def test_a_template_that_rewrites_history_starts_a_new_row() -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last or m.role != 'assistant' else '0' }}<eos>"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -321,7 +321,7 @@ async def test_the_last_posted_reward_counts_and_done_ends_it() -> None:
     assert one.finish_reason is FinishReason.STOP
 
 
-async def test_a_program_in_a_thread_posts_too() -> None:
+async def test_a_program_in_a_thread_can_post_rewards() -> None:
     rig = GatewayRig("12")
 
     def agent(task: AgentTask) -> dict[str, Any]:
@@ -347,7 +347,7 @@ async def test_a_timeout_keeps_a_trajectory_that_has_a_reward() -> None:
     assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {"agent": 0.5}
     rig = GatewayRig("12", timeout_s=0.3, config={"reward": {"function": "exact_match"}})
     one = await rig.converse(agent)
-    assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {}, "the function scores it"
+    assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {}, "the reward function scores it"
     rig = GatewayRig(timeout_s=0.2)
     with pytest.raises(TooLongError, match="no turn was complete"):
         await rig.converse(lambda task: anyio.sleep_forever())
@@ -360,7 +360,7 @@ async def test_the_deadline_cancels_the_turn_in_the_engine() -> None:
     assert cancelled.is_set() and len(one.turns) == 1
 
 
-async def test_a_client_that_goes_away_cancels_its_turn_only() -> None:
+async def test_a_client_that_disconnects_cancels_only_its_turn() -> None:
     cancelled = anyio.Event()
     rig = GatewayRig(stuck(cancelled), "12")
 
@@ -393,7 +393,7 @@ async def test_a_refusal_for_lack_of_room_ends_the_trajectory_by_length() -> Non
 FAILURES: list[tuple[Any, bool, type[Exception], str]] = [
     (1.0, False, UserCodeError, "without a turn of the model"),
     (None, True, UserCodeError, "gave no reward"),
-    (ZeroDivisionError("by me"), True, UserCodeError, "ZeroDivisionError: by me"),
+    (ZeroDivisionError("in the agent"), True, UserCodeError, "ZeroDivisionError: in the agent"),
     ("good", True, UserCodeError, 'no reward: reward is "good"'),
     (DataError("this row is empty"), False, DataError, "row is empty"),
 ]

@@ -1,4 +1,4 @@
-"""Agents that are commands: their input, and the end of their whole process group."""
+"""Agents that are commands: their input, their failures, and the end of their process group."""
 
 from __future__ import annotations
 

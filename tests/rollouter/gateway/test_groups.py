@@ -27,7 +27,7 @@ async def test_each_trajectory_is_a_run_of_the_agent() -> None:
     assert sorted(key.split(".")[0] for key in turns) == ["0", "0", "1", "1", "2", "2"]
 
 
-async def test_logged_turns_are_not_asked_for_again() -> None:
+async def test_logged_turns_are_not_generated_again() -> None:
     rig = GatewayRig()
     turns, fleet = dict[str, Turn](), rig.fleet("12")
     agent = rig.made(lambda task: rig.talk(task))
@@ -38,7 +38,7 @@ async def test_logged_turns_are_not_asked_for_again() -> None:
     assert again.rows[0].response_ids.tolist() == first.rows[0].response_ids.tolist()
 
 
-async def test_agents_beyond_what_is_needed_are_ended() -> None:
+async def test_agents_of_surplus_trajectories_are_ended() -> None:
     rig = GatewayRig()
     ended: list[int] = []
 

@@ -45,11 +45,11 @@ def call(arguments: Any, **more: Any) -> dict[str, Any]:
         ({**ANSWER, "tool_calls": [call({"x": 1, "y": 2}), call({})]}, False),
     ],
 )
-def test_equal_messages_of_different_clients_have_one_fingerprint(other: dict[str, Any], same: bool) -> None:
+def test_equal_messages_of_different_clients_have_the_same_fingerprint(other: dict[str, Any], same: bool) -> None:
     assert (fingerprint(to_template([other])[0]) == fingerprint(to_template([ANSWER])[0])) is same
 
 
-def test_blanks_count_in_messages_of_other_roles() -> None:
+def test_blanks_matter_in_messages_of_other_roles() -> None:
     one, two = to_template([{"role": "user", "content": "a"}, {"role": "user", "content": "a "}])
     assert fingerprint(one) != fingerprint(two)
 
@@ -96,7 +96,7 @@ def turn(text: str, *spans: Span) -> Turn:
         (("one two three",), "one two three", 2),
     ],
 )
-def test_a_turn_is_cut_behind_the_token_that_completes_a_stop(stops: tuple[str, ...], kept: str, spans: int) -> None:
+def test_a_turn_is_cut_after_the_token_that_completes_a_stop_string(stops: tuple[str, ...], kept: str, spans: int) -> None:
     whole = turn("one two three", Span(0, 1), Span(4, 2))
     cut = cut_at(whole, stops, lambda ids: bytes(ids).decode())
     assert bytes(cut.response_ids.tolist()).decode() == kept
@@ -104,12 +104,12 @@ def test_a_turn_is_cut_behind_the_token_that_completes_a_stop(stops: tuple[str, 
     assert (cut.finish_reason is FinishReason.STOP) is any(stop in "one two three" for stop in stops)
 
 
-def test_clients_do_not_see_the_stop() -> None:
+def test_clients_do_not_receive_the_stop_string() -> None:
     assert text_before("one two three", ("three", "two")) == "one "
     assert text_before("one", ()) == text_before("one", ("two",)) == "one"
 
 
-def test_requests_are_read() -> None:
+def test_requests_are_parsed() -> None:
     reader = RequestReader("tiny", Config().rollout.sampling)
     tools = [{"type": "function", "function": {"name": "f"}}]
     messages = [{"role": "user", "content": "x"}]
@@ -169,7 +169,7 @@ def test_invalid_results_are_refused(returned: Any) -> None:
 
 
 def two(one: Any, other: Any) -> None:
-    """An agent with too many parameters."""
+    """An agent program with too many parameters."""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.fakes.environments import assistant, context, interaction, load
 EXAMPLE = Path(__file__).parents[3] / "examples" / "interactions"
 
 
-def test_it_plays_as_the_readme_shows() -> None:
+def test_the_example_prints_the_dialogue_of_its_readme() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE / "guess.py")], capture_output=True, text=True, timeout=60, check=False
     )
@@ -24,7 +24,7 @@ def test_it_plays_as_the_readme_shows() -> None:
     assert shown in (EXAMPLE / "README.md").read_text()
 
 
-async def test_it_is_an_environment_of_a_run() -> None:
+async def test_the_example_can_be_loaded_as_an_environment_of_a_run() -> None:
     loaded = load(interaction(f"{EXAMPLE / 'guess.py'}:Guess", config={"max_guesses": 2}))
     row = {"interaction_kwargs": {"name": None, "hint": "It is even."}}
     async with loaded.session(context(ground_truth=80, extra_info=row)) as session:

@@ -1,4 +1,4 @@
-"""Loading of environments: classes, their arguments, and the choice of a row."""
+"""Loading of environments: classes, their arguments, and the environment that a row chooses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes.environments import HERE, Shared, context, interaction, load
 KEY = r"rollout\.multi_turn\.interactions\[0\]"
 
 
-def test_rows_choose_by_name_and_the_first_is_for_the_others() -> None:
+def test_rows_choose_an_environment_by_name_or_get_the_first() -> None:
     loaded = load(interaction("scripted", name="tutor"), interaction("scripted", name="child"))
     assert loaded.names == ("tutor", "child")
 
@@ -43,7 +43,7 @@ async def test_none_values_of_parquet_are_dropped() -> None:
     assert calls[0] == ("reset", "cross", {"more": {"b": 1}})
 
 
-def test_an_environment_from_a_file(tmp_path: Path) -> None:
+def test_an_environment_can_be_loaded_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from rollouter.interactions import Environment\nclass Mine(Environment):\n"
@@ -53,7 +53,7 @@ def test_an_environment_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"model", "verifiers"}))
-def test_built_in_names(name: str) -> None:
+def test_built_in_environments_have_short_names(name: str) -> None:
     assert load(interaction(name)).names == ("default",)
 
 
@@ -77,13 +77,13 @@ def test_configuration_errors_name_the_key(fields: dict[str, Any], message: str)
         load(interaction(**fields))
 
 
-def test_a_prepare_that_raises_is_the_users() -> None:
+def test_a_prepare_that_raises_is_a_user_error() -> None:
     with pytest.raises(UserCodeError, match=rf"{KEY}: Sharing\.prepare raised ValueError: a negative volume") as raised:
         load(interaction("Sharing", config={"volume": -1}))
     assert 'raise ValueError("a negative volume")' in raised.value.cause
 
 
-def test_a_module_that_raises_is_the_users(tmp_path: Path) -> None:
+def test_a_module_that_raises_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "torn.py").write_text("1 / 0\n")
     with pytest.raises(UserCodeError, match=rf"{KEY}\.class_name: importing .*torn\.py failed: division by zero"):
         load(interaction(f"{tmp_path}/torn.py:Mine"))
@@ -97,7 +97,7 @@ def test_two_interactions_of_the_same_name_are_refused() -> None:
 
 
 async def test_shared_resources_are_closed_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    """All are closed even if one fails, and all trajectories share one object."""
+    """All trajectories share an object, and all objects are closed even if closing one fails."""
     loaded = load(
         interaction("Sharing", name="a", config={"fails": True}),
         interaction("Sharing", name="b"),

@@ -1,4 +1,4 @@
-"""A user played by a model: the requests to that model, and the use of its answers."""
+"""A user that a model plays: the requests to the model, and the use of its answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def row(question: str = "17+5?", **interaction_kwargs: Any) -> EpisodeContext:
 
 @asynccontextmanager
 async def talking(script: Any, given: EpisodeContext | None = None, **config: Any) -> AsyncIterator[Any]:
-    """A session with a user that the script plays, and the server that was asked."""
+    """Return a session whose user is played by a script, and the server that receives the requests."""
     async with openai_server(script) as server:
         loaded = user(server, **config)
         async with loaded.session(given or row()) as session:
@@ -41,7 +41,7 @@ async def talking(script: Any, given: EpisodeContext | None = None, **config: An
 ANSWERED = [*row().messages, {"role": "assistant", "content": "21"}]
 
 
-async def test_a_dialogue_until_the_stop_phrase() -> None:
+async def test_the_stop_phrase_ends_the_dialogue() -> None:
     script = [chat_answer(" Are you sure?\n"), chat_answer("Good. [[DONE]]")]
     async with talking(script, params={"temperature": 0.7}) as (session, server):
         assert await session.reset() == ()
@@ -64,8 +64,8 @@ async def test_a_dialogue_until_the_stop_phrase() -> None:
     assert first["messages"] == [part, *conversation[:3]]
 
 
-async def test_the_system_prompt_is_filled_in_one_pass() -> None:
-    """Braces in a question are the question's."""
+async def test_the_fields_of_the_system_prompt_are_replaced_once() -> None:
+    """Braces in a question are text and not fields."""
     template = "{instruction}|{question}|{ground_truth}|{stop_phrase}|{ no }"
     given = row("what is {ground_truth}?", instruction="be brief", name=None)
     async with talking([chat_answer("bye")], given, system_prompt=template, stop_phrase="bye") as (session, server):
@@ -87,8 +87,8 @@ async def test_a_row_without_a_value_for_the_system_prompt_is_refused(template: 
             await session.reset()
 
 
-def test_the_conversation_with_roles_swapped() -> None:
-    """The user does not see tools, roles alternate, and the assistant speaks last."""
+def test_the_model_gets_the_conversation_with_swapped_roles() -> None:
+    """The user's model sees no tools, roles alternate, and the last message is the assistant's."""
     image = {"type": "image_url", "image_url": {"url": "x"}}
     messages: list[Mapping[str, Any]] = [
         {"role": "system", "content": "Be kind."},
@@ -134,7 +134,7 @@ async def test_other_failures_keep_their_class(script: Any, kind: type[Exception
             await session.step("21", ANSWERED)
 
 
-async def test_all_trajectories_share_its_limit() -> None:
+async def test_all_trajectories_share_the_concurrency_limit() -> None:
     async with openai_server(lambda request: chat_answer("Why?")) as server:
         loaded = user(server, max_concurrency=2)
 

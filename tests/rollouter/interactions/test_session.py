@@ -1,4 +1,4 @@
-"""One environment in one trajectory: the order of calls, limits, checks of results, and closing."""
+"""An environment in a trajectory: the order of calls, limits, checks of results, and closing."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ async def call(session: Any, method: str) -> Any:
 
 
 def sessions(calls: list[Any] | None = None, *, does: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Sessions of one interaction, named tutor."""
+    """Return a function that makes sessions of one interaction with the name tutor."""
     loaded = load(interaction(name="tutor", config={"does": does, "calls": calls}, **fields))
     return lambda: loaded.session(context())
 
 
-async def test_the_order_of_a_trajectory() -> None:
+async def test_the_order_of_calls_in_a_trajectory() -> None:
     calls: list[Any] = []
     metrics = {"anger": np.float32(0.5), "turns": 2}
     reply = Reply("why?", reward=Decimal("0.25"), metrics=metrics)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ async def test_kwargs_that_reset_does_not_take_are_refused(row: dict[str, Any]) 
             await session.reset()
 
 
-# ------------------------------------------------------------------------------------------------ what is returned
+# ------------------------------------------------------------------------------------------------ return values
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ async def test_done_needs_no_text() -> None:
         assert await session.step(*assistant("22")) == Reply(done=True, reward=1.0)
 
 
-# ------------------------------------------------------------------------------------------------ what is raised
+# ------------------------------------------------------------------------------------------------ exceptions
 
 
 @pytest.mark.parametrize("on_error", ["drop", "stop"])
@@ -144,8 +144,8 @@ async def test_exceptions_become_tool_failures(method: str, on_error: Any) -> No
 
 
 async def test_a_timeout_error_of_the_environment_is_not_its_deadline() -> None:
-    async with sessions(does={"step": raises(TimeoutError("of its data base"))})() as session:
-        with pytest.raises(ToolFailedError, match="raised TimeoutError: of its data base"):
+    async with sessions(does={"step": raises(TimeoutError("in its data base"))})() as session:
+        with pytest.raises(ToolFailedError, match="raised TimeoutError: in its data base"):
             await session.step(*assistant("22"))
 
 
@@ -165,7 +165,7 @@ async def test_an_endpoint_failure_is_a_failure_of_the_interaction() -> None:
         assert raised.value.on_error == "drop"
 
 
-async def test_an_environment_that_cannot_be_made() -> None:
+async def test_an_environment_whose_constructor_raises_fails_the_interaction() -> None:
     session = load(interaction("Broken")).session(context())
     with pytest.raises(ToolFailedError, match=r"Broken\.__init__ raised RuntimeError: no display"):
         async with session:
@@ -190,7 +190,7 @@ def test_each_call_has_its_deadline(method: str) -> None:
 
 
 def test_waiting_for_capacity_does_not_use_up_the_deadline() -> None:
-    """Of four trajectories that share one place, the last is answered after four times the duration of a call."""
+    """Four trajectories share a capacity of one call, so the last one waits for three calls before its own."""
 
     async def main() -> list[float]:
         make = sessions(does={"step": sleeps(20)}, timeout_s=30.0, max_concurrency=1)
@@ -213,8 +213,8 @@ def test_waiting_for_capacity_does_not_use_up_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_cancellation_closes_it_once(seed: int) -> None:
-    """The cancellation comes during a call, and `close` takes 5 s."""
+def test_cancellation_closes_the_environment_once(seed: int) -> None:
+    """The cancellation arrives during a call, and `close` takes 5 s."""
     calls: list[Any] = []
 
     async def main() -> float:

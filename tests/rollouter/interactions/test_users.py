@@ -50,9 +50,9 @@ async def test_without_a_script_the_first_answer_is_the_last() -> None:
 
 
 @pytest.mark.parametrize("replies", [["how?"], ("how?",), np.array(["how?"], dtype=object)])
-async def test_a_row_has_a_script_of_its_own(replies: Any) -> None:
-    said, _ = await talk("scripted", {"replies": ["why?", "sure?"]}, ["22", "so"], row(replies=replies))
-    assert said == [Reply("how?"), Reply(done=True)]
+async def test_a_row_may_have_its_own_script(replies: Any) -> None:
+    replies_given, _ = await talk("scripted", {"replies": ["why?", "sure?"]}, ["22", "so"], row(replies=replies))
+    assert replies_given == [Reply("how?"), Reply(done=True)]
 
 
 @pytest.mark.parametrize("replies", ["how?", [1], ["how?", ""], {"a": "how?"}, 3])
@@ -70,7 +70,7 @@ async def test_a_turn_that_matches_stop_when_ends_it() -> None:
 # ------------------------------------------------------------------------------------------------ retry
 
 
-async def test_another_try_until_it_is_right() -> None:
+async def test_retry_allows_another_try_until_the_answer_is_right() -> None:
     config = {"discount": 0.5, "wrong_reward": -0.1, "wrong": "No."}
     replies, score = await talk("retry", config, ["#21", "#23", "#22"])
     assert replies == [
@@ -78,10 +78,10 @@ async def test_another_try_until_it_is_right() -> None:
         Reply("No.", reward=-0.1),
         Reply(done=True, reward=0.25, metrics={"tries": 3.0, "solved": 1.0}),
     ]
-    assert score is None, "the turns have the rewards"
+    assert score is None, "the reward is in the turns"
 
 
-async def test_right_at_once_and_never_right() -> None:
+async def test_retry_with_a_right_first_answer_and_without_a_right_answer() -> None:
     assert (await talk("retry", {}, ["#22"]))[0] == [
         Reply(done=True, reward=1.0, metrics={"tries": 1.0, "solved": 1.0})
     ]
@@ -112,19 +112,19 @@ def gives(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
         ({"function": f"{__name__}:half_async"}, "21", "22"),
     ],
 )
-async def test_reward_functions_of_each_kind_check_it(config: dict[str, Any], wrong: str, right: str) -> None:
+async def test_each_kind_of_reward_function_can_check_the_answer(config: dict[str, Any], wrong: str, right: str) -> None:
     replies, _ = await talk("retry", config, [wrong, right])
     assert [reply.done for reply in replies] == [False, True]
     assert replies[1].metrics == {"tries": 2.0, "solved": 1.0}
 
 
 @pytest.mark.parametrize("answer", ["nan", "none", "empty"])
-async def test_a_reward_function_that_gives_no_number(answer: str) -> None:
+async def test_a_reward_function_that_returns_no_number_is_refused(answer: str) -> None:
     with pytest.raises(ToolFailedError, match=r"RetryUser\.step raised ValueError: .*gives returned .*finite number"):
         await talk("retry", {"function": f"{__name__}:gives"}, [answer])
 
 
-async def test_a_row_without_a_truth() -> None:
+async def test_a_row_without_a_ground_truth_is_refused() -> None:
     with pytest.raises(ToolFailedError, match=r"no reward_model\.ground_truth"):
         await talk("retry", {}, ["22"], context())
 
@@ -138,10 +138,10 @@ def gym_row() -> EpisodeContext:
     return context(ground_truth=made.ground_truth, extra_info=made.extra_info, data_source="chain_sum")
 
 
-async def test_a_gym_task_scores_each_try_and_gives_the_best() -> None:
+async def test_a_gym_task_scores_each_try_and_returns_the_best_score() -> None:
     given = gym_row()
     right = f"so <answer>{given.ground_truth}</answer>"
-    near = f"{given.ground_truth} or so"  # the right number somewhere in the text is worth a little
+    near = f"{given.ground_truth} or so"  # a text that contains the right number gets a small score
     replies, score = await talk("reasoning_gym", {"feedback": "Only {score}."}, [near, right], given)
     worth = reasoning_gym.get_score_answer_fn("chain_sum")(near, given.extra_info["entry"])
     assert 0.0 < worth < 1.0
@@ -152,18 +152,18 @@ async def test_a_gym_task_scores_each_try_and_gives_the_best() -> None:
     assert score == 1.0
 
 
-async def test_a_gym_task_ends_with_its_tries() -> None:
+async def test_a_gym_task_ends_after_its_last_try() -> None:
     replies, score = await talk("reasoning_gym", {"max_tries": 2}, ["no", "idea"], gym_row())
     assert replies[0] == Reply("That is not right. Try again.")
     assert (replies[1].done, replies[1].metrics["solved"], replies[1].metrics["tries"]) == (True, 0.0, 2.0)
     assert score == replies[1].metrics["best_score"] < 1.0
 
 
-async def test_a_gym_task_before_any_try() -> None:
+async def test_a_gym_task_without_a_try_has_no_score() -> None:
     assert await talk("reasoning_gym", {}, [], gym_row()) == ([], 0.0)
 
 
 @pytest.mark.parametrize("extra_info", [{}, {"entry": None}, {"entry": {"metadata": {}}}])
-async def test_a_row_of_no_gym_task(extra_info: dict[str, Any]) -> None:
+async def test_a_row_that_is_not_of_a_gym_task_is_refused(extra_info: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"no extra_info\.entry with metadata\.source_dataset"):
         await talk("reasoning_gym", {}, [], context(extra_info=extra_info))

@@ -1,7 +1,7 @@
-"""Environments of `verifiers`, turn by turn, with a stand-in for the package and with the package itself.
+"""Environments of the package `verifiers`, turn by turn, with a stand-in for the package and with the package itself.
 
-The stand-in (verifiers_stand_in.py) has the same public interface as far as it is used. Where the package is installed,
-which is not the case with the project's own requirements, every test runs against it, too.
+The stand-in (verifiers_stand_in.py) has those public interfaces of the package that are used. The requirements of the
+project do not contain the package; where it is installed, every test also runs against it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def game(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield importlib.import_module("guess_game")
     sys.modules.pop("guess_game")
-    assert {number: signal.getsignal(number) for number in handlers} == handlers, "signals belong to the run"
+    assert {number: signal.getsignal(number) for number in handlers} == handlers, "only the run handles signals"
 
 
 def guessing(**env_args: Any) -> Any:
@@ -149,13 +149,13 @@ async def started(**env_args: Any) -> AsyncIterator[Any]:
         yield session
 
 
-def conversation(*said: str) -> list[dict[str, Any]]:
-    """The prompt, and what the assistant and the user have said since."""
+def conversation(*texts: str) -> list[dict[str, Any]]:
+    """Return the prompt and these texts of the assistant and the user in turn."""
     roles = ("assistant", "user")
-    return [PROMPT, *({"role": roles[number % 2], "content": text} for number, text in enumerate(said))]
+    return [PROMPT, *({"role": roles[number % 2], "content": text} for number, text in enumerate(texts))]
 
 
-async def test_a_rollout_turn_by_turn(game: Any) -> None:
+async def test_a_conversation_turn_by_turn(game: Any) -> None:
     async with started() as session:
         assert await session.step("5", conversation("5")) == Reply("higher")
         assert await session.step("8", conversation("5", "higher", "8")) == Reply("lower")
@@ -166,7 +166,7 @@ async def test_a_rollout_turn_by_turn(game: Any) -> None:
     assert game.EVENTS == [("setup", "7", {"low": 1}, "game", 3), "cleanup"]
 
 
-async def test_its_own_limits_and_stop_conditions_end_it(game: Any) -> None:
+async def test_limits_and_stop_conditions_of_the_environment_end_the_trajectory(game: Any) -> None:
     async with started(max_turns=2) as session:
         assert not (await session.step("5", conversation("5"))).done
         assert (await session.step("6", conversation("5", "higher", "6"))).done
@@ -177,15 +177,15 @@ async def test_its_own_limits_and_stop_conditions_end_it(game: Any) -> None:
     assert game.EVENTS.count("cleanup") == 2
 
 
-async def test_a_single_turn(game: Any) -> None:
+async def test_a_single_turn_environment_ends_after_one_answer(game: Any) -> None:
     async with started(kind="single") as session:
         reply = await session.step("seven", conversation("seven"))
         assert (reply.done, reply.metrics["length"]) == (True, 5.0)
         assert await session.score() == 5.0
 
 
-async def test_an_end_that_is_not_its_own(game: Any) -> None:
-    """If limits of the loop end a trajectory, it is scored and cleaned up once."""
+async def test_a_trajectory_that_the_loop_ends_is_scored_and_cleaned_up(game: Any) -> None:
+    """If limits of the agent loop end a trajectory, the environment scores it and cleans up once."""
     async with started() as session:
         await session.step("5", conversation("5"))
         assert await session.score() == pytest.approx(-0.1)
@@ -197,13 +197,13 @@ async def test_an_end_that_is_not_its_own(game: Any) -> None:
     assert game.EVENTS.count("cleanup") == 2
 
 
-async def test_parts_are_one_message(game: Any) -> None:
+async def test_a_reply_of_several_parts_is_one_message(game: Any) -> None:
     async with started(form="parts") as session:
         assert await session.step("5", conversation("5")) == Reply("higher\n\nGo on.")
 
 
 @pytest.mark.parametrize(
-    ("said", "form", "message"),
+    ("answer", "form", "message"),
     [
         ("crash", "text", r"raised Error: the game crashed"),
         ("report", "text", r"raised Error: out of cards"),
@@ -212,10 +212,10 @@ async def test_parts_are_one_message(game: Any) -> None:
         ("slow", "text", r"did not return within 0\.5 s"),
     ],
 )
-async def test_errors_of_the_environment_fail_the_interaction(game: Any, said: str, form: str, message: str) -> None:
+async def test_errors_of_the_environment_fail_the_interaction(game: Any, answer: str, form: str, message: str) -> None:
     async with started(form=form) as session:
         with pytest.raises(ToolFailedError, match=rf"VerifiersEnvironment\.step {message}") as raised:
-            await session.step(said, conversation(said))
+            await session.step(answer, conversation(answer))
         assert raised.value.on_error == "drop"
     assert game.EVENTS[-1] == "cleanup"
 
@@ -238,8 +238,8 @@ def test_the_data_set_becomes_rows(game: Any) -> None:
     assert made["data_source"]
 
 
-def test_it_can_be_loaded_beside_the_main_thread(game: Any) -> None:
-    """Other threads cannot set signal handlers."""
+def test_an_environment_can_be_loaded_outside_of_the_main_thread(game: Any) -> None:
+    """Only the main thread can set signal handlers."""
     loaded: list[Any] = []
     thread = threading.Thread(target=lambda: loaded.append(guessing()))
     thread.start()
@@ -262,7 +262,7 @@ def test_unsupported_environments_are_refused(game: Any, env_args: dict[str, Any
         guessing(**env_args)
 
 
-def test_an_environment_that_is_not_installed(game: Any) -> None:
+def test_an_environment_that_is_not_installed_is_reported(game: Any) -> None:
     with pytest.raises(ConfigError, match=f"{KEY}: Could not import 'no_such_game'"):
         load(interaction("verifiers", config={"env_id": "no_such_game"}))
 
@@ -270,14 +270,14 @@ def test_an_environment_that_is_not_installed(game: Any) -> None:
 # ------------------------------------------------------------------------------------------------ the package
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ConfigError, match=rf"{KEY}: .*cannot be imported.*pip install 'verifiers=={SUPPORTED}'"):
         guessing()
 
 
 @pytest.mark.parametrize("version", ["0.1.9", "0.1.14", "0.4.0", "0.1.100"])
-def test_with_another_version_of_the_package(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_another_version_of_the_package_is_reported(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     for name, module in verifiers_stand_in.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(verifiers_stand_in, "__version__", version)

@@ -49,7 +49,7 @@ def test_a_refusal_names_the_row_and_quotes_the_template(model: ModelConfig) -> 
         render(tokenizer, [{"role": "user", "content": "no"}], add_generation_prompt=True)
 
 
-def test_turns_end_where_the_engine_ends_them(model: ModelConfig, tmp_path: Path) -> None:
+def test_end_tokens_are_those_at_which_the_engine_stops(model: ModelConfig, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(model)
     eos = tokenizer.eos_token_id
     assert end_token_ids(model, tokenizer) == (eos,)

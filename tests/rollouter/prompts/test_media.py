@@ -1,4 +1,4 @@
-"""Images and videos of the data set: accepted forms, refused ones with their messages, and the tokens."""
+"""Images and videos of the data set: accepted forms, messages for refused ones, and tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gif(*seeds: int) -> bytes:
     return written.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------ what is accepted
+# ------------------------------------------------------------------------------------------------ accepted forms
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_file_urls_and_absolute_paths_are_not_relative_to_the_data(tmp_path: Pat
         assert of_part({"type": "image", "image": name}, Path("/nowhere")).media == (Media("image", PNG),)
 
 
-def test_a_picture_in_memory_becomes_a_png() -> None:
+def test_an_image_object_becomes_a_png() -> None:
     (one,) = of_part({"type": "image", "image": picture(1)}).media
     assert (np.asarray(frames_of(one)[0]) == np.asarray(picture(1))).all()
 
 
-def test_verls_columns_fill_the_places_in_the_text() -> None:
+def test_verls_columns_replace_the_placeholders_in_the_text() -> None:
     prompt = [{"role": "system", "content": "look"}, {"role": "user", "content": "<image>is it <image> or\n<video>?"}]
     row = parse(prompt, images=[{"bytes": PNG}, png(2)], videos=[gif(3, 4)])
     assert [one.kind for one in row.media] == ["image", "image", "video"]
@@ -105,7 +105,7 @@ def test_without_columns_placeholders_are_plain_text() -> None:
     assert row.messages[0]["content"][0]["text"] == "a <image> tag, and " and len(row.media) == 1
 
 
-def test_parts_of_text_alone_are_unchanged() -> None:
+def test_contents_that_have_only_text_parts_are_unchanged() -> None:
     content = [{"type": "text", "text": "hello", "more": 1}]
     assert parse([{"role": "user", "content": content}]).messages[0]["content"] is content
 
@@ -125,16 +125,16 @@ def test_a_video_is_its_frames(tmp_path: Path, video: Any) -> None:
     np.save(tmp_path / "clip.npy", frames)
     (one,) = of_part({"type": "video", "video": video}, tmp_path).media
     assert one.kind == "video" and video_array(one).shape == frames.shape
-    if not isinstance(video, bytes):  # a GIF has 256 colours
+    if not isinstance(video, bytes):  # a GIF has only 256 colours
         assert (video_array(one) == frames).all()
 
 
-def test_frames_that_are_alike_stay_apart() -> None:
+def test_equal_frames_of_a_video_are_kept() -> None:
     still = video_bytes([picture(1)] * 4)
     assert len(frames_of(Media("video", still))) == 4
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------ refused forms
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_part_of_an_unknown_type_is_refused() -> None:
         ("<image>", 5, "expected a list"),
     ],
 )
-def test_columns_and_placeholders_have_to_agree(text: str, images: Any, why: str) -> None:
+def test_columns_and_placeholders_must_have_equal_counts(text: str, images: Any, why: str) -> None:
     with pytest.raises(DataError, match=why):
         parse([{"role": "user", "content": text}], images=images)
 
@@ -198,11 +198,11 @@ def test_too_many_pixels_are_refused() -> None:
         of_part({"type": "image", "image": bomb.getvalue()})
 
 
-# ------------------------------------------------------------------------------------------------ as tokens
+# ------------------------------------------------------------------------------------------------ tokens
 
 
 def load(tmp_path: Path, model: ModelConfig, *rows: Any, **data: Any) -> list[Prompt]:
-    """The prompts of a data file that holds these rows, with `one.png` and `two.png` in its folder."""
+    """Return the prompts of a data file with these rows, which has `one.png` and `two.png` in its folder."""
     for seed, name in ((1, "one.png"), (2, "two.png")):
         (tmp_path / name).write_bytes(png(seed))
     path = tmp_path / "train.jsonl"

@@ -1,4 +1,4 @@
-"""Data sets: files, messages of refused rows, the order of prompts, and prompts over length."""
+"""Data sets: files, error messages for rows, overlong prompts, and the order of prompts."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_errors_name_unreadable_files(
         load(tmp_path, tokenizer, *(str(tmp_path / name) for name in files))
 
 
-def test_samples_limit_and_validation_set(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_limits_of_samples_apply_to_both_data_sets(tmp_path: Path, tokenizer: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *(question(str(n)) for n in range(10)))
     loaded = load(tmp_path, tokenizer, path, val_files=(path,), max_train_samples=4, max_val_samples=3)
     assert loaded.val is not None
@@ -155,14 +155,14 @@ def test_samples_limit_and_validation_set(tmp_path: Path, tokenizer: Any) -> Non
     assert load(tmp_path, tokenizer, path).val is None
 
 
-# ------------------------------------------------------------------------------------------------ over length
+# ------------------------------------------------------------------------------------------------ overlong prompts
 
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [("filter", None), ("left", [3, 4, 5, 6, 7]), ("right", [1, 2, 3, 4, 5]), ("middle", [1, 2, 5, 6, 7])],
 )
-def test_overlong_tokens(mode: Any, expected: list[int] | None) -> None:
+def test_overlong_prompts_are_cut_or_refused_as_configured(mode: Any, expected: list[int] | None) -> None:
     assert fit([1, 2, 3, 4, 5, 6, 7], 5, mode, "here") == expected
     assert fit([1, 2, 3, 4, 5], 5, mode, "here") == [1, 2, 3, 4, 5]
     with pytest.raises(DataError, match="row 3: the prompt has 7 tokens"):
@@ -187,7 +187,7 @@ def test_overlong_prompts_are_filtered_and_counted(
 
 
 @given(st.integers(1, 200), st.integers(0, 2**32), st.integers(0, 50))
-def test_every_epoch_is_a_permutation_and_a_pure_function(num_prompts: int, seed: int, epoch: int) -> None:
+def test_every_epoch_is_a_permutation_that_depends_only_on_its_number(num_prompts: int, seed: int, epoch: int) -> None:
     order = epoch_order(num_prompts, seed, epoch, shuffle=True)
     assert sorted(order.tolist()) == list(range(num_prompts))
     assert np.array_equal(order, epoch_order(num_prompts, seed, epoch, shuffle=True))
@@ -217,7 +217,7 @@ def test_a_feed_index_alone_determines_the_prompt(tmp_path: Path, tokenizer: Any
 # ------------------------------------------------------------------------------------------------ reasoning-gym
 
 
-def test_reasoning_gym_prompts_carry_their_entry(tmp_path: Path, tokenizer: Any) -> None:
+def test_reasoning_gym_prompts_contain_their_entry(tmp_path: Path, tokenizer: Any) -> None:
     gym = ReasoningGymConfig(task="chain_sum", train_size=8, val_size=4, kwargs={"max_terms": 3}, system_prompt="Sum.")
     rows = GymRows(gym, split="train", seed=5)
     prompt = parse_row(rows.row(3), rows.where(3))

@@ -73,7 +73,7 @@ async def test_retry_after_is_honoured(header: str, wait_s: float) -> None:
         assert setup.waits == [wait_s]
 
 
-async def test_retries_end_with_the_budget() -> None:
+async def test_retries_end_after_max_attempts() -> None:
     async with endpoint([error_answer(500, "out of memory")] * 4, max_attempts=4) as setup:
         with pytest.raises(InfraError, match=r"model 'judge-1' at http.*failed 4 times.*500.*out of memory") as raised:
             await setup.endpoint.ask(QUESTION)
@@ -137,7 +137,7 @@ async def test_errors_of_one_conversation_are_data_errors(answer: ServerAnswer, 
 
 
 async def test_concurrency_is_limited_to_running_tries() -> None:
-    """A question that waits for its next try does not count against the limit."""
+    """A request that waits for its next try does not count against the limit."""
     others_are_done = anyio.Event()
     answered = 0
 

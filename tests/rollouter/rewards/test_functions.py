@@ -56,7 +56,7 @@ async def test_exact_match() -> None:
 
 
 async def test_math_verify_scores_in_a_process_with_a_main_thread() -> None:
-    """This includes an answer that would keep sympy busy for years."""
+    """One of the answers would keep sympy busy for years."""
     function = loaded(function="math_verify", kwargs={"timeout_s": 1})
     prompt = make_prompt(1, ground_truth="\\frac{1}{2}")
     texts = ("So it is $0.5$.", "It is $\\frac{2}{3}$", "no idea", "$9^{9^{9^{9}}}$")
@@ -111,7 +111,7 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
-async def test_functions_from_a_file(module: Path) -> None:
+async def test_functions_can_be_loaded_from_a_file(module: Path) -> None:
     prompt = make_prompt(1, ground_truth="ab")
     good = loaded(function=f"{module}:good", kwargs={"bonus": 0.5})
     scores = await scorer(good).score(prompt, [answer("ab"), answer("x")])
@@ -122,7 +122,7 @@ async def test_functions_from_a_file(module: Path) -> None:
     assert await rewards(batch, prompt, "a", "abc") == [1.0, 3.0]
 
 
-async def test_a_function_from_a_module_in_the_working_directory(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_function_can_be_loaded_from_a_module_in_the_working_directory(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(module.parent)
     monkeypatch.setattr("sys.path", sys.path.copy())
     function = loaded(function="my_judge:later")
@@ -222,12 +222,12 @@ async def test_the_function_cannot_change_the_prompt() -> None:
 def gate() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
-    event.set()  # an abandoned thread must not outlive the test
+    event.set()  # let the abandoned thread end with the test
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_a_function_has_a_deadline(gate: threading.Event, kind: str) -> None:
-    """The event loop turns while a sync function blocks, else the deadline could not pass."""
+    """The event loop must run while a sync function blocks, or the deadline could not take effect."""
 
     async def later(**fields: Any) -> float:
         await anyio.sleep_forever()
@@ -238,7 +238,7 @@ async def test_a_function_has_a_deadline(gate: threading.Event, kind: str) -> No
         await scorer(function, timeout_s=0.05).score(make_prompt(1), [answer("x")])
 
 
-async def test_a_function_that_hangs_does_not_hold_its_place(gate: threading.Event) -> None:
+async def test_a_function_that_hangs_frees_its_capacity(gate: threading.Event) -> None:
     def reward(**fields: Any) -> float:
         return 1.0 if fields["solution_str"] == "fast" else float(gate.wait())
 

@@ -1,4 +1,4 @@
-"""The judge on a local server that plays an OpenAI endpoint: requests, ratings and failures."""
+"""The judge with a local server that plays an OpenAI endpoint: requests, ratings and failures."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ CONVERSATIONS = [user("1+2=", "3"), user("10+20+30=", "10+20=30;30+30=60;#60"), 
 
 
 def reference(path: str, ids: list[int]) -> float:
-    """The head on the last token's hidden state, in float64, of this row alone."""
+    """Return the score of the head on the last token's hidden state, in float64 and for this row alone."""
     from transformers import LlamaForSequenceClassification
 
     model = LlamaForSequenceClassification.from_pretrained(path).double().eval()
@@ -139,7 +139,7 @@ def test_invalid_reward_models_are_refused(tmp_path: Path, num_labels: int, spoi
     assert caught.value.message.startswith(f"reward_model.path={path}: ")
     assert expected in caught.value.message
     assert "name a sequence-classification model with one label" in caught.value.message
-    # Serve reports the error of a constructor by the last line of its text.
+    # Serve reports only the last line of an error in a constructor.
     assert "\n" not in str(caught.value)
 
 
@@ -152,15 +152,16 @@ def test_a_causal_model_and_a_missing_path_are_refused(tmp_path: Path) -> None:
         RewardClassifier.load(RewardModelConfig(placement="serve"))
 
 
-# ------------------------------------------------------------------------------------------------ asking the deployment
+# ------------------------------------------------------------------------------------------------ calls to the deployment
 
 
-SAID = user("1+2=", "3")
+CONVERSATION = user("1+2=", "3")
 
 
 class Handle:
-    """A Serve handle whose calls answer, 1.0 once an event is set, or fail, as scripted; a call beyond the script never
-    answers."""
+    """A Serve handle with scripted answers: a score, an error, or an event after which the score is 1.0. Calls after the
+    end of the script never answer.
+    """
 
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
@@ -204,22 +205,22 @@ def served(
     return ServedRewardModel(config, namespace="run", sleep=sleep), slept
 
 
-async def test_a_failed_replica_is_asked_again_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_calls_are_retried_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     model, slept = served(monkeypatch, Handle(RuntimeError("died"), RuntimeError("died"), 0.5))
-    assert await model.score([SAID]) == [0.5]
+    assert await model.score([CONVERSATION]) == [0.5]
     assert slept == [1.0, 2.0]
     handle = Handle(*[RuntimeError("died")] * 3, 0.5)
     model, _ = served(monkeypatch, handle)
     with pytest.raises(InfraError, match="the reward model failed 3 times"):
-        await model.score([SAID])
+        await model.score([CONVERSATION])
     assert handle.num_calls == 3
 
 
-async def test_a_row_that_cannot_be_scored_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_row_that_cannot_be_scored_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle(DataError("too long"), 0.5)
     model, _ = served(monkeypatch, handle)
     with pytest.raises(DataError, match="too long"):
-        await model.score([SAID])
+        await model.score([CONVERSATION])
     assert handle.num_calls == 1
 
 
@@ -227,12 +228,12 @@ async def test_a_model_that_does_not_answer_fails_within_its_deadline(monkeypatc
     handle = Handle()
     model, _ = served(monkeypatch, handle, timeout_s=0.05)
     with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"reward\.timeout_s = 0\.05 s"):
-        await model.score([SAID])
+        await model.score([CONVERSATION])
     assert handle.cancelled
 
 
-async def test_while_a_replica_is_replaced_calls_have_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve delays calls while no replica is up, which is no slow model; a call from before the death waits too."""
+async def test_calls_have_more_time_while_a_replica_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve delays calls while no replica is up, including calls from before the death, so slowness is not the model's."""
     first, third = anyio.Event(), anyio.Event()
     handle = Handle(first, ray.exceptions.ActorDiedError(), third)
     model, _ = served(monkeypatch, handle, timeout_s=0.5, start_s=30.0)
@@ -244,15 +245,15 @@ async def test_while_a_replica_is_replaced_calls_have_longer(monkeypatch: pytest
 
     async with anyio.create_task_group() as group:
         group.start_soon(loads)
-        assert await model.score([SAID, SAID]) == [1.0, 1.0]
-    # It is up, and slow calls are slow calls again.
+        assert await model.score([CONVERSATION, CONVERSATION]) == [1.0, 1.0]
+    # A replica is up again, so the usual deadline applies to slow calls.
     with pytest.raises(DeadlineError, match=r"reward\.timeout_s = 0\.5 s"):
-        await model.score([SAID])
+        await model.score([CONVERSATION])
 
 
-async def test_a_replica_that_is_never_replaced_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_fail_if_a_replica_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle(ray.exceptions.ActorDiedError())
     model, _ = served(monkeypatch, handle, timeout_s=0.05, start_s=0.05)
     with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"reward\.timeout_s"):
-        await model.score([SAID])
+        await model.score([CONVERSATION])
     assert handle.num_calls == 2

@@ -1,6 +1,6 @@
-"""The reward model behind a real Ray Serve: runs that share a cluster, batches, a replica that dies, a bad model.
+"""The reward model on a real Ray Serve: runs that share a cluster, batches, a replica that dies, and a bad model.
 
-The engines' application is left out: it needs vLLM.
+The tests replace the application of the engines, which needs vLLM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the engines' place: a deployment that is up at once."""
+    """Replace the engines by a deployment that is up at once."""
     from ray import serve
 
     class Idle:
@@ -62,7 +62,7 @@ def apps() -> set[str]:
 
 
 @pytest.mark.slow
-async def test_two_runs_on_one_cluster_have_a_reward_model_each(tmp_path: Path) -> None:
+async def test_two_runs_on_a_cluster_have_separate_reward_models(tmp_path: Path) -> None:
     from rollouter.serving.app import start_app, stop_app
     from rollouter.serving.reward_model import ServedRewardModel
 
@@ -97,7 +97,7 @@ async def test_two_runs_on_one_cluster_have_a_reward_model_each(tmp_path: Path) 
 
 
 def kill_replica(namespace: str) -> None:
-    """The process of the run's reward replica ends, as if by the kernel."""
+    """Kill the process of the run's reward replica as the kernel may do."""
     import ray
 
     wanted = app_name(namespace, "reward")

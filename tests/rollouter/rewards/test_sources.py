@@ -1,4 +1,4 @@
-"""Rewards from functions, tools, environments and reward models: each alone, weighted, per turn, concurrently."""
+"""Rewards from functions, tools, environments and reward models: single, weighted, per turn, and concurrent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lengths:
         return [float(len(one.response)) for one in conversations]
 
 
-# ------------------------------------------------------------------------------------------------ one source
+# ------------------------------------------------------------------------------------------------ single sources
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, -2.5, 1 / 3])
@@ -112,7 +112,7 @@ async def test_a_reward_model_reads_the_conversation() -> None:
     assert model.read == [ScoredConversation((QUESTION,), "22"), ScoredConversation((QUESTION, CALL, RESULT), "#22")]
 
 
-# ------------------------------------------------------------------------------------------------ several
+# ------------------------------------------------------------------------------------------------ several sources
 
 
 async def test_the_rollouter_does_not_score_with_the_trainers_reward_model() -> None:
@@ -252,7 +252,7 @@ def test_a_wrong_parameter_for_trajectories_is_refused(module: Path) -> None:
         load_reward_functions(given_twice)
 
 
-async def test_the_last_answer_is_read_from_its_own_row() -> None:
+async def test_the_last_answer_is_read_from_the_row_of_its_turn() -> None:
     one = dialogue("add", "#22")
     other = dialogue("22")
     last = one.turns[-1]

@@ -1,4 +1,4 @@
-"""A start is watched by Serve's status, within a deadline even if Serve does not answer. No Ray runs."""
+"""The start of applications, which polls the status of Serve until a deadline. The tests run no Ray.""" 
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = app.app_name(NAMESPACE)
 
 
 def serving(**statuses: str) -> Any:
-    """`serve.status` of these applications."""
+    """Return a stand-in for `serve.status` with these applications."""
     applications = {
         app.app_name(NAMESPACE, part): SimpleNamespace(status=app.ApplicationStatus(status), deployments={}, message="")
         for part, status in statuses.items()
@@ -33,11 +33,11 @@ async def start(monkeypatch: pytest.MonkeyPatch, status: Any, *, start_s: float 
         await app.start_app(Config.model_validate({"timeouts": {"start_s": start_s}}), namespace=NAMESPACE)
 
 
-async def test_an_application_that_runs_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_start_ends_when_the_application_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     await start(monkeypatch, serving(rollout="RUNNING"))
 
 
-async def test_a_start_does_not_outlast_its_deadline_when_serve_does_not_answer(
+async def test_a_start_ends_at_its_deadline_if_serve_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answer = threading.Event()

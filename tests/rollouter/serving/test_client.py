@@ -1,4 +1,4 @@
-"""Resume over aborts and crashes, retry budget: against a scripted engine."""
+"""The client of replicas on a scripted engine: resuming after aborts and crashes, and the retry budget."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def whole(request: GenerateRequest) -> Turn:
 
 @dataclass
 class Play:
-    """The tokens that one call reports, and how it ends."""
+    """The tokens that one call reports, and the way it ends."""
 
     steps: list[dict[int, int]] = field(default_factory=list)
-    """The next deltas: requests by position (modulo their number), and how many tokens each has sampled."""
+    """The next event batches: for each request by position (modulo their number), its number of tokens."""
     end: str = "whole"
-    """`whole`: every response is completed; `abort`; or an error: `crash`, `infra`."""
+    """`whole` if every response is completed, `abort`, or an error: `crash` or `infra`."""
 
 
 class ScriptedEngine:
-    """Samples the tokens of `whole`, from the end of `so_far`. After its script every response is completed."""
+    """Samples the tokens of `whole` from the end of `so_far`. After the end of its script it completes every response."""
 
     def __init__(self, plays: Sequence[Play] = ()) -> None:
         self.plays = list(plays)
@@ -137,7 +137,7 @@ plays = st.builds(
 )
 def test_turns_survive_aborts_and_failures_unchanged(script: list[Play], lengths: list[int], begun: int) -> None:
     requests = [request(f"r{number}", length, prompt=number) for number, length in enumerate(lengths)]
-    # The first request has tokens already, as after a restart of the Rollouter; they may be the whole response.
+    # As after a restart of the Rollouter, the first request already has tokens, possibly its whole response.
     full = whole(requests[0])
     if begun > 0:
         count = min(begun, len(full.response_ids))
@@ -159,7 +159,7 @@ def test_turns_survive_aborts_and_failures_unchanged(script: list[Play], lengths
     assert sorted(finished) == sorted(set(range(len(requests))) - begun_whole)
     assert len(turns) == len(finished)
     assert engine.closed == len(engine.calls)
-    # Every call has an id of its own.
+    # Every request of a call has a new id.
     ids = [one.request_id for call in engine.calls for one in call]
     assert len(ids) == len(set(ids))
 
@@ -172,17 +172,17 @@ async def test_aborted_turns_resume_with_their_tokens_and_budget() -> None:
     assert len(short.response_ids) == 3
     assert same(long, whole(request("b", 10)))
     assert versions_per_token(long.spans, 10).tolist() == [0] * 5 + [1] * 5
-    # Only unfinished requests are sent again, each under a new id.
+    # Only unfinished requests are sent again, each with a new id.
     assert [[call.request_id for call in calls] for calls in engine.calls] == [["a-1", "b-1"], ["b-2"], ["b-3"]]
 
 
-async def test_aborts_without_a_token_cost_nothing() -> None:
+async def test_aborts_without_a_token_do_not_count_as_failures() -> None:
     engine = ScriptedEngine([Play(end="abort")] * 50)
     (turn,) = await finished_turns(generate(engine, [request("a", 8)], session="s", max_attempts=1))
     assert same(turn, whole(request("a", 8)))
 
 
-async def test_an_abort_after_the_last_token_is_an_end_by_length() -> None:
+async def test_an_abort_after_the_last_token_finishes_the_turn_by_length() -> None:
     full = Turn(np.arange(5, dtype=np.int32), np.zeros(5, dtype=np.float32), (Span(0, 3),), FinishReason.ABORTED)
 
     async def call(requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Sequence[Delta], None]:
@@ -202,7 +202,7 @@ async def test_failures_back_off_and_keep_the_tokens() -> None:
     assert [len(calls[0].so_far.response_ids) if calls[0].so_far else 0 for calls in engine.calls] == [0, 4, 4, 4]
 
 
-async def test_the_error_of_a_spent_budget_has_the_cause() -> None:
+async def test_the_error_of_a_spent_budget_has_the_last_cause() -> None:
     sleep = Sleeps()
     engine = ScriptedEngine([Play(end="infra")] * 3)
     with pytest.raises(InfraError, match="failed 3 times in a row, the last time: no answer") as raised:
@@ -218,11 +218,11 @@ async def test_crashes_are_retried_until_the_consumer_ends_the_call() -> None:
         if isinstance(event, EngineCrashed):
             crashes.append(event.error.message)
             if len(crashes) == 5:
-                raise PoisonError("that is enough")
+                raise PoisonError("five crashes")
 
     engine = ScriptedEngine([Play(end="crash")] * 9)
     events = generate(engine, [request("a", 6)], session="s", max_attempts=2, sleep=Sleeps())
-    with pytest.raises(PoisonError, match="that is enough"):
+    with pytest.raises(PoisonError, match="five crashes"):
         await finished_turns(events, observe)
     assert crashes == ["the engine died"] * 5
 
@@ -237,7 +237,7 @@ async def test_a_crash_after_the_last_token_is_ignored() -> None:
     assert turn.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_partial_turn_that_needs_no_more_tokens_is_finished_without_a_call() -> None:
+async def test_a_partial_turn_with_all_its_tokens_is_finished_without_a_call() -> None:
     engine = ScriptedEngine()
     so_far = Turn(np.arange(5, dtype=np.int32), np.zeros(5, dtype=np.float32), (Span(0, 3),), FinishReason.ABORTED)
     (turn,) = await finished_turns(generate(engine, [request("a", 5, so_far=so_far)], session="s", max_attempts=1))
@@ -245,7 +245,7 @@ async def test_a_partial_turn_that_needs_no_more_tokens_is_finished_without_a_ca
 
 
 @pytest.mark.parametrize("error", [DataError("too long"), BugError("counts")])
-async def test_other_errors_are_not_tried_again(error: Exception) -> None:
+async def test_other_errors_are_not_retried(error: Exception) -> None:
     calls = 0
 
     async def call(requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Sequence[Delta], None]:

@@ -1,4 +1,4 @@
-"""The fleet against a scripted Serve handle: retries, final errors, streams. No Ray runs."""
+"""The fleet on a scripted Serve handle: retries, final errors, and streams. The tests run no Ray."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def report(replica: str, version: int, pause_s: float = 0.0, lineage: int = 0) -
 
 
 class Stream:
-    """A streaming call that yields items and raises errors; None hangs."""
+    """A streaming call that yields items and raises errors in order, and hangs at None."""
 
     def __init__(self, *script: Any) -> None:
         self.script = list(script)
@@ -171,7 +171,7 @@ async def test_apply_continues_with_its_version_if_the_store_does_not_answer(
         hung.set()
 
 
-async def test_an_apply_that_takes_all_its_time_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_apply_that_times_out_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle([None, [report("a", 3, 0.5)]])
     fleet = make(monkeypatch, handle, newest=published(3), start_s=0.03, apply_s=0.02, engine_s=0.01, call_s=0.01)
     assert await fleet.apply(published(3)) == [report("a", 3, 0.5)]
@@ -192,7 +192,7 @@ async def test_a_bug_error_of_one_replica_ends_apply(monkeypatch: pytest.MonkeyP
         await make(monkeypatch, handle).apply(published(3))
 
 
-def piece(first: int, count: int, finish: FinishReason = FinishReason.ABORTED) -> Delta:
+def delta(first: int, count: int, finish: FinishReason = FinishReason.ABORTED) -> Delta:
     ids = np.arange(first, first + count, dtype=np.int32)
     turn = Turn(ids, -ids.astype(np.float32), (Span(0, 1),) if count else (), finish)
     return Delta(0, turn, finish is not FinishReason.ABORTED)
@@ -203,10 +203,10 @@ def request(max_tokens: int) -> GenerateRequest:
 
 
 async def test_a_call_past_its_deadline_resumes_on_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Stream(Accepted("a"), [piece(0, 4)], None)
-    dying = Stream(Accepted("b"), [piece(4, 2)], DEAD)
-    last = Stream(Accepted("c"), [piece(6, 2, FinishReason.LENGTH)])
-    # A replica that dies before it has begun is not counted as a crash.
+    slow = Stream(Accepted("a"), [delta(0, 4)], None)
+    dying = Stream(Accepted("b"), [delta(4, 2)], DEAD)
+    last = Stream(Accepted("c"), [delta(6, 2, FinishReason.LENGTH)])
+    # The death of a replica before it accepts the call does not count as a crash.
     handle = Handle(streams=[slow, dying, Stream(DEAD), last])
     events: list[GenerationEvent] = []
     fleet = make(monkeypatch, handle, generate_s=0.05)
@@ -216,13 +216,13 @@ async def test_a_call_past_its_deadline_resumes_on_another_replica(monkeypatch: 
     assert [len(one.so_far.response_ids) if one.so_far else 0 for (one,) in handle.requests] == [0, 4, 6, 6]
     (crash,) = [event.error for event in events if isinstance(event, EngineCrashed)]
     assert "process is gone" in crash.message and crash.replica == "b"
-    # After a crash, the requests count as present on the replica until the crash is assessed.
+    # After a crash, the requests count as in flight on the replica until the crash is assessed.
     places = [event for event in events if isinstance(event, Accepted | Unplaced)]
     assert places == [Accepted("a"), Unplaced(), Accepted("b"), Unplaced(), Accepted("c"), Unplaced()]
 
 
 async def test_cancellation_cancels_the_call_to_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream([piece(0, 4)], None)
+    stream = Stream([delta(0, 4)], None)
     with anyio.move_on_after(0.02) as scope:
         await finished_turns(make(monkeypatch, Handle(streams=[stream])).generate([request(8)], session="s"))
     assert scope.cancelled_caught
@@ -236,13 +236,13 @@ async def test_events_of_replicas_are_written_by_the_rollouter(monkeypatch: pyte
     def event(name: str) -> dict[str, Any]:
         return {"timestamp": 5.0, "event": name, "duration_s": 1.0, "replica": "a"}
 
-    whole = piece(0, 4, FinishReason.LENGTH)
+    whole = delta(0, 4, FinishReason.LENGTH)
     stream = Stream(Accepted("a"), EventBatch("a", [event("request")]), [whole], EventBatch("a", [event("loop.stall")]))
     applied = replace(report("a", 3), events=(event("sync.load"), event("sync.pause")))
     fleet = make(monkeypatch, Handle([[applied]], [stream]))
     (turn,) = await finished_turns(fleet.generate([request(4)], session="s"))
     assert len(turn.response_ids) == 4
-    assert await fleet.apply(published(3)) == [report("a", 3)], "the events are taken out of the report"
+    assert await fleet.apply(published(3)) == [report("a", 3)], "the report no longer has the events"
     profile.flush()
     lines = (tmp_path / "events" / "step_000002" / "replica-a.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["request", "loop.stall", "sync.load", "sync.pause"]

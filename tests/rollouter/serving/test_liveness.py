@@ -1,4 +1,4 @@
-"""When an engine counts as hung."""
+"""The conditions under which an engine counts as hung."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def observe(liveness: EngineLiveness, passed_s: float = 1.0, **seen: Any) -> boo
 
 
 def observe_times(liveness: EngineLiveness, count: int, **seen: Any) -> bool:
-    """Whether it hangs, of the last of so many looks, a second apart."""
+    """Observe `count` times at intervals of a second, and return the last result: whether the engine hangs."""
     return [observe(liveness, **seen) for _ in range(count)][-1]
 
 
-def test_a_busy_engine_must_make_tokens_and_an_idle_one_must_answer() -> None:
+def test_a_busy_engine_must_generate_tokens_and_an_idle_one_must_answer() -> None:
     for seen in ({"busy": True}, {"ping_open": True}, {"busy": True, "ping_open": True}):
         liveness = EngineLiveness(LIMIT_S, 2.0)
-        assert not observe(liveness, **seen)  # nothing was known of it before
+        assert not observe(liveness, **seen)  # there was no observation before
         assert not observe_times(liveness, 4, **seen)
         assert observe(liveness, **seen)
 
@@ -47,7 +47,7 @@ def test_a_token_an_answer_and_a_pause_are_signs_of_life() -> None:
         assert observe(liveness, tokens=tokens, busy=True)
 
 
-def test_gaps_between_observations_count_little() -> None:
+def test_long_gaps_between_observations_count_only_partly() -> None:
     liveness = EngineLiveness(LIMIT_S, 2.0)
     observe(liveness)
     assert not observe(liveness, 1000.0, busy=True)

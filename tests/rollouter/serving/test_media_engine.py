@@ -1,4 +1,4 @@
-"""Prompts with images through vLLM itself, and the Trainer's model on what came back."""
+"""Prompts with images in a real vLLM engine, compared with the Trainer's model."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Replica:
     async def run(self, *requests: GenerateRequest) -> list[Turn]:
         turns: dict[int, Turn] = {}
         named = [replace(request, request_id=f"{request.request_id}-{next(self._numbers)}") for request in requests]
-        async for told in self._generation.run(named):
+        async for batch in self._generation.run(named):
             if isinstance(told, list):
-                for piece in told:
-                    turns[piece.number] = join_turns(turns.get(piece.number), piece.turn)
+                for delta in batch:
+                    turns[delta.number] = join_turns(turns.get(delta.number), delta.turn)
         return [turns[number] for number in range(len(requests))]
 
 
@@ -91,7 +91,7 @@ def request(prompt: Prompt, sampling: Mapping[str, object] = GREEDY, so_far: Tur
 
 
 def trained_log_probs(model: ModelConfig, prompt: Prompt, turn: Turn) -> np.ndarray:
-    """As the Trainer computes them."""
+    """Return the log-probs that the Trainer computes."""
     mask = np.ones(len(turn.response_ids), dtype=np.bool_)
     row = Row(
         prompt.prompt_ids, turn.response_ids, mask, turn.rollout_log_probs, turn.spans, FinishReason.LENGTH, reward=0.0
@@ -105,17 +105,17 @@ def trained_log_probs(model: ModelConfig, prompt: Prompt, turn: Turn) -> np.ndar
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("media", [(ONE,), (ONE, TWO), ()])
-async def test_engine_and_trainer_agree(
+async def test_engine_and_trainer_compute_equal_log_probs(
     model: ModelConfig, replica: Replica, media: tuple[Media, ...], sampling: Mapping[str, object]
 ) -> None:
-    """The engine was given the very ids that are trained on: vLLM would refuse placeholders that are not its own."""
+    """Both get the same ids, because vLLM refuses placeholders that differ from those it would write."""
     prompt = make_prompt(model, *media)
     (turn,) = await replica.run(request(prompt, sampling))
     assert len(turn.response_ids) == 12
     np.testing.assert_allclose(turn.rollout_log_probs, trained_log_probs(model, prompt, turn), atol=2e-4)
 
 
-async def test_vllms_own_placeholders_are_the_same(model: ModelConfig, replica: Replica) -> None:
+async def test_the_placeholders_of_prompts_equal_those_of_vllm(model: ModelConfig, replica: Replica) -> None:
     prompt = make_prompt(model, ONE, TWO)
     plain = load_tokenizer(model)("<|im_start|>user\nlook: <image><image>?<|im_end|>\n<|im_start|>assistant\n")[
         "input_ids"
@@ -127,7 +127,7 @@ async def test_vllms_own_placeholders_are_the_same(model: ModelConfig, replica: 
     assert theirs["prompt_token_ids"] == prompt.prompt_ids.tolist()
 
 
-async def test_the_image_decides(model: ModelConfig, replica: Replica) -> None:
+async def test_the_image_changes_the_log_probs(model: ModelConfig, replica: Replica) -> None:
     one, other = make_prompt(model, ONE), make_prompt(model, TWO)
     assert (one.prompt_ids == other.prompt_ids).all()
     turns = await replica.run(request(one), request(other), request(one))
@@ -135,7 +135,7 @@ async def test_the_image_decides(model: ModelConfig, replica: Replica) -> None:
     assert np.abs(turns[0].rollout_log_probs[0] - turns[1].rollout_log_probs[0]) > 1e-3
 
 
-async def test_a_cut_turn_goes_on_with_its_image(model: ModelConfig, replica: Replica) -> None:
+async def test_a_cut_turn_continues_with_its_image(model: ModelConfig, replica: Replica) -> None:
     prompt = make_prompt(model, ONE)
     (whole,) = await replica.run(request(prompt))
     head = Turn(whole.response_ids[:5], whole.rollout_log_probs[:5], whole.spans, FinishReason.ABORTED)
@@ -144,7 +144,7 @@ async def test_a_cut_turn_goes_on_with_its_image(model: ModelConfig, replica: Re
     np.testing.assert_allclose(rest.rollout_log_probs, whole.rollout_log_probs[5:], atol=2e-4)
 
 
-async def test_placeholders_that_are_not_its_own_are_refused(model: ModelConfig, replica: Replica) -> None:
+async def test_placeholders_that_do_not_match_the_images_are_refused(model: ModelConfig, replica: Replica) -> None:
     prompt = make_prompt(model, ONE)
     with pytest.raises(DataError, match="placeholders of 1 images as vLLM writes them, but the prompt has 2"):
         await replica.run(request(replace(prompt, media=(ONE, TWO))))
@@ -157,8 +157,8 @@ async def test_features_of_other_weights_are_not_reused(model: ModelConfig, repl
     inputs = [
         await media_input(replica.llm.renderer, prompt.prompt_ids.tolist(), prompt.media, s) for s in ("0-1", "0-2")
     ]
-    hashes = [told["mm_hashes"]["image"][0] for told in inputs]
-    assert hashes[0] != hashes[1] and all(told["prompt_token_ids"] == prompt.prompt_ids.tolist() for told in inputs)
+    hashes = [one["mm_hashes"]["image"][0] for one in inputs]
+    assert hashes[0] != hashes[1] and all(one["prompt_token_ids"] == prompt.prompt_ids.tolist() for one in inputs)
     replica.health.weights_version = WeightsVersion(0, 3)
     before, after = await replica.run(request(prompt)), await replica.run(request(prompt))
     np.testing.assert_array_equal(before[0].response_ids, after[0].response_ids)

@@ -1,4 +1,4 @@
-"""What the config becomes for Ray and vLLM."""
+"""The options for Ray and vLLM that follow from the configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def options(*, gpus: bool = False, **groups: Any) -> Any:
     return serving_options(config, namespace="run", gpus=gpus)
 
 
-def test_cpu() -> None:
+def test_options_on_cpu() -> None:
     built = options(rollout={"cpu_threads": 2, "cpu_kv_cache_gib": 3, "num_replicas": 2, "response_length": 100})
     assert built.bundles == ({"CPU": 2.0},)
     assert built.env_vars["VLLM_CPU_KVCACHE_SPACE"] == "3"
@@ -39,13 +39,13 @@ def test_replicas_record_events_and_write_no_files() -> None:
     )
 
 
-def test_a_replica_outlasts_a_caller_that_silences_it() -> None:
-    """tests/e2e/test_launch.py stops a Rollouter in the middle of its streams."""
+def test_health_checks_allow_for_a_stopped_rollouter() -> None:
+    """A stopped Rollouter can block a replica; tests/e2e/test_launch.py stops one in the middle of its streams."""
     settings = deployment_options(options(timeouts={"probe_s": 12}))
     assert settings["health_check_timeout_s"] * 3 == 18
 
 
-def test_gpu() -> None:
+def test_options_on_gpus() -> None:
     built = options(gpus=True, rollout={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False})
     assert built.bundles == ({"GPU": 1.0, "CPU": 1.0}, {"GPU": 1.0, "CPU": 1.0})
     assert "VLLM_CPU_KVCACHE_SPACE" not in built.env_vars
@@ -61,12 +61,12 @@ def test_log_probs_are_those_of_the_tempered_policy(temperature: float, mode: st
     assert built.llm_config["engine_kwargs"]["logprobs_mode"] == mode
 
 
-def test_engine_kwargs_pass_through() -> None:
+def test_engine_kwargs_are_passed_to_vllm() -> None:
     built = options(rollout={"engine_kwargs": {"max_num_batched_tokens": 1024}})
     assert built.llm_config["engine_kwargs"]["max_num_batched_tokens"] == 1024
 
 
 def test_the_driver_side_does_not_import_vllm() -> None:
-    """Importing `ray.serve.llm` costs 7 s; only replicas need it."""
+    """Only replicas need `ray.serve.llm`, whose import takes 7 s."""
     code = "import sys, rollouter.serving.fleet; sys.exit(any(m in sys.modules for m in ('vllm', 'torch', 'ray.llm')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

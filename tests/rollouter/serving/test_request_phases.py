@@ -40,24 +40,24 @@ def test_the_phases_of_an_uninterrupted_request() -> None:
     [
         ([(15.0, 17.0)], RequestPhases(1.0, 1.5, 1.0, 4.0, 2.0)),
         ([(12.0, 13.5), (16.0, 16.5)], RequestPhases(1.0, 0.5, 0.5, 5.5, 2.0)),
-        ([(10.2, 11.0)], RequestPhases(1.0, 1.5, 1.0, 6.0, 0.0)),  # at the gate
-        ([(19.0, 30.0)], RequestPhases(1.0, 1.5, 1.0, 5.0, 1.0)),  # after the last token
+        ([(10.2, 11.0)], RequestPhases(1.0, 1.5, 1.0, 6.0, 0.0)),  # the pause falls into the wait at the gate
+        ([(19.0, 30.0)], RequestPhases(1.0, 1.5, 1.0, 5.0, 1.0)),  # the pause ends after the last token
         ([(0.0, 1.0), (30.0, 40.0)], RequestPhases(1.0, 1.5, 1.0, 6.0, 0.0)),
     ],
 )
-def test_pauses_are_taken_out_of_the_phase_they_fall_into(
+def test_pauses_are_subtracted_from_the_phases_they_overlap(
     windows: list[tuple[float, float]], expected: RequestPhases
 ) -> None:
     assert request_phases(WHOLE, paused(*windows)) == pytest.approx(expected)
 
 
-def test_a_pause_that_is_not_over_counts_up_to_now() -> None:
+def test_an_open_pause_counts_up_to_now() -> None:
     pauses = paused((15.0, 15.5))
     pauses.begin(18.0)
     assert request_phases(WHOLE, pauses).paused_s == 2.5
     pauses.end(18.5)
     pauses.end(99.0)
-    assert request_phases(WHOLE, pauses).paused_s == 1.0, "an end without a beginning is none"
+    assert request_phases(WHOLE, pauses).paused_s == 1.0, "an end without a beginning is ignored"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_pause_that_is_not_over_counts_up_to_now() -> None:
         ),
     ],
 )
-def test_an_aborted_request_ends_in_the_phase_that_it_is_in(moments: RequestMoments, expected: RequestPhases) -> None:
+def test_the_phase_of_an_aborted_request_ends_with_the_request(moments: RequestMoments, expected: RequestPhases) -> None:
     assert request_phases(moments, EnginePauses()) == expected
 
 
@@ -95,7 +95,7 @@ SECONDS = st.floats(0, 1e6, allow_nan=False)
     st.lists(SECONDS, max_size=20).map(sorted),
     st.booleans(),
 )
-def test_phases_add_up_to_no_more_than_the_request(moments: RequestMoments, edges: list[float], still: bool) -> None:
+def test_phases_add_up_to_at_most_the_duration_of_the_request(moments: RequestMoments, edges: list[float], still: bool) -> None:
     """This holds even if the clocks disagree."""
     pauses = paused(*zip(edges[::2], edges[1::2], strict=False))
     if still and edges:

@@ -1,4 +1,4 @@
-"""Sessions and their replicas behind a real Ray Serve; the deployment returns the name of its replica."""
+"""Replica affinity of sessions, alone and on a real Ray Serve with a deployment that returns the name of its replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollouter.serving.routing import ReplicaAffinity, affinity_key
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_session_stays_on_its_replica_while_that_is_available() -> None:
+def test_a_session_stays_on_its_replica_while_the_replica_is_available() -> None:
     affinity = ReplicaAffinity()
     assert affinity.find("sample_0_1", {"a", "b"}) is None
     affinity.assign("sample_0_1", "b")
@@ -31,10 +31,10 @@ def test_conversations_of_a_sample_share_a_replica() -> None:
     affinity = ReplicaAffinity()
     affinity.assign("sample_0_1/0", "a")
     assert affinity.find("sample_0_1/7", {"a"}) == "a"
-    assert affinity_key("val_3_7_try_2") != affinity_key("val_3_7"), "another try may go elsewhere"
+    assert affinity_key("val_3_7_try_2") != affinity_key("val_3_7"), "another try may go to another replica"
 
 
-def test_the_sessions_used_least_recently_are_forgotten() -> None:
+def test_the_least_recently_used_sessions_are_forgotten() -> None:
     affinity = ReplicaAffinity(max_keys=2)
     affinity.assign("one", "a")
     affinity.assign("two", "a")
@@ -93,7 +93,7 @@ async def test_serve_keeps_sessions_on_their_replicas(handle: Any) -> None:
         assert len(set(replicas.values())) >= 2, f"sessions are spread: {Counter(replicas.values())}"
         asked = [f"{name}/{turn}" for turn in range(8) for name in names]
         answers = await asyncio.gather(*map(where, asked))
-        assert answers == [replicas[name.partition("/")[0]] for name in asked], "under concurrent requests"
+        assert answers == [replicas[name.partition("/")[0]] for name in asked], "sessions stay on their replicas under concurrent requests"
         gone = replicas[names[0]]
         with pytest.raises(RayError):
             await handle.options(session_id=names[0]).end.remote()
