@@ -1,4 +1,4 @@
-"""docs/architecture.md is what a run does: one sample and one weights version pass through the real modules.
+"""docs/architecture.md shows what a run does: one sample and one weights version pass through the real modules.
 
 `make docs` writes the page; `make lint` fails when it is stale.
 """

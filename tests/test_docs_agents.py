@@ -1,4 +1,4 @@
-"""The examples of docs/agents.md and docs/data.md are valid for a run and behave as the pages describe."""
+"""The examples of docs/agents.md and docs/data.md are valid and behave as the pages describe."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ YAML = [(page, name) for page in PAGES for name in blocks(page, "yaml")]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with every block as a file; references to files are found from there."""
+    """A working directory that has every block as a file."""
     monkeypatch.chdir(tmp_path)
     for page in PAGES:
         for name, text in {**blocks(page, "python"), **blocks(page, "yaml")}.items():
@@ -71,7 +71,8 @@ def config(here: Path, name: str) -> Config:
 @pytest.mark.parametrize(("page", "name"), YAML)
 def test_every_configuration_is_valid(here: Path, page: str, name: str) -> None:
     turns = config(here, name).rollout.multi_turn
-    load_tools([tool for tool in turns.tools if tool.class_name != "python"])  # which needs a sandbox on this machine
+    # The machine may lack the sandbox that the tool `python` needs.
+    load_tools([tool for tool in turns.tools if tool.class_name != "python"])
     load_interactions(turns.interactions)
     assert turns.format in known_formats()
 

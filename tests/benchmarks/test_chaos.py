@@ -307,7 +307,9 @@ def test_an_engine_is_idle_once_its_replica_reports_no_requests() -> None:
     dry, other = replica("a", 6, 7, at=20.0), replica("b", 66, 77, at=20.0)
     busy = replace(dry, in_flight=1)
     assert not faults.is_idle(engine, running(21.0, replicas=(busy, other)), since=10.0)
-    assert not faults.is_idle(engine, running(21.0, replicas=(dry,)), since=20.5), "the report was made before the fault"
+    assert not faults.is_idle(engine, running(21.0, replicas=(dry,)), since=20.5), (
+        "the report was made before the fault"
+    )
     assert faults.is_idle(engine, running(21.0, replicas=(dry,)), since=10.0)
 
 

@@ -38,7 +38,7 @@ class Standing(Subject):
         self._processes = processes
         self._standing = ChaosLaunch(processes["driver"], path / "launch.txt")
         self.was_stopped: set[str] = set()
-        """Parts that have been seen in this state."""
+        """Parts that `look` has found stopped."""
 
     @property
     def launch(self) -> ChaosLaunch:
@@ -133,7 +133,9 @@ def stopped(subject: Standing) -> tuple[Dealer, Strike, RunState]:
 
 def over(by: Dealer, strike: Strike, settled: RunState, **changes: Any) -> float | None:
     """Check a state that the driver writes soon after it continues, and then the settled one."""
-    assert by.over(strike, replace(settled, written_at=strike.at + PROBE_S / 2, **changes)) is None, "a replacement may still follow"
+    assert by.over(strike, replace(settled, written_at=strike.at + PROBE_S / 2, **changes)) is None, (
+        "a replacement may still follow"
+    )
     return by.over(strike, replace(settled, **changes))
 
 

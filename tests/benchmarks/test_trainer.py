@@ -42,7 +42,7 @@ def test_every_variant_makes_the_same_update(model: Path, lengths: str) -> None:
 
 def test_a_variant_with_another_loss_is_not_measured(model: Path) -> None:
     runner = _Runner(0, UpdateCase("tiny", "cpu", 1, "equal", WORKLOAD, rounds=1), model, [])
-    runner._compare({"plain": 0.5, "padded": 0.5, "packed": math.nan})  # nan means that this rank has nothing to compare
+    runner._compare({"plain": 0.5, "padded": 0.5, "packed": math.nan})  # nan: this rank has no loss
     with pytest.raises(SystemExit, match="different work"):
         runner._compare({"plain": 0.5, "padded": 0.5, "packed": 0.6})
 

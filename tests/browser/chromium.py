@@ -1,4 +1,5 @@
-"""A headless Chromium for tests of pages: the one that is installed on the machine. Import `chromium` into a test module:
+"""A headless Chromium for tests of pages: the one that is installed on the machine. Import `chromium` into a test
+module:
 
     from tests.browser.chromium import Tab, chromium  # noqa: F401
 
@@ -37,7 +38,7 @@ ARGUMENTS = (
 LAPTOP = {"width": 1366, "height": 768}
 """Pixels of a small laptop's screen."""
 TIMEOUT_MS = 20_000
-"""Timeout of a page's own actions; a machine under load is slow."""
+"""Timeout of actions on a page, which are slow on a busy machine."""
 EXIT_TIMEOUT_S = 10.0
 """Grace period for the browser's processes to end."""
 _OWN = ("data", "blob", "about")
@@ -100,9 +101,9 @@ class Tab:
 
     page: Page
     errors: list[str] = field(default_factory=list)
-    """Errors and warnings on its console, and uncaught exceptions."""
+    """Errors and warnings on the page's console, and uncaught exceptions."""
     requests: list[str] = field(default_factory=list)
-    """Addresses, in order."""
+    """Addresses of all requests, in order."""
 
     @classmethod
     @contextmanager

@@ -66,7 +66,8 @@ async def publish(engine: EngineProcess, scale: float = 0.02) -> Publication:
 
 
 async def until_idle(engine: EngineProcess) -> None:
-    """Wait until the engine is idle. Ray cancels calls in the background, so an earlier call may still have requests."""
+    """Wait until the engine is idle. Ray cancels calls in the background, so an earlier call may still have
+    requests."""
     started = time.time()
     while (last := (await replicas(engine))[-1]).load is None or last.reported_at < started or last.load.running:  # noqa: ASYNC110
         await anyio.sleep(0.1)
@@ -165,7 +166,9 @@ async def test_kept_requests_continue_under_the_new_weights(engine: EngineProces
         assert np.abs(under_old[new] - turn.rollout_log_probs[new]).max() > 0.01
     await until_idle(engine)
     load = (await replicas(engine))[-1].load
-    assert load is not None and load.preemptions == 0, "clearing the KV cache for a new version does not count as preemption"
+    assert load is not None and load.preemptions == 0, (
+        "clearing the KV cache for a new version does not count as preemption"
+    )
 
 
 async def test_each_request_records_the_duration_of_its_phases(engine: EngineProcess, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The shipped model, tokenizer and rows: complete, small, usable offline, and of the difficulty the quickstart needs."""
+"""The shipped model, tokenizer and rows: complete, small, usable offline, and of the difficulty the quickstart
+needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A whole run in one process: all parts are real, and Ray and vLLM's engine are replaced where the project calls them."""
+"""A whole run in one process: all parts are real, and Ray and vLLM's engine are replaced where the project calls
+them."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def without_ray(actors: Mapping[str, Any]) -> Iterator[None]:
 
 
 class OneEngine:
-    """A stand-in for vLLM's `AsyncLLM` with the methods that a replica calls: it repeats one token and loads weights."""
+    """A stand-in for vLLM's `AsyncLLM` with the methods that a replica calls: it repeats one token and loads
+    weights."""
 
     def __init__(self, path: str, *, max_model_len: int) -> None:
         self.model_config = SimpleNamespace(max_model_len=max_model_len)

@@ -9,7 +9,7 @@ from asyncrl.assets import resolve
 
 QUICKSTART = resolve("asyncrl://quickstart")
 CONTEXT = 48
-"""Longest conversation, in tokens."""
+"""Maximum number of tokens in a conversation."""
 
 
 def make_classifier(path: Path, *, num_labels: int = 1, pad_token_id: int | None = None, template: bool = True) -> str:

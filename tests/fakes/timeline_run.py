@@ -153,7 +153,7 @@ def run_state(phase: RunPhase = "completed", step: int = 1) -> RunState:
 
 DONE = RunLiveness("ended", "completed", run_state())
 EVERYTHING = Window(-1e6, 1e6, 10**12)
-"""Has so many pixels that no bars are merged."""
+"""A window with so many pixels that no bars are merged."""
 
 
 def timeline_of(run: FakeRun, liveness: RunLiveness = DONE) -> Timeline:

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 def make_batch(
     prompts: Sequence[int], responses: Sequence[int], *, vocab: int, seed: int = 0, masked: float = 0.2
 ) -> TensorDict:
-    """Return rows with these prompt and response lengths, in which a share `masked` of the response tokens is not trained."""
+    """Return rows with these prompt and response lengths, in which a share `masked` of the response tokens is not
+    trained."""
     generator = torch.Generator().manual_seed(seed)
     size, width = len(prompts), max(responses)
     prompt_lens, response_lens = torch.tensor(prompts), torch.tensor(responses)

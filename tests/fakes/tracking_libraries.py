@@ -124,7 +124,8 @@ class Libraries:
 
 
 def offline(patch: pytest.MonkeyPatch, home: str) -> None:
-    """Remove the configuration of this machine's user; environment variables that the libraries set end with the test."""
+    """Remove the configuration of this machine's user; environment variables that the libraries set end with the
+    test."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "MLFLOW_TRACKING_URI"):
         patch.delenv(name, raising=False)
     for name in ("WANDB_SILENT", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_CONFIGURE_LOGGING"):

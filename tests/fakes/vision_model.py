@@ -20,7 +20,7 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 FEATURES = 4
-"""Placeholders of an image; what stands around them is not counted."""
+"""Number of placeholders of an image, without the tokens around them."""
 SPECIAL = ("<|end|>", "<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>")
 SPLIT = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
@@ -89,7 +89,9 @@ def write_vision_model(directory: Path, *, seed: int = 0) -> Path:
     model.save_pretrained(directory)
     size = {"longest_edge": 32}
     image_processor = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-    Idefics3Processor(image_processor, tokenizer, image_seq_len=FEATURES, chat_template=TEMPLATE).save_pretrained(directory)
+    Idefics3Processor(image_processor, tokenizer, image_seq_len=FEATURES, chat_template=TEMPLATE).save_pretrained(
+        directory
+    )
     return directory
 
 

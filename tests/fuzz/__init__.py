@@ -1,1 +1,2 @@
-"""Schedule fuzzing: the async core runs on fakes and a virtual clock, and a seed determines the order of all callbacks."""
+"""Schedule fuzzing: the async core runs on fakes and a virtual clock, and a seed determines the order of all
+callbacks."""

@@ -215,7 +215,9 @@ class Engines:
     async def _live(self, replica: FuzzReplica) -> None:
         store = self._store.handle(replica.gate)
         await replica.sleep(0.01)
-        newest = await object_store._ask(lambda _: store.start_with.remote(60.0, None), 100.0, "the version to start with")
+        newest = await object_store._ask(
+            lambda _: store.start_with.remote(60.0, None), 100.0, "the version to start with"
+        )
         await replica.sleep(self._world.some(0.05))
         if newest is not None:
             self._fetch(replica, newest)

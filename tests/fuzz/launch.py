@@ -109,12 +109,12 @@ class LaunchOfRun:
         self.watch = DriverWatch(self)
         self.processes: TaskGroup
         self.commits_left = 0
-        """Until the queue dies before it can answer; 0: it does not."""
+        """Number of commits after which the queue dies before it answers; 0 if it does not die."""
         self.died = self.stopped = False
         self.trainer_ended = False
         self.trainer_moved = anyio.Event()
         self.validated: WeightsVersion | None = None
-        """Newest weights_version whose validation this launch has recorded."""
+        """The newest weights version whose validation this launch has recorded."""
 
     def _make_queue(self) -> ActorHost:
         drift = self.config.async_training
@@ -187,7 +187,7 @@ class LaunchOfRun:
     async def run(self) -> bool:
         """Run the launch to its end, and return whether the run is complete."""
         self.world.log(f"launch {self.world.launches}, lineage {self.lineage}, from step {self.progress.step}")
-        # A driver that is killed while it is stopped has no records of the last steps, but the checkpoint contains them.
+        # A driver that was killed while it was stopped lacks records of the last steps, but the checkpoint has them.
         self.world.completed_step = self.progress.step
         self._forget_validations()
         async with anyio.create_task_group() as self.processes:

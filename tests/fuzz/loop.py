@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 MAX_VIRTUAL_S = 100_000.0
 MAX_TURNS = 2_000_000
-"""Callbacks of one run; a run with more is a livelock."""
+"""Maximum number of callbacks in a run; a run with more is a livelock."""
 SPIN_TURNS = 10_000
 """After so many callbacks without a pause, time passes anyway, so that a busy wait meets its deadline."""
 
@@ -114,7 +114,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._selector = _Clock(self)
         self._numbers = itertools.count()
         self._broken: BaseException | None = None
-        """Exception of a callback, which no task awaits."""
+        """The exception of a callback, for which no task waits."""
         self.set_task_factory(self._make_task)
         self.failure: BaseException | None = None
         """The first failure; later ones are consequences of ending a broken run."""

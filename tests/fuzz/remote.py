@@ -1,7 +1,7 @@
 """Simulated processes: actors that can be killed at any moment, and calls to them.
 
-The tasks of a killed process still run their cleanup. That changes only the memory of the process, because its ports are
-behind a closed `Gate`.
+The tasks of a killed process still run their cleanup. That changes only the memory of the process, because its ports
+are behind a closed `Gate`.
 """
 
 from __future__ import annotations

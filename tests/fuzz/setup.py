@@ -20,23 +20,23 @@ FAULTS: tuple[FaultKind, ...] = (
     "store", "hang engine", "hang rollouter", "hang trainer", "hang queue", "apply", "payload", "driver",
     "driver stops", "stop",
 )  # fmt: skip
-"""`answer`: the queue's process dies after an operation and before its answer. `driver stops`: it continues later.
+"""`answer` kills the queue's process between an operation and its answer. `driver stops` stops the driver for a while.
 Faults that are listed more than once are drawn more often."""
 LONG_S = 1000.0
-"""A deadline longer than any run, which hides no lost notification."""
+"""A deadline longer than any run, so that retries do not hide a lost notification."""
 SHORT_S = 4.0
-"""A deadline that passes while the queue hangs."""
+"""A deadline that is shorter than a hang of the queue."""
 SAMPLE_S = 30.0
 PROBE_S = 3.0
 START_S = 10.0
 WATCHDOG_S = 120.0
-"""Longer than the longest legal standstill: all samples run out of time."""
+"""Longer than the longest legal time without progress, in which all samples time out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     at_s: float
-    """Virtual seconds after the launch that it strikes."""
+    """Virtual seconds from the start of the launch to the fault."""
     kind: FaultKind
 
 
@@ -62,9 +62,9 @@ class FuzzSetup:
     """The prompt that crashes every engine."""
     faults: tuple[Fault, ...]
     max_turns: int = 1
-    """Of a conversation; 1: there are none."""
+    """Maximum number of turns in a conversation; 1 if the run has no conversations."""
     forks: bool = False
-    """Every turn begins another row."""
+    """Whether every turn starts another row."""
 
     def __str__(self) -> str:
         training, drift = self.config.trainer, self.config.async_training

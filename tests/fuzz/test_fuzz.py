@@ -163,7 +163,7 @@ class PlantedBug(NamedTuple):
     symptoms: tuple[str, ...]
     """Texts of which at least one is in the message of the failed run."""
     kinds: tuple[FaultKind, ...] = ()
-    """Play only seeds with one of these faults; empty: all seeds."""
+    """Only seeds with one of these faults are played, or all seeds if there are none."""
     most_seeds: int = MOST_SEEDS
 
 
@@ -175,7 +175,9 @@ PLANTED = {
         ((CommitSamples, "perform", lambda self, queue, *, retried: None),),
         ("is in the surviving model, but not TRAINED in the journal",),
     ),
-    "the staleness gate wakes no waiter": PlantedBug(((SetAppliedVersion, "perform", wake_no_caller),), ("no progress",)),
+    "the staleness gate wakes no waiter": PlantedBug(
+        ((SetAppliedVersion, "perform", wake_no_caller),), ("no progress",)
+    ),
     "the queue does not rewind": PlantedBug(
         ((RewindTraining, "perform", lambda self, queue, *, retried: None),), ("of lineage 1 applied in lineage 0",)
     ),

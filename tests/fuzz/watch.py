@@ -103,8 +103,8 @@ class DriverWatch:
     async def _asked(self, ask: Callable[[], Awaitable[Answer]], limit_s: float) -> Answer:
         """Ask as a driver that may be stopped.
 
-        While the driver is stopped, an answer waits and the deadline may pass. When it continues, it may notice either of
-        them first.
+        While the driver is stopped, an answer waits and the deadline may pass. When it continues, it may notice either
+        of them first.
         """
         await self._awake.wait()
         answers: list[Answer] = []
@@ -196,7 +196,7 @@ class DriverWatch:
         for report in changes.unresponsive:
             for replica in [one for one in engines.replicas if one.name == report.replica]:
                 if not replica.hung and not replica.ended:
-                    self._world.broken.append(f"{replica.name} was healthy but was ended because its reports were missed")
+                    self._world.broken.append(f"{replica.name} was healthy but was ended for missing reports")
                 engines.crash(replica, "it hangs")
         if changes.missing:
             self._world.broken.append(f"{changes.missing[0].replica} is reported to have no successor")

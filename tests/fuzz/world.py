@@ -5,7 +5,8 @@
            as rows, the Supervisors, probes, Watchdog and ReplicaWatch
     fake   engines and replicas, ranks, checkpoints, payload and turn files, processes and the network between them
 
-`launch` plays the driver, `parts` are the processes that it replaces, and `files` are the files that survive all of them.
+`launch` plays the driver, `parts` are the processes that it replaces, and `files` are the files that survive all of
+them.
 """
 
 from __future__ import annotations

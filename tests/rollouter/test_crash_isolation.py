@@ -161,7 +161,7 @@ class Crowd:
     replicas: int
     slots: int
     infra: int
-    """Crashes that no session causes."""
+    """Number of crashes that no session causes."""
     max_crashes: int
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class Crowd:
         self.waiting: list[str] = []
         self.crashes = 0
         self.met: Counter[str] = Counter()
-        """The number of crashes that each session was in flight in."""
+        """The number of crashes during which each session was in flight."""
         self.poison_crashes = 0
         self.done: set[str] = set()
         self.dropped: set[str] = set()

@@ -277,8 +277,8 @@ async def test_a_run_whose_samples_all_time_out_stops() -> None:
 
 
 async def test_a_backlog_of_rewards_drops_nothing() -> None:
-    """Scoring calls run one at a time, and each takes as long as the limit of a sample, so the last one waits eight times
-    the limit.
+    """Scoring calls run one at a time, and each takes as long as the limit of a sample, so the last one waits eight
+    times the limit.
     """
     place = anyio.Semaphore(1)
 

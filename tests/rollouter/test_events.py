@@ -61,7 +61,7 @@ from tests.fakes.parts import (
 
 Event = dict[str, Any]
 SLACK_S = 0.005
-"""Times are rounded, and come from two clocks."""
+"""Tolerance of comparisons: times are rounded and come from two clocks."""
 FIVE_TOKENS = [make_prompt(*range(1, 6)) for _ in range(20)]
 ONE_TOKEN = Turn(np.array([5], dtype=np.int32), np.zeros(1, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
 REQUEST = GenerateRequest("sample_0_1/4.2", np.array([1], dtype=np.int32), {"max_tokens": 3})
@@ -445,7 +445,8 @@ class OneTurn(ScriptedConverser):
 async def test_over_sampled_trajectories_are_the_same_in_events_payload_and_dump(
     events_dir: Path, agent: OneTurn | None
 ) -> None:
-    """2 of 4 trajectories count, and trajectory 0 is too slow, so trajectories 1 and 2 of the events are rows 0 and 1."""
+    """2 of 4 trajectories count, and trajectory 0 is too slow, so trajectories 1 and 2 of the events are rows 0 and
+    1."""
     slow = anyio.Event()
 
     async def pace(session: str) -> None:
@@ -610,7 +611,7 @@ async def test_a_tool_that_drops_its_sample_records_its_status(events_dir: Path)
     assert (one["status"], one["error"]) == ("timeout", "ToolFailedError") and one["duration_s"] >= 0.02
 
 
-# ------------------------------------------------------------------------------------------------ records, programs, forwarding and levels
+# ------------------------------------------------------------------------------------------------ other events
 
 
 async def test_reading_and_writing_records_are_events(events_dir: Path) -> None:
@@ -697,7 +698,9 @@ async def test_events_of_an_abandoned_answer_are_sent_with_the_next() -> None:
     assert await first.take(1) == [["sync.load"]]
     await first.leave()
     profile.note("sync.verify")
-    assert await second.take(4) == [["sync.load", "sync.verify"], "y", "z", "the end"], "the events are sent at once and only once"
+    assert await second.take(4) == [["sync.load", "sync.verify"], "y", "z", "the end"], (
+        "the events are sent at once and only once"
+    )
     # Events of the last call are sent with the answer to a weight sync.
     profile.note("sync.fetch")
     last = Answering(forwarder, "a")
@@ -714,7 +717,7 @@ async def test_events_never_fetched_count_as_dropped(events_dir: Path, monkeypat
     forwarder = EventForwarder("r", clock)
 
     async def message() -> EventBatch:
-        async def words() ->  AsyncGenerator[str, None]:
+        async def words() -> AsyncGenerator[str, None]:
             while True:
                 yield ""
 

@@ -253,7 +253,8 @@ async def test_each_conversation_requests_its_turns_independently() -> None:
 
 @pytest.mark.parametrize(("answer", "num_requests"), [(9, 1), (8, 2)])
 async def test_logged_turns_are_used_only_in_the_same_context(answer: int, num_requests: int) -> None:
-    """A Rollouter died after the second of three turns. The tools of its successor return the same result or another one."""
+    """A Rollouter died after the second of three turns. The tools of its successor return the same result or another
+    one."""
     turns: dict[str, Turn] = {}
     await generate_group(FakeFleet(), group_request(1), agent=ScriptedConverser(2), turns=turns)
     fleet = FakeFleet()

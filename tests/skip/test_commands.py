@@ -1,4 +1,4 @@
-"""Tests of `asyncrl skip`: what it prints, removes and transfers."""
+"""Tests of `asyncrl skip`: showing, verifying, removing and transferring records."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `asyncrl skip` with arguments, and returns the exit code and both outputs."""
+    """Return a function that runs `asyncrl skip` and returns the exit code and both outputs."""
 
     def command(*arguments: Any) -> tuple[int, str, str]:
         code = main(["skip", *map(str, arguments)])
@@ -72,7 +72,7 @@ def test_any_directory_above_a_record_is_accepted(dump_dir: Path, run: Run, belo
     assert code == 0 and json.loads(out)["records"] == (4 if "rollout" in below else 5)
 
 
-def test_show_is_readable(dump_dir: Path, run: Run) -> None:
+def test_show_prints_texts_and_tokens(dump_dir: Path, run: Run) -> None:
     record = dump_dir / "asyncrl/quickstart/async_rollout/2"
     code, out, _ = run("show", record)
     assert code == 0
@@ -97,7 +97,7 @@ def test_show_requires_one_intact_record(dump_dir: Path, run: Run) -> None:
     assert code == BAD_CONFIG
 
 
-def test_verify_names_what_is_damaged(dump_dir: Path, run: Run) -> None:
+def test_verify_names_damaged_records(dump_dir: Path, run: Run) -> None:
     tensors = dump_dir / "asyncrl/quickstart/async_rollout/3" / TENSORS
     data = bytearray(tensors.read_bytes())
     data[-1] ^= 1
@@ -124,7 +124,7 @@ def test_gc_removes_the_selected_records(dump_dir: Path, run: Run) -> None:
         os.utime(role / name, (at, at))
     size = sum(file.stat().st_size for file in (role / "2").iterdir())
     run("gc", role, "--max-bytes", str(2 * size + 10))
-    assert sorted(os.listdir(role)) == ["2", "3"], "the oldest goes"
+    assert sorted(os.listdir(role)) == ["2", "3"], "the oldest record is removed"
     run("gc", role, "--steps", "all")
     assert os.listdir(role) == []
 
@@ -193,7 +193,7 @@ def test_files_that_are_not_archives_are_refused(dump_dir: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("below", [".", "2024", "2024/1"])
-def test_projects_and_experiments_may_have_names_of_records(tmp_path: Path, run: Run, below: str) -> None:
+def test_projects_and_experiments_may_have_names_like_those_of_records(tmp_path: Path, run: Run, below: str) -> None:
     role = RecordFiles(tmp_path / "2024" / "1" / "async_rollout")
     role.write("3", generation(3))
     code, out, _ = run("ls", tmp_path / below, "--json")
@@ -215,7 +215,7 @@ def test_gc_removes_abandoned_files_without_a_record(tmp_path: Path, run: Run) -
 def test_unwritable_archives_are_errors(dump_dir: Path, tmp_path: Path, run: Run) -> None:
     archive = tmp_path / "records.tar"
     assert run("export", dump_dir, archive)[0] == 0
-    assert archive.stat().st_mode & 0o044, "others may read it, as the umask says"
+    assert archive.stat().st_mode & 0o044, "the umask lets others read the archive"
     (tmp_path / "file").write_text("")
     code, _, err = run("import", archive, tmp_path / "file" / "below")
     assert (code, "Not a directory" in err) == (BAD_CONFIG, True)
@@ -243,7 +243,7 @@ def test_a_recorded_tokenizer_that_cannot_be_loaded_gives_token_ids(tmp_path: Pa
     assert "): 6 7" not in run("show", tmp_path / "async_rollout" / "3")[1]
 
 
-def test_a_record_under_another_number_is_not_imported(tmp_path: Path, run: Run) -> None:
+def test_a_record_whose_name_has_another_step_is_not_imported(tmp_path: Path, run: Run) -> None:
     RecordFiles(tmp_path / "role").write("3", generation(3))
     run("export", tmp_path, tmp_path / "records.tar")
     with tarfile.open(tmp_path / "records.tar") as old, tarfile.open(tmp_path / "odd.tar", "w") as odd:
@@ -255,7 +255,9 @@ def test_a_record_under_another_number_is_not_imported(tmp_path: Path, run: Run)
     assert (code, "it is a record of step 3" in err) == (FAILED, True)
 
 
-def test_a_record_is_shown_from_its_own_directory(dump_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_can_be_shown_from_within_its_directory(
+    dump_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(dump_dir / "asyncrl" / "quickstart" / "async_rollout" / "3")
     assert run("show", ".")[1].startswith("async_rollout, step 3")
 
@@ -280,7 +282,7 @@ def test_an_empty_directory_argument_is_refused(dump_dir: Path, run: Run) -> Non
     assert (code, "DIR is empty" in err) == (BAD_CONFIG, True)
 
 
-def test_many_steps_are_abbreviated(tmp_path: Path, run: Run) -> None:
+def test_long_lists_of_steps_are_abbreviated(tmp_path: Path, run: Run) -> None:
     files = RecordFiles(tmp_path / "role")
     for step in range(1, 200, 7):
         files.write(str(step), generation(step))

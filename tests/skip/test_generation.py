@@ -1,4 +1,4 @@
-"""Tests of generated samples as records, and of the fingerprint of a request."""
+"""Tests of records of generated samples, and of the fingerprint of a request."""
 
 from __future__ import annotations
 
@@ -194,13 +194,13 @@ def test_a_malformed_id_shows_the_expected_form(bad: Any) -> None:
 
 
 @given(st.lists(drawn_samples(), max_size=3))
-def test_versions_are_those_of_all_tokens(samples: list[Generated]) -> None:
+def test_versions_of_samples_cover_all_tokens(samples: list[Generated]) -> None:
     found = {v for sample in samples for one in sample.trajectories for v in one.versions}
     assert versions(samples) == ((min(found), max(found)) if found else None)
 
 
 class GenerationStage:
-    """Generates `results` by feed index, and keeps the indices for which it ran."""
+    """A stage that returns `results` by feed index and keeps the indices for which it ran."""
 
     def __init__(self) -> None:
         self.ran: list[int] = []
@@ -228,12 +228,12 @@ async def test_one_sample_is_generated_once(tmp_path: Path) -> None:
         assert all(map(same_trajectory, first.trajectories, second.trajectories)) and stage.ran == [7]
         for _ in range(2):
             await stage.generate(make_request(sample_id=SampleId(0, 11)))
-        assert stage.ran == [7, 11, 11], "step 11 is not among the steps"
+        assert stage.ran == [7, 11, 11], "step 11 is not among the configured steps"
     with SkipManager.session(recording(tmp_path, "async_rollout", settings={"action": "repeat"})):
         request = make_request(sample_id=SampleId(1, 9), prompt=Prompt(np.array([9], dtype=np.int32)))
         other = await stage.generate(request)
         assert len(stage.ran) == 3 and (other.replayed_from, other.substituted) == (7, True)
-        assert other.prompt.prompt_ids.tolist() == [1, 2, 3], "the prompt that these turns answer"
+        assert other.prompt.prompt_ids.tolist() == [1, 2, 3], "a substitute keeps the prompt of its turns"
 
 
 @pytest.mark.parametrize(
@@ -242,11 +242,11 @@ async def test_one_sample_is_generated_once(tmp_path: Path) -> None:
         (generated(4), {}, True),
         (generated(3), {}, False),
         (generated(5), {}, False),
-        (generated(3, baseline=True), {}, False),  # as many trajectories, and one of them is greedy
+        (generated(3, baseline=True), {}, False),  # the number of trajectories fits, but one of them is greedy
         (generated(4, baseline=True), {"baseline": {"temperature": 0.0}}, True),
         (generated(5), {"baseline": {"temperature": 0.0}}, False),
-        (generated(4, tokens=9), {}, False),  # at most 8 are requested
-        (generated(4, extra_info={"when": b"x"}), {}, False),  # JSON cannot represent its prompt
+        (generated(4, tokens=9), {}, False),  # the request allows only 8 tokens
+        (generated(4, extra_info={"when": b"x"}), {}, False),  # JSON cannot represent the prompt of the record
     ],
 )
 async def test_repeat_serves_only_records_that_fit_the_request(
@@ -264,7 +264,7 @@ async def test_repeat_serves_only_records_that_fit_the_request(
 
 @pytest.mark.parametrize("odd", [float("nan"), b"1", np.arange(3), {1: "a"}, ("a", "b"), np.float32(2)])
 async def test_samples_are_recorded_without_columns_that_are_not_json(tmp_path: Path, odd: Any) -> None:
-    """With `cache`, a replayed sample gets the columns of the requested prompt."""
+    """With `cache`, a replayed sample has the columns of the requested prompt."""
     stage = GenerationStage()
     prompt = Prompt(np.array([1, 2, 3], dtype=np.int32), ground_truth=odd, extra_info={"odd": odd})
     with SkipManager.session(recording(tmp_path, "async_rollout")):

@@ -1,4 +1,4 @@
-"""Tests of annotated stages: when they run, which records are served and written, and what is reported."""
+"""Tests of annotated stages: when they run, which records they read and write, and which messages they give."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Double(BaseSkip):
 
 @register_skip("looped")
 class Looped(Double):
-    """A role whose step is the one of `SkipManager.set_step`."""
+    """A role that takes its step from `SkipManager.set_step`."""
 
     support_online_step = False
     support_actions = frozenset({Action.CACHE})
@@ -109,7 +109,7 @@ def double() -> BaseSkip:
     return made
 
 
-# ------------------------------------------------------------------------------------------------ off
+# ------------------------------------------------------------------------------------------------ disabled roles
 
 
 async def test_before_init_and_for_disabled_roles_the_function_runs_unchanged(tmp_path: Path, stage: Stage) -> None:
@@ -154,7 +154,7 @@ async def test_a_step_runs_once_and_is_then_replayed(tmp_path: Path, dump_dir: P
     manifest = json.loads((dump_dir / "double" / "1" / MANIFEST).read_text())
     assert manifest["fingerprint"] == {"number": "4"} and manifest["content"] == {"number": 4}
     assert (manifest["origin"]["oldest_version"], manifest["origin"]["newest_version"]) == (8, 9)
-    # A later process.
+    # A new `init` stands for a later process.
     SkipManager.init(configure(tmp_path))
     assert await stage(2, 4) == 8
 
@@ -219,7 +219,7 @@ async def test_repeat_takes_the_nearest_below_then_the_nearest_above(tmp_path: P
     assert [await stage.arun(step, 10 * step) for step in asked] == [2 * 10 * step for step in (3, 3, 5, 9, 9, 3, 3)]
     assert stage.ran == []
     assert SkipManager.status()["double"] == {"replayed": 2, "substituted": 5}
-    # A different request at the same step gets a substitute as well.
+    # A different request at the same step also gets a substitute.
     assert stage.run(3, 1) == 60
     assert SkipManager.status()["double"]["substituted"] == 6
 
@@ -231,7 +231,7 @@ def test_repeat_skips_damaged_records_and_records_if_there_is_none(tmp_path: Pat
     assert stage.ran == [4] and stage.run(5, 5) == 8
     (dump_dir / "double" / "4" / MANIFEST).unlink()
     assert stage.run(5, 5) == 10
-    assert stage.run(6, 6) == 10, "5 is nearer than 4, which is torn"
+    assert stage.run(6, 6) == 10, "the record of step 5 is nearer than that of step 4, which is damaged"
     assert stage.ran == [4, 5]
 
 
@@ -282,7 +282,7 @@ def test_beyond_max_bytes_nothing_is_recorded(tmp_path: Path, dump_dir: Path, ca
     assert sum("is full, and nothing more is recorded" in message for message in caplog.messages) == 1
 
 
-# ------------------------------------------------------------------------------------------------ many at once
+# ------------------------------------------------------------------------------------------------ concurrent calls
 
 
 async def test_64_concurrent_calls_do_not_share_a_step(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_bad_configurations_are_refused(tmp_path: Path, role: str, section: dict
     assert SkipManager.get(role) is None
 
 
-def test_a_role_of_the_users_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_can_be_defined_in_a_user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_roles.py").write_text(
         "from tests.skip.test_manager import Double\n"
         "from skip import register_skip\n"
@@ -408,7 +408,7 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
     "error", [RuntimeError("no"), AssertionError(), MemoryError(), RecursionError(), BugError("x")]
 )
 @pytest.mark.parametrize("method", ["fingerprint", "to_content", "prepare_data", "versions", "call_name"])
-async def test_errors_of_a_role_cost_the_record_and_not_the_stage(
+async def test_errors_of_a_role_lose_the_record_and_do_not_fail_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Stage, error: Exception, method: str
 ) -> None:
     with SkipManager.session(configure(tmp_path)):
@@ -436,7 +436,7 @@ async def test_a_role_may_override_which_records_are_served(
         assert await stage(1, 5) == 8
 
 
-def test_an_init_that_fails_leaves_nothing_enabled(tmp_path: Path) -> None:
+def test_a_failed_init_leaves_no_role_enabled(tmp_path: Path) -> None:
     settings = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
     config = Config.model_validate({"skip": {"roles": {"double": settings, "unknown": settings}}})
     with pytest.raises(ConfigError, match="unknown"), SkipManager.session(config):
@@ -459,10 +459,10 @@ async def test_suspended_stages_are_neither_recorded_nor_replayed(tmp_path: Path
 # ------------------------------------------------------------------------------------------------ a disk that hangs
 
 
-async def test_a_disk_that_hangs_holds_up_neither_the_loop_nor_the_stage(
+async def test_a_disk_that_hangs_delays_neither_the_event_loop_nor_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reads, writes and notes: each is given up in time, and no thread is added for the next one."""
+    """Each read, write and note ends at its deadline, and the next one does not start another thread."""
     monkeypatch.setattr(role_module, "FILES_LIMIT_S", 0.05)
     hangs = threading.Event()
     stage = Stage()
@@ -502,7 +502,7 @@ async def test_waits_for_files_are_on_the_wait_board(tmp_path: Path, monkeypatch
     assert [(wait.edge, wait.bounded) for wait in seen] == [("records", True)]
 
 
-async def test_a_cancelled_job_is_not_begun() -> None:
+async def test_a_cancelled_job_is_not_started() -> None:
     line, go, done = file_thread("test"), threading.Event(), []
     with anyio.move_on_after(0.01):
         await line.run(go.wait)
@@ -519,7 +519,7 @@ async def test_an_error_of_a_job_is_raised_in_its_caller() -> None:
     assert await file_thread("test").run(lambda: 5) == 5
 
 
-async def test_a_directory_that_cannot_be_listed_costs_no_stage(tmp_path: Path, stage: Stage) -> None:
+async def test_a_directory_that_cannot_be_listed_does_not_fail_the_stage(tmp_path: Path, stage: Stage) -> None:
     """`repeat` lists all records; here a file is where their directory should be."""
     (tmp_path / "asyncrl" / "quickstart").mkdir(parents=True)
     (tmp_path / "asyncrl" / "quickstart" / "double").write_text("")

@@ -1,4 +1,4 @@
-"""Tests of records: their bytes, their files, concurrent writers and damage."""
+"""Tests of records: their bytes, their files, concurrent writers, and damage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def as_bytes(record: Record) -> tuple[bytes, np.ndarray]:
 # ------------------------------------------------------------------------------------------------ fingerprints
 
 
-def test_equal_values_have_equal_fields_and_others_have_not() -> None:
+def test_only_equal_values_have_equal_fields() -> None:
     assert field({"b": 1, "a": [np.int64(2)]}) == field({"a": [2], "b": 1})
     assert field(np.array([1, 2], dtype=np.int32)) != field(np.array([1, 2], dtype=np.int64))
     assert field("x" * SHORT) == "x" * SHORT
@@ -85,8 +85,8 @@ def test_a_record_is_read_back_unchanged() -> None:
 
 
 @given(data=st.data())
-def test_every_damage_is_detected(data: st.DataObject) -> None:
-    """A torn or flipped byte, anywhere."""
+def test_all_damage_to_a_record_is_detected(data: st.DataObject) -> None:
+    """The damage is a cut or a flipped byte at any position."""
     manifest, tensors = as_bytes(make())
     files: list[Any] = [bytearray(manifest), bytearray(tensors.tobytes())]
     number = data.draw(st.integers(0, 1))
@@ -99,7 +99,7 @@ def test_every_damage_is_detected(data: st.DataObject) -> None:
         from_files(bytes(files[0]), np.frombuffer(bytes(files[1]), dtype=np.uint8))
 
 
-def test_a_record_mixed_from_two_is_damaged() -> None:
+def test_a_record_with_files_of_two_records_is_damaged() -> None:
     (manifest, _), (_, tensors) = as_bytes(make(tag="a")), as_bytes(make(size=6))
     with pytest.raises(DamageError, match="is not the file that"):
         from_files(manifest, tensors)
@@ -123,7 +123,7 @@ def test_contents_that_cannot_be_recorded_are_refused(content: Content) -> None:
 
 
 @pytest.mark.parametrize("name", ["0", "12", "12-0123abcd", "7-" + "f" * 32])
-def test_names(name: str) -> None:
+def test_names_of_records_are_parsed(name: str) -> None:
     step, _, call = name.partition("-")
     assert record_name(int(step), call) == name and step_of(name) == int(step)
 
@@ -179,7 +179,7 @@ def test_incomplete_records_are_damaged(tmp_path: Path, spoil: Any, message: str
     assert files.read("12").fingerprint == {"prompt": "again"}
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RecordFiles(tmp_path)
     write = store_module._write
 
@@ -195,7 +195,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_readers_see_whole_records_while_others_write(tmp_path: Path) -> None:
-    """With two writers and a remover of one name, readers find a whole record or none."""
+    """While two writers and a remover use one name, readers find a whole record or none."""
     files, until = RecordFiles(tmp_path), time.monotonic() + 1.0
     seen: set[str] = set()
 
@@ -223,7 +223,7 @@ def test_readers_see_whole_records_while_others_write(tmp_path: Path) -> None:
 
 
 def test_killed_writers_leave_a_whole_record_or_none(tmp_path: Path) -> None:
-    """Two processes that replace one record continuously are killed at random moments."""
+    """The test kills two processes at random moments while they replace one record continuously."""
     program = (
         "import sys; from pathlib import Path\n"
         "from skip.store import RecordFiles; from tests.skip.test_records import make\n"
@@ -289,7 +289,7 @@ def test_notes_are_written_and_removed_with_their_record(tmp_path: Path) -> None
 
 @pytest.fixture(params=[True, False], ids=["exchange", "no exchange"])
 def can_exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the system can exchange two names atomically."""
+    """Return whether names can be exchanged atomically. One of the two cases hides the system call for this."""
     if not request.param:
         monkeypatch.setattr(store_module, "_renameat2", lambda: None)
     elif store_module._renameat2() is None:
@@ -326,14 +326,14 @@ def test_a_file_in_the_place_of_a_record_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["12"]
 
 
-def test_abandoned_files_are_swept(tmp_path: Path) -> None:
+def test_abandoned_files_are_removed(tmp_path: Path) -> None:
     files = RecordFiles(tmp_path)
     files.write("12", make())
     for name in (".12.host-1-0.new", ".12.host-1-1.old"):
         (tmp_path / name).mkdir()
         long_ago = time.time() - ABANDONED_S - 1
         os.utime(tmp_path / name, (long_ago, long_ago))
-    (tmp_path / ".13.host-2-0.new").mkdir()  # another process writes it
+    (tmp_path / ".13.host-2-0.new").mkdir()  # another process is writing this record
     files.sweep()
     assert {path.name for path in tmp_path.iterdir()} == {"12", ".13.host-2-0.new"}
     assert files.names() == ["12"]

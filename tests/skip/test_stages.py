@@ -1,4 +1,4 @@
-"""Tests of the roles beside generation: what they record, which calls count as equal, and what they refuse."""
+"""Tests of the roles other than generation: their records, their fingerprints, and the results that they refuse."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def fingerprint(role: Any, **changes: Any) -> Mapping[str, str]:
 
 
 def rewrite(role: Any, data: Mapping[str, Any]) -> None:
-    """Give the role's only record other content, checksums included."""
+    """Give the role's only record other content with correct checksums."""
     (name,) = role.files.names()
     record = role.files.read(name)
     manifest, _ = to_files(replace(record, content=replace(record.content, data=data)))
@@ -239,7 +239,7 @@ def prompted(**changes: Any) -> dict[str, Any]:
                 ("input_ids", torch.zeros(2, 5, dtype=torch.int64), ("input_ids",)),
                 ("response_lens", torch.tensor([3, 1], dtype=torch.int32), ("response_lens",)),
                 ("response_mask", torch.ones(2, 3, dtype=torch.bool), ("response_mask",)),
-                ("loss_mask", torch.ones(2, 3, dtype=torch.bool), ()),  # a forward pass does not depend on it
+                ("loss_mask", torch.ones(2, 3, dtype=torch.bool), ()),  # a forward pass does not depend on this setting
             ]
         ),
         ("tool", BACKGROUND, BACKGROUND, ()),
@@ -258,7 +258,7 @@ async def test_arguments_that_change_a_result_are_in_the_fingerprint(
     made, stage = role_of(tmp_path, role), Stage(role)
     assert differing(fingerprint(made, **before), fingerprint(made, **after)) == differs
     if role == "reward":
-        return  # its results depend on the number of trajectories
+        return  # the results of this role depend on the number of trajectories
     with SkipManager.session(recording(tmp_path, role)):
         for changes in (before, after):
             await stage(**changes)
@@ -333,7 +333,7 @@ async def test_malformed_records_count_as_absent(tmp_path: Path, role: str, cont
 
 
 @pytest.mark.parametrize("role", ["ref_log_prob", "tool"])
-def test_repeat_is_refused_for_roles_that_cannot(tmp_path: Path, role: str) -> None:
+def test_repeat_is_refused_for_roles_that_do_not_support_it(tmp_path: Path, role: str) -> None:
     with pytest.raises(ValidationError, match=rf"skip\.{role}\.action\n  Input should be 'cache'"):
         recording(tmp_path, role, settings={"action": "repeat"})
 
@@ -346,7 +346,7 @@ async def test_a_malformed_id_names_the_role(tmp_path: Path, role: str) -> None:
 
 
 def test_the_roles_need_no_torch() -> None:
-    """The Rollouter has none."""
+    """The Rollouter has no torch."""
     program = "import sys, skip.generation, skip.stages; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -366,13 +366,13 @@ def test_another_source_of_user_code_is_another_fingerprint(
         file.write_text(source)
         found.append(fingerprint(role_of(tmp_path, role, **sections)))
     assert differing(*found) == ("source" if role == "reward" else "tools",)
-    assert "own_code_of_a_test" not in sys.modules, "the file is read, not imported"
+    assert "own_code_of_a_test" not in sys.modules, "the fingerprint reads the file and does not import it"
 
 
 # ------------------------------------------------------------------------------------------------ reward
 
 
-async def test_a_sample_is_scored_once(tmp_path: Path) -> None:
+async def test_a_recorded_sample_is_not_scored_again(tmp_path: Path) -> None:
     config = recording(tmp_path, "reward", settings={"steps": "1-9"})
     first, second = Stage("reward"), Stage("reward")
     with SkipManager.session(config):
@@ -394,7 +394,7 @@ async def test_a_sample_is_scored_once(tmp_path: Path) -> None:
 
 
 def test_records_of_single_turns_have_no_fields_of_conversations(tmp_path: Path) -> None:
-    """Records that were made before there were conversations remain valid."""
+    """Records from versions without conversations remain valid."""
     found = fingerprint(role_of(tmp_path, "reward"))
     assert sorted(found) == [
         "batch", "code", "data_source", "extra_info", "function", "ground_truth", "kwargs", "messages", "prompt_ids",
@@ -478,7 +478,7 @@ async def test_repeat_serves_the_scores_of_the_same_responses_at_another_step(tm
 # ------------------------------------------------------------------------------------------------ ref_log_prob
 
 
-async def test_log_probs_are_replayed_bit_for_bit_and_can_be_written_to(tmp_path: Path) -> None:
+async def test_log_probs_are_replayed_bit_for_bit_and_are_writable(tmp_path: Path) -> None:
     stage = Stage("ref_log_prob")
     for _ in range(2):
         with SkipManager.session(recording(tmp_path, "ref_log_prob")):
@@ -494,7 +494,7 @@ async def test_log_probs_are_replayed_bit_for_bit_and_can_be_written_to(tmp_path
 
 
 class Tools:
-    """Each call has another result, so that a test notices when a call runs again."""
+    """A tool stage in which each call has another result, so that a test notices when a call runs again."""
 
     def __init__(self) -> None:
         self.ran: Counter[str] = Counter()
@@ -509,8 +509,8 @@ class Tools:
         return ToolOutcome(text, 1 / 3, {"hits": 2.0}, "refused", True, duration_s=0.5, wait_s=0.25)
 
 
-async def test_each_call_of_a_sample_has_a_record_of_its_own(tmp_path: Path) -> None:
-    """64 concurrent calls, 32 of each step."""
+async def test_each_call_of_a_sample_has_a_separate_record(tmp_path: Path) -> None:
+    """The test makes 64 concurrent calls, 32 for each of two steps."""
     tools, results = Tools(), []
     calls = [
         (SampleId(0, index), trajectory, turn, name, {"query": query})
@@ -539,7 +539,7 @@ async def test_each_call_of_a_sample_has_a_record_of_its_own(tmp_path: Path) -> 
     assert Counter(name.partition("-")[0] for name in names) == {"7": 32, "8": 32}
 
 
-async def test_arguments_are_equal_in_any_order_and_with_any_values(tmp_path: Path) -> None:
+async def test_arguments_are_compared_in_any_order_and_with_any_values(tmp_path: Path) -> None:
     stage = Stage("tool")
     with SkipManager.session(recording(tmp_path, "tool")):
         assert not (await stage(arguments={"a": 1, "b": None})).replayed
@@ -550,7 +550,7 @@ async def test_arguments_are_equal_in_any_order_and_with_any_values(tmp_path: Pa
 
 
 async def test_a_mismatch_of_a_tool_call_names_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls with the same record name."""
+    """The two calls have the same record name."""
     stage = Stage("tool")
     with SkipManager.session(recording(tmp_path, "tool", settings={"on_mismatch": "error"})):
         monkeypatch.setattr(SkipManager.get("tool"), "call_name", lambda call: "0" * 16)

@@ -1,4 +1,4 @@
-"""An engine's specification, and the events that a test records."""
+"""Fixtures of the Trainer's tests: the specification of an engine, and recorded events."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from trainer.workers.worker import engine_spec
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
-    """One rank of the actor on CPU."""
+    """The specification of one rank of the actor on CPU."""
     config = make_config(write_model(tmp_path_factory.mktemp("model")), trainer={"strategy": "local"})
     return engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
 
 
 class Recorded:
-    """What this process has recorded since the test began, as the Trainer does at level `full`."""
+    """The events that this process has recorded since the test began, as the Trainer at level `full`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         profile.configure("trainer", ProfilerSettings("full", run_dir / "events"))
 
     def written(self) -> list[dict[str, Any]]:
-        """By file, and in a file in the order in which they ended. `part` and `file_step` say which file."""
+        """Return all events by file, and within a file by their end. `part` and `file_step` identify the file."""
         profile.flush()
         return [
             {**json.loads(line), "part": path.stem, "file_step": int(path.parent.name.removeprefix("step_"))}
@@ -41,12 +41,12 @@ class Recorded:
         ]
 
     def all(self, *names: str) -> list[dict[str, Any]]:
-        """In the order in which they began; none named: of every name."""
+        """Return the events with these names, or all events without names, in the order in which they began."""
         found = [event for event in self.written() if not names or event["event"] in names]
         return sorted(found, key=lambda event: event["timestamp"])
 
     def one(self, name: str, **fields: Any) -> dict[str, Any]:
-        """The only one with these fields."""
+        """Return the only event with this name and these fields."""
         [event] = [event for event in self.all(name) if fields.items() <= event.items()]
         return event
 

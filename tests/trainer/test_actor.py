@@ -58,7 +58,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def ppo(config: Config) -> Config:
-    """With a critic, and a reference whose KL counts in the reward by a coefficient that adapts."""
+    """The configuration with a critic, and with an adaptive penalty for the KL to a reference in the reward."""
     algorithm = AlgorithmConfig(
         adv_estimator="gae",
         use_kl_in_reward=True,
@@ -69,7 +69,7 @@ def ppo(config: Config) -> Config:
 
 
 class Run:
-    """One trainer with the parts it talks to. Everything is killed at the end."""
+    """A Trainer with its store and its queue. The end of the block kills all of them."""
 
     def __init__(self, config: Config, tmp_path: Path, resume: Resume | None = None, *, journal: bool = False) -> None:
         self.run_dir = RunDir(tmp_path / "run")
@@ -81,7 +81,7 @@ class Run:
             options, resume.manifest.queue if resume else None, run_dir=self.run_dir.path if journal else None
         )
         self.queue = QueueClient(self.queue_actor, 20.0)
-        # Its own for each Run of a directory: payloads of the one before stay.
+        # Each Run of a directory has a new incarnation, so the payloads of the previous one stay.
         self.payloads = make_payloads(config, self.run_dir.path, 2 if resume else 1)
         self.trainer = start_trainer(config)
         self.records: list[StepRecord] = []
@@ -103,7 +103,7 @@ class Run:
         return list(admission.sample_ids)
 
     async def stream(self, *, served: bool = True) -> AsyncIterator[StepRecord]:
-        """`served`: no replica fetches the last version."""
+        """Yield the records of the run. With `served`, the Trainer learns at once that the last version is served."""
         with anyio.fail_after(200):
             if served:
                 await self.trainer.served.remote()
@@ -114,7 +114,7 @@ class Run:
 
 
 def check_events(run_dir: Path) -> None:
-    """Of the four steps of two Trainers."""
+    """Check the events of the four steps of two Trainers."""
     events = [
         (path.parent.name, path.stem, json.loads(line)["event"])
         for path in event_files(run_dir)
@@ -139,7 +139,7 @@ def check_events(run_dir: Path) -> None:
 
 
 def fetch(store: Any, weights_version: WeightsVersion) -> list[Any]:
-    """As a replica does."""
+    """Fetch a version as a replica does."""
     return ray.get(ray.get(store.tensors.remote(weights_version), timeout=20), timeout=20)
 
 
@@ -150,7 +150,7 @@ async def test_a_stopped_run_resumes_from_its_checkpoint(ppo: Config, tmp_path: 
         assert first.started == {"step": 0, "version": 0}
         await first.feed(5)
         async for record in first.stream():
-            if record.step == 2:  # the trainer now waits for a sixth sample
+            if record.step == 2:  # the Trainer now waits for a sixth sample
                 await first.trainer.stop.remote()
         status = await first.trainer.status.remote()
         assert (status["step"], status["version"], status["trained_samples"]) == (2, 2, 4)
@@ -171,7 +171,7 @@ async def test_a_stopped_run_resumes_from_its_checkpoint(ppo: Config, tmp_path: 
             pass
         latest = await feed.latest()
         assert latest is not None and latest.version == 4
-        # Replicas may still be fetching it, and those that are replaced during its validation will.
+        # Replicas may still be fetching this version, and those that are replaced during its validation will fetch it.
         ranks = (await second.trainer.status.remote())["ranks"]
         assert all(psutil.pid_exists(rank["pid"]) for rank in ranks)
         chunks = await anyio.to_thread.run_sync(fetch, second.store, latest.weights_version)
@@ -187,7 +187,7 @@ async def test_a_stopped_run_resumes_from_its_checkpoint(ppo: Config, tmp_path: 
     check_events(tmp_path / "run")
     coefficients = [record.metrics["reward/kl_coef"] for record in records]
     assert coefficients[0] == 0.001
-    assert len(set(coefficients)) == 4  # it went on from where it was
+    assert len(set(coefficients)) == 4  # training continued from the checkpoint
 
 
 @pytest.mark.slow
@@ -229,14 +229,14 @@ async def test_a_killed_trainer_leaves_no_rank_and_another_resumes_from_its_chec
     lines = list(read_trained(run.run_dir.path))
     assert [line.get("step", line.get("rewound_to_step")) for line in lines] == [1, 2, 3, 2, 3, 4]
     assert [line["lineage"] for line in lines] == [0, 0, 0, 1, 1, 1]
-    assert lines[2]["samples"] == lines[4]["samples"], "in its old place in the order"
+    assert lines[2]["samples"] == lines[4]["samples"], "the sample keeps its place in the order"
     samples = [sample for line in [*lines[:2], *lines[4:]] for sample in line["samples"]]
     assert sorted(samples) == [f"sample_0_{index}" for index in range(1, 9)]
 
 
 @pytest.mark.slow
 async def test_a_rank_that_dies_before_the_last_version_is_served_is_a_failure(config: Config, tmp_path: Path) -> None:
-    """The store loses the published weights with the rank, and the Rollouter would wait for them without end."""
+    """The published weights are lost with the rank, so the Rollouter would wait for them for ever."""
     async with Run(config, tmp_path) as run:
         await run.feed(2 * TOTAL_STEPS)
         with pytest.raises(RayTaskError) as caught:
@@ -250,9 +250,9 @@ async def test_a_rank_that_dies_before_the_last_version_is_served_is_a_failure(c
 
 
 @pytest.mark.slow
-async def test_a_failure_arrives_typed(config: Config, tmp_path: Path) -> None:
+async def test_a_failure_of_the_trainer_is_a_typed_error(config: Config, tmp_path: Path) -> None:
     async with Run(config, tmp_path) as run:
-        await run.feed(8, length=30)  # tokens beyond the model's vocabulary
+        await run.feed(8, length=30)  # these tokens are beyond the model's vocabulary
         with pytest.raises(RayTaskError) as caught:
             async for _ in run.stream():
                 pass
@@ -260,7 +260,7 @@ async def test_a_failure_arrives_typed(config: Config, tmp_path: Path) -> None:
         assert "vocabulary of 24" in str(caught.value.cause)
 
 
-async def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+async def test_a_missing_model_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(RayTaskError) as caught:
         async with Run(make_config(tmp_path / "nothing"), tmp_path):
             pass

@@ -1,4 +1,4 @@
-"""Mini-batches of whole samples; micro-batches within the budget, cheapest or balanced; shares of like cost."""
+"""Mini-batches of whole samples; micro-batches within the budget, cheapest or balanced; shares of similar cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ lengths_of = st.lists(st.integers(1, 40), max_size=30)
     epochs=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-def test_each_epoch_takes_every_sample_whole_and_once(sizes: list[int], size: int, epochs: int, seed: int) -> None:
+def test_each_epoch_has_every_whole_sample_once(sizes: list[int], size: int, epochs: int, seed: int) -> None:
     groups = np.repeat(np.arange(len(sizes)), sizes).tolist()
     batches = mini_batches(groups, size=size, epochs=epochs, seed=seed)
     per_epoch = -(-len(sizes) // size)
@@ -31,7 +31,7 @@ def test_each_epoch_takes_every_sample_whole_and_once(sizes: list[int], size: in
         assert sorted(row for batch in epoch for row in batch) == list(range(len(groups)))
         samples = [list(dict.fromkeys(groups[row] for row in batch)) for batch in epoch]
         assert [len(batch) for batch in samples[:-1]] == [size] * (per_epoch - 1)
-        assert sorted(group for batch in samples for group in batch) == list(range(len(sizes)))  # none is cut
+        assert sorted(group for batch in samples for group in batch) == list(range(len(sizes)))  # no sample is split
         if first == 0:
             assert [row for batch in epoch for row in batch] == list(range(len(groups)))
     assert batches == mini_batches(groups, size=size, epochs=epochs, seed=seed)
@@ -65,7 +65,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), packed=st.booleans(), extra=st.integers(0, 5))
-def test_num_parts_is_met_exactly(lengths: list[int], packed: bool, extra: int) -> None:
+def test_the_number_of_parts_is_exactly_as_requested(lengths: list[int], packed: bool, extra: int) -> None:
     natural = len(cut_rows(lengths, max_tokens=80, overhead_tokens=16, packed=packed))
     wanted = natural + extra
     parts = cut_rows(lengths, max_tokens=80, overhead_tokens=16, num_parts=wanted, packed=packed)
@@ -73,7 +73,7 @@ def test_num_parts_is_met_exactly(lengths: list[int], packed: bool, extra: int) 
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=7), overhead_tokens=st.integers(0, 40))
-def test_padded_cuts_are_the_cheapest_of_all(lengths: list[int], overhead_tokens: int) -> None:
+def test_padded_micro_batches_have_the_minimal_cost(lengths: list[int], overhead_tokens: int) -> None:
     def cost(groups: list[list[int]]) -> int:
         return sum(len(group) * max(group) + overhead_tokens for group in groups)
 
@@ -97,7 +97,9 @@ def test_packed_parts_are_few_and_balanced() -> None:
 
 
 @given(lengths=lengths_of, num_parts=st.integers(1, 9), quadratic=st.sampled_from([0.0, 1 / 12288, 0.1]))
-def test_a_share_for_each_rank_and_none_empty(lengths: list[int], num_parts: int, quadratic: float) -> None:
+def test_each_rank_has_a_share_and_none_is_empty_if_there_are_enough_rows(
+    lengths: list[int], num_parts: int, quadratic: float
+) -> None:
     parts = balance(lengths, num_parts, quadratic=quadratic)
     assert len(parts) == num_parts
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
@@ -107,7 +109,7 @@ def test_a_share_for_each_rank_and_none_empty(lengths: list[int], num_parts: int
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=8), num_parts=st.integers(2, 3))
-def test_the_heaviest_share_is_near_the_least_possible(lengths: list[int], num_parts: int) -> None:
+def test_the_largest_cost_of_a_share_is_near_the_minimum(lengths: list[int], num_parts: int) -> None:
     costs = [length + 0.05 * length**2 for length in lengths]
 
     def heaviest(assignment: tuple[int, ...]) -> float:
@@ -121,14 +123,14 @@ def test_the_heaviest_share_is_near_the_least_possible(lengths: list[int], num_p
     assert max(sum(costs[row] for row in part) for part in parts) <= least * (4 / 3) + 1e-9
 
 
-def test_long_rows_count_for_more_than_their_tokens() -> None:
+def test_the_cost_of_long_rows_grows_faster_than_their_tokens() -> None:
     lengths = [800, *[100] * 16]
-    assert [len(part) for part in balance(lengths, 2, quadratic=0.0)] == [5, 12]  # 1,200 tokens each
-    # costs: 1,440 for the long row, 110 for a short one
+    assert [len(part) for part in balance(lengths, 2, quadratic=0.0)] == [5, 12]  # both have 1,200 tokens
+    # the long row costs 1,440 and a short one 110
     assert [len(part) for part in balance(lengths, 2, quadratic=0.001)] in ([2, 15], [3, 14])
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_more_ranks_than_rows(rows: int) -> None:
+def test_some_ranks_have_no_rows_if_there_are_more_ranks_than_rows(rows: int) -> None:
     parts = balance([5] * rows, 5)
     assert [len(part) for part in parts] == [1] * rows + [0] * (5 - rows)

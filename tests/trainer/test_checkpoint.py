@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, pruned, found, and refused for another configuration."""
+"""Checkpoints: atomic writes, pruning, finding the one to resume, and refusing those of another configuration."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_manifest_round_trips(tmp_path: Path) -> None:
 
 
 def test_other_keys_in_a_manifest_are_another_schema(tmp_path: Path) -> None:
-    """An asyncrl with other keys must refuse the checkpoint by its version instead of calling it damaged."""
+    """A version of asyncrl with other keys must refuse the checkpoint by its schema instead of reporting damage."""
     raw = json.loads((save(tmp_path, 50) / "manifest.json").read_text())
     queue = raw.pop("queue")
     progress, counts = raw.pop("progress"), queue.pop("counts")
@@ -117,13 +117,13 @@ def test_other_keys_in_a_manifest_are_another_schema(tmp_path: Path) -> None:
     )
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 5, 10, 15, 100, keep=2)
     assert names(tmp_path) == ["step_000015", "step_000100"]
     assert find_latest(tmp_path) == tmp_path / "checkpoints" / "step_000100"
 
 
-def test_the_same_step_again_replaces_the_checkpoint(tmp_path: Path) -> None:
+def test_a_second_checkpoint_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     save(tmp_path, 5)
     (tmp_path / "checkpoints" / "step_000005" / "old").touch()
     save(tmp_path, 5)
@@ -132,11 +132,11 @@ def test_the_same_step_again_replaces_the_checkpoint(tmp_path: Path) -> None:
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """Raised where the process is supposed to end."""
 
 
 @pytest.mark.parametrize("crash_at", range(20))
-def test_a_crash_anywhere_leaves_only_whole_checkpoints(
+def test_a_crash_at_any_moment_leaves_only_complete_checkpoints(
     tmp_path: Path, crash_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a crash at the n-th disk operation of a save, all checkpoints are complete and the next save works."""
@@ -177,7 +177,7 @@ def test_a_crash_anywhere_leaves_only_whole_checkpoints(
     ("number", "kind", "message"),
     [(errno.ENOSPC, InfraError, "disk is full"), (errno.EACCES, ConfigError, "run_dir=PATH")],
 )
-def test_a_failed_write_leaves_the_last_checkpoint(
+def test_a_failed_write_does_not_change_the_last_checkpoint(
     tmp_path: Path, number: int, kind: type[AsyncRLError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
@@ -222,7 +222,7 @@ def test_a_replaced_trainer_neither_saves_nor_prunes_checkpoints(tmp_path: Path)
     fill(late)
     successor = checkpointer(tmp_path, keep=1, history=history)
     successor.set_abandoned_aside()
-    with pytest.raises(InfraError):  # its files have gone
+    with pytest.raises(InfraError):  # the files of the checkpoint are gone
         replaced.commit(late, progress(3), SNAPSHOT)
     save(tmp_path, 3, keep=2)
     save(tmp_path, 2, keep=1, history=history)
@@ -238,7 +238,7 @@ def test_a_replaced_trainer_neither_saves_nor_prunes_checkpoints(tmp_path: Path)
 
 
 class SavingGroup(FakeGroup):
-    """Writes half of its state at the beginning of a checkpoint, the rest at its end."""
+    """A role that writes half of its state when a checkpoint begins and the rest when it ends."""
 
     def __init__(self, error: AsyncRLError | None = None) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def test_a_run_with_other_data_or_batches_is_refused(tmp_path: Path) -> None:
         config = Config.model_validate({"resume": str(run)} | change)
         with pytest.raises(ConfigError, match=r"feed indices and versions would mean .*resume=none"):
             find_resume(config)
-    # these keys do not change the meaning of a feed index
+    # these keys do not change which prompt a feed index means
     free = {"optim": {"lr": 1.0}, "num_workers": 4, "strategy": "ddp", "ppo_epochs": 3}
     assert find_resume(Config.model_validate({"resume": str(run), "trainer": free})) is not None
 
@@ -370,7 +370,7 @@ def test_a_checkpoint_without_the_needed_critic_is_refused(tmp_path: Path) -> No
         find_resume(wanted)
     save(tmp_path, 6, critic=True)
     assert find_resume(wanted) is not None
-    # a run without a critic ignores the saved one
+    # a run without a critic ignores the saved critic
     assert find_resume(wanted.model_copy(update={"algorithm": AlgorithmConfig()})) is not None
 
 

@@ -1,4 +1,4 @@
-"""Events of the Trainer: each once, at its step, nested as in time."""
+"""Events of the Trainer: each is recorded once, at its step, and nested by time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.workers.tracing import RankProfiling, set_up_profiling
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
 CLOCKS_S = 2e-3
-"""What an event that was timed by the wall clock may be off."""
+"""Tolerance for events that were timed by the wall clock."""
 
 
 def inside(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
@@ -38,7 +38,7 @@ def inside(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
 
 
 def check_fields(events: list[dict[str, Any]]) -> None:
-    """Nothing that docs/events.md does not list."""
+    """Check that the events have only fields that docs/events.md lists."""
     common = {"timestamp", "event", "duration_s", "error", "part", "file_step", *FIELDS}
     for event in events:
         assert event.keys() <= common | EVENTS[event["event"]].extras.keys(), event
@@ -47,8 +47,8 @@ def check_fields(events: list[dict[str, Any]]) -> None:
 # ------------------------------------------------------------------------------------------------ the loop
 
 
-async def test_a_run_in_events(recorded: Recorded) -> None:
-    """Two leases of two steps each, a version for each lease, a critic, a checkpoint at the end."""
+async def test_a_run_records_all_events_of_its_steps(recorded: Recorded) -> None:
+    """The run has two leases of two steps each, one version per lease, a critic, and a checkpoint at the end."""
     rig = TrainerRig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True)
     records = await rig.run(8)
     events = recorded.all()
@@ -81,7 +81,7 @@ async def test_a_run_in_events(recorded: Recorded) -> None:
         assert inside(recorded.one("trainer.commit", step=step), recorded.one("trainer.update", step=step))
     for step in (1, 3):
         assert inside(recorded.one("trainer.fetch", step=step), recorded.one("trainer.wait_samples", step=step))
-    # One step begins where the one before has ended.
+    # Each step begins when the previous one ends.
     ends = [event["timestamp"] + event["duration_s"] for event in steps.values()]
     assert all(end <= steps[step]["timestamp"] + CLOCKS_S for step, end in enumerate(ends[:-1], start=2))
 
@@ -132,7 +132,7 @@ async def test_drops_are_events_with_their_reason(recorded: Recorded) -> None:
     assert [event["sample"] for event in recorded.all("sample.trained")] == ["sample_0_3"]
 
 
-async def test_a_step_waits_for_its_samples_inside_of_it(recorded: Recorded) -> None:
+async def test_the_wait_for_samples_is_inside_its_step(recorded: Recorded) -> None:
     rig = TrainerRig(total_steps=1, call_s=1000.0)
     waiting = anyio.Event()
     lease = rig.queue.lease
@@ -152,7 +152,7 @@ async def test_a_step_waits_for_its_samples_inside_of_it(recorded: Recorded) -> 
     assert waited["timestamp"] - step["timestamp"] < 1.0
 
 
-async def test_a_failed_step_is_not_counted_and_raised(recorded: Recorded) -> None:
+async def test_a_failed_step_is_raised_and_not_recorded_as_a_step(recorded: Recorded) -> None:
     rig = TrainerRig()
 
     def diverge(step: int) -> None:
@@ -165,7 +165,7 @@ async def test_a_failed_step_is_not_counted_and_raised(recorded: Recorded) -> No
     assert recorded.all("step", "sample.trained", "trainer.publish") == []
 
 
-async def test_a_run_without_events_is_the_same_run(tmp_path: Path) -> None:
+async def test_a_run_without_events_works_and_writes_no_files(tmp_path: Path) -> None:
     profile.configure("trainer", ProfilerSettings("off", tmp_path / "events"))
     rig = TrainerRig()
     records = await rig.run(8)
@@ -215,7 +215,7 @@ async def test_events_of_calls_to_a_rank(recorded: Recorded, spec: EngineSpec) -
     await run_some_calls(spec)
     events = recorded.all()
     check_fields(events)
-    assert {event["part"] for event in events} == {"trainer"}, "an inline rank is at home"
+    assert {event["part"] for event in events} == {"trainer"}, "an inline rank records in the Trainer's process"
     assert all((event["role"], event["rank"]) == ("actor", 0) for event in events)
     calls = [(event.get("step"), event["method"]) for event in recorded.all("rank.call")]
     assert calls == [
@@ -224,7 +224,7 @@ async def test_events_of_calls_to_a_rank(recorded: Recorded, spec: EngineSpec) -
     ]  # fmt: skip
     parts: dict[str, list[str]] = {}
     inner: list[dict[str, Any]] = []
-    for event in recorded.written():  # a call ends after what is inside of it
+    for event in recorded.written():  # a call ends after the events inside it
         if event["event"] in ("rank.forward", "rank.backward", "rank.optimizer"):
             inner.append(event)
         elif event["event"] == "rank.call":
@@ -245,7 +245,7 @@ async def test_events_of_calls_to_a_rank(recorded: Recorded, spec: EngineSpec) -
     assert gathered["timestamp"] + gathered["duration_s"] <= put["timestamp"] + CLOCKS_S
 
 
-async def test_every_event_of_trainer_and_ranks_is_recorded_somewhere(recorded: Recorded, spec: EngineSpec) -> None:
+async def test_every_documented_event_of_trainer_and_ranks_is_recorded(recorded: Recorded, spec: EngineSpec) -> None:
     rig = TrainerRig(total_steps=1, with_critic=True)
     await rig.run(2)
     await run_some_calls(spec)
@@ -265,7 +265,7 @@ async def test_the_gpu_is_synchronized_only_if_configured(
     before = len(recorded.all("rank.call", "rank.optimizer", "sync.gather"))
     set_up_profiling(RankProfiling(synchronize=True), may_have_gpu=True)
     await run_some_calls(spec)
-    # Both ends of each span, and three times for each micro-batch that is trained
+    # It is synchronized at both ends of each span and three times for each trained micro-batch.
     assert len(waits) >= 2 * before + 6
 
     def fail(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""From samples to the batch of a step: calls to roles, and the arithmetic against plain float64."""
+"""From samples to the batch of a step: calls to roles, and the arithmetic compared with plain float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REWARDS = ((1.0, 0.0), (0.5, 0.25), (0.0, 0.0))
 
 
 def samples(**changes: Any) -> list[TrainSample]:
-    """Three groups of two responses, of different lengths and ages; the first has a tool token."""
+    """Return three groups of two responses with different lengths and ages; the first has a tool token."""
     made: list[Sample] = []
     for index, (length, rewards) in enumerate(zip(LENGTHS, REWARDS, strict=True), start=1):
         sample = make_sample(SampleId(0, index), rewards, length=length, spans=[Span(0, index)])
@@ -39,7 +39,7 @@ def samples(**changes: Any) -> list[TrainSample]:
 
 
 def answers(key: str, seed: int, *, scale: float = 0.2, offset: float = -1.0) -> FakeGroup:
-    """A role that returns `key` with numbers drawn from `seed`, the same for the same batch."""
+    """Return a role that answers with `key`, random numbers that depend only on `seed` and the batch."""
 
     def score(batch: TensorDict) -> TensorDict:
         shape = (len(batch),) if key == "scores" else tuple(batch["response_mask"].shape)
@@ -70,7 +70,7 @@ def array(experience: Experience, key: str) -> np.ndarray:
     return experience.batch[key].double().numpy()
 
 
-async def test_by_default_there_is_no_forward_pass_and_advantages_are_of_groups() -> None:
+async def test_the_default_has_no_forward_pass_and_group_advantages() -> None:
     actor = FakeGroup()
     batch, metrics, kl_coef = await make(config_of(), actor=actor)
     assert actor.asked == []
@@ -85,14 +85,14 @@ async def test_by_default_there_is_no_forward_pass_and_advantages_are_of_groups(
             wanted = np.where(mask, expected[row], 0.0)
             np.testing.assert_allclose(batch["advantages"][2 * group + row].numpy(), wanted, rtol=1e-6)
     assert batch["token_ages"][:, 0].tolist() == [4, 4, 3, 3, 2, 2]
-    assert batch["token_ages"][0].tolist() == [4, 0, 4, 4]  # 0 where nothing was sampled
+    assert batch["token_ages"][0].tolist() == [4, 0, 4, 4]  # 0 for tokens that were not sampled
     assert batch["advantages"].dtype is batch["returns"].dtype is batch["token_ages"].dtype is torch.float32
     assert metrics["advantages/max"] == pytest.approx(float(batch["advantages"].max()))
     assert "reward/shaped_mean" not in metrics
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-async def test_the_reference_is_a_model_of_its_own_or_the_actor_without_its_adapters(adapters: bool) -> None:
+async def test_the_reference_is_a_separate_model_or_the_actor_without_adapters(adapters: bool) -> None:
     config = config_of(algorithm={"use_kl_loss": True}, model={"lora_rank": 4 if adapters else 0})
     actor, ref = answers("log_probs", 1), answers("log_probs", 2)
     batch, _, _ = await make(config, actor=actor, **({} if adapters else {"ref": ref}))
@@ -153,7 +153,7 @@ async def test_decoupled_ppo_computes_old_log_probs_and_weights() -> None:
     )
 
 
-async def test_rejected_tokens_leave_the_loss_and_stay_in_their_groups_baseline() -> None:
+async def test_rejected_tokens_are_not_in_the_loss_but_in_the_baseline_of_their_group() -> None:
     correction = {"bypass_mode": False, "rollout_rs": "token_k1", "rollout_rs_threshold": 0.1}
     config = config_of(algorithm={"rollout_correction": correction})
     experience = await make(config, actor=answers("log_probs", 3, scale=0.2))
@@ -176,7 +176,7 @@ async def test_an_adaptive_coefficient_continues() -> None:
     assert experience.kl_coef is not None and 0.69 < experience.kl_coef < 0.71
 
 
-async def test_a_fixed_coefficient_is_the_configurations_whatever_a_checkpoint_holds() -> None:
+async def test_a_fixed_coefficient_comes_from_the_configuration_and_not_from_a_checkpoint() -> None:
     config = config_of(algorithm={"use_kl_in_reward": True, "kl_ctrl": {"type": "fixed", "kl_coef": 0.05}})
     builder = ExperienceBuilder(config, actor=FakeGroup(), ref=answers("log_probs", 4))
     experience = await builder.make(samples(), trainer_version=VERSION, kl_coef=0.7)
@@ -210,12 +210,12 @@ async def test_the_greedy_baseline_is_subtracted() -> None:
 
 
 MASKS = [[1, 0, 1], [1, 1]]
-"""Of the two rows that the first trajectory of the second sample is forked into."""
+"""The response masks of the two rows into which the first trajectory of the second sample is forked."""
 LABELS = [0, 1, 2, 2, 3, 4, 5]
 
 
 def forked_samples(*turn_rewards: Any) -> list[TrainSample]:
-    """Those of `samples`, with a fork."""
+    """Return samples with a forked trajectory."""
     made = [make_sample(SampleId(0, index), rewards) for index, rewards in enumerate(REWARDS, start=1)]
     made[1] = forked(made[1], 0, *MASKS, turn_rewards=turn_rewards)
     return [prepare_sample(sample, lease_id=1, trainer_version=VERSION, rules=RULES) for sample in made]
@@ -226,8 +226,8 @@ def by_trajectory(per_row: np.ndarray, labels: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("forked", [False, True])
-async def test_a_trajectory_has_one_score_and_one_place_in_its_group(forked: bool) -> None:
-    """The score: reward, the model's score of the last row, punishment of all tokens and KL of all rows."""
+async def test_a_trajectory_has_one_score_and_counts_once_in_its_group(forked: bool) -> None:
+    """The score combines the reward, the model's score of the last row, the overlong penalty and the KL of all rows."""
     config = config_of(
         algorithm={
             "use_kl_in_reward": True,
@@ -273,7 +273,7 @@ async def test_rows_have_the_trained_tokens_of_their_trajectory_after_rejection(
 
 
 async def test_turn_rewards_with_a_critic_in_a_forked_trajectory() -> None:
-    """A reward of 0.5, of which -0.25 is on token 0 of the first row and 1.0 on token 0 of the second one."""
+    """The reward is 0.5, of which -0.25 is on token 0 of the first row and 1.0 on token 0 of the second row."""
     gamma, lam = 0.9, 0.8
     config = config_of(algorithm={"adv_estimator": "gae", "gamma": gamma, "lam": lam})
     experience = await make(config, forked_samples([(0, -0.25)], [(0, 1.0)]), critic=answers("values", 6, offset=0.3))
@@ -281,7 +281,7 @@ async def test_turn_rewards_with_a_critic_in_a_forked_trajectory() -> None:
     mask = batch["response_mask"].numpy()
     rewards = np.zeros_like(values)
     rewards[[0, 1, 4, 5, 6], 3] = np.delete(np.ravel(REWARDS), 2)
-    rewards[2, [0, 2]] = -0.25, 0.75  # what the second row earned is at the end of the first one
+    rewards[2, [0, 2]] = -0.25, 0.75  # the reward of the second row is at the end of the first one
     rewards[3, [0, 1]] = 1.0, -0.25
     wanted, returns = map(np.array, gae(rewards.tolist(), mask.astype(int).tolist(), values.tolist(), gamma, lam))
     np.testing.assert_allclose(array(experience, "advantages"), wanted, atol=1e-5)

@@ -53,7 +53,7 @@ class Run:
             await group.close()
 
     def draw(self, index: int) -> Sample:
-        """`GROUP` responses to one prompt, token by token; the reward is the share of `REWARDED` tokens."""
+        """Sample `GROUP` responses to one prompt; the reward is the share of `REWARDED` tokens."""
         prompt = torch.tensor([1 + index % 5, 2])
         model = self.actor._rank._workers["actor"].engine.model  # type: ignore[attr-defined]
         tokens, log_probs = prompt.repeat(GROUP, 1), []
@@ -81,7 +81,7 @@ class Run:
         return Sample(SampleId(0, index + 1), rows)
 
     async def step(self, number: int) -> tuple[float, Metrics]:
-        """The mean reward before the step, and the step's metrics."""
+        """Run a step, and return the mean reward before it and its metrics."""
         drawn = [self.draw(number * GROUPS + index) for index in range(GROUPS)]
         samples = [prepare_sample(sample, lease_id=1, trainer_version=0, rules=RULES) for sample in drawn]
         batch, metrics, self.kl_coef = await self.experience.make(samples, trainer_version=0, kl_coef=self.kl_coef)
@@ -106,7 +106,7 @@ class Run:
         ),
     ],
 )
-async def test_a_policy_learns_what_is_rewarded(tmp_path: Path, sections: dict[str, Any]) -> None:
+async def test_a_policy_learns_rewarded_tokens(tmp_path: Path, sections: dict[str, Any]) -> None:
     adapters = sections.get("model", {})
     others = {name: section for name, section in sections.items() if name != "model"}
     config = make_config(write_model(tmp_path), trainer={"strategy": "local"}, **others)
@@ -127,4 +127,4 @@ async def test_a_policy_learns_what_is_rewarded(tmp_path: Path, sections: dict[s
         assert metrics["critic/return_mean"] > 0.6
         assert metrics["critic/value_mean"] == pytest.approx(metrics["critic/return_mean"], abs=0.2)
     if config.algorithm.use_kl_in_reward:
-        assert metrics["reward/kl"] > 1.0  # nats per response: it moved away from where it began
+        assert metrics["reward/kl"] > 1.0  # in nats per response: the policy moved away from its initial state

@@ -1,4 +1,4 @@
-"""The loop on a real queue and fake parts: order of events, ends of every kind, counts."""
+"""The train loop on a real queue and fake parts: the order of events, every kind of end, and counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_run_from_the_first_lease_to_the_last_checkpoint() -> None:
     records = await rig.run(8)
     assert [(record.step, record.version) for record in records] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     assert rig.actor.steps == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    # version, its step, the step of the weights in it, validate
+    # the version, its step, the step of its weights, and whether it is to be validated
     assert rig.actor.published == [(1, 1, 1, False), (2, 2, 2, False), (3, 3, 3, False), (4, 4, 4, True)]
     assert rig.trained.steps == [(1, 0, [1, 2]), (2, 1, [3, 4]), (3, 2, [5, 6]), (4, 3, [7, 8])]
     assert {record.lineage for record in records} == {0}
@@ -71,7 +71,7 @@ async def test_records_carry_registered_metrics_and_what_was_trained() -> None:
 
 
 async def test_experience_belongs_to_the_first_step_of_its_batch(tmp_path: Path) -> None:
-    """For the roles of `skip` that follow the loop."""
+    """Roles of `skip` that take their step from the loop depend on this."""
     section = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
     rig = TrainerRig(total_steps=5, samples_per_lease=4, samples_per_version=4)
     steps: list[int | None] = []
@@ -89,7 +89,7 @@ async def test_a_lease_of_several_mini_batches_and_a_version_of_several_leases()
     rig = TrainerRig(total_steps=10, samples_per_lease=4, samples_per_version=8)
     records = await rig.run(20)
     assert [record.version for record in records] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
-    # five leases of two steps
+    # there are five leases of two steps
     assert rig.loop.progress.leases == 5
     assert [step for _, step, _, _ in rig.actor.published] == [4, 8, 10]
 
@@ -109,7 +109,7 @@ async def test_no_validation_without_a_validation_set() -> None:
     assert not any(validate for *_, validate in rig.actor.published)
 
 
-async def test_checkpoints_come_between_leases_every_save_freq_steps() -> None:
+async def test_checkpoints_are_written_between_leases_every_save_freq_steps() -> None:
     rig = TrainerRig(total_steps=9, samples_per_lease=4, samples_per_version=4, save_freq=3)
     await rig.run(18)
     assert [progress.step for progress, _ in rig.checkpoints.saved] == [4, 6, 9]
@@ -122,7 +122,7 @@ async def test_save_last_false_writes_no_last_checkpoint() -> None:
     assert rig.checkpoints.saved == []
 
 
-# ------------------------------------------------------------------------------------------------ the stream ends
+# ------------------------------------------------------------------------------------------------ the end of the stream
 
 
 async def test_the_last_partial_batch_is_trained() -> None:
@@ -170,7 +170,7 @@ async def test_a_stream_that_ends_right_after_a_publication_still_has_its_last_v
 async def test_a_finished_run_publishes_again_if_its_validation_is_missing(
     validated_step: int, published: list[Any]
 ) -> None:
-    """Training went back to the last checkpoint of all, or was resumed from it."""
+    """Training went back to the last checkpoint of the run, or was resumed from it."""
     at_end = Progress(step=4, version=4, published_step=4, leases=4, trained_samples=8)
     rig = TrainerRig(at_end, validated_step=validated_step)
     assert await rig.run() == []
@@ -181,7 +181,7 @@ async def test_a_finished_run_publishes_again_if_its_validation_is_missing(
 
 @pytest.mark.parametrize(("validated_step", "expected"), [(2, [6, 10]), (6, [10])])
 async def test_a_resumed_loop_counts_from_the_validated_step(validated_step: int, expected: list[int]) -> None:
-    """The checkpoint of step 5 is beyond the publication of step 4, which is beyond the multiple that is due."""
+    """The checkpoint of step 5 comes after the publication of step 4, which comes after the multiple that is due."""
     progress = Progress(step=5, version=2, published_step=4, leases=5, trained_samples=10)
     rig = TrainerRig(progress, validated_step=validated_step, total_steps=10, samples_per_version=4, test_freq=3)
     await rig.run(10)
@@ -298,7 +298,7 @@ async def test_a_fully_rejected_lease_is_an_error_that_names_the_thresholds() ->
 
 
 def reject(*indices: int) -> Callable[[TensorDict], None]:
-    """The correction rejects all tokens of the samples with these feed indices."""
+    """Return a change with which the correction rejects all tokens of the samples with these feed indices."""
 
     def change(batch: TensorDict) -> None:
         first = batch["input_ids"][torch.arange(len(batch)), batch["prompt_lens"]]
@@ -313,7 +313,7 @@ async def test_fully_rejected_samples_are_filtered_without_a_step() -> None:
     rig.experience.change = reject(1, 3, 4)
     rewards = {2: (0.0, 4.0), 5: (0.0, 6.0)}
     await rig.run_while_feeding(9, lambda sample_id: make_sample(sample_id, rewards.get(sample_id.index, (0.0, 1.0))))
-    # Of the first lease one sample is left; the version still takes four.
+    # The first lease has one sample left, but the version still takes four.
     assert rig.actor.steps == rig.critic.steps == [[2], [5, 6], [7]]
     assert [record.version for record in rig.records] == [0, 0, 1]
     assert [record.rewards for record in rig.records] == [(2.0,), (3.0, 0.5), (0.5,)]
@@ -338,7 +338,7 @@ async def test_rejected_samples_at_the_end_of_the_stream_are_replaced(
 
 
 async def test_a_sample_rejected_after_the_end_of_the_stream_is_replaced() -> None:
-    """The lease that ended the stream was not full."""
+    """The lease at the end of the stream is not full."""
     rig = TrainerRig(total_steps=100, total_samples=3, samples_per_lease=4, samples_per_version=4)
     rig.experience.change = reject(3)
     await rig.run_while_feeding(4)
@@ -364,7 +364,7 @@ async def test_the_adaptive_kl_coefficient_is_carried_from_batch_to_batch() -> N
 # ------------------------------------------------------------------------------------------------ passes
 
 
-async def test_every_pass_is_a_step_and_a_sample_is_committed_with_its_first() -> None:
+async def test_every_pass_is_a_step_and_a_sample_is_committed_with_its_first_pass() -> None:
     rig = TrainerRig(total_steps=12, ppo_epochs=3, samples_per_lease=4, samples_per_version=4)
     trained: list[int] = []
     rig.actor.on_step = lambda step: trained.append(rig.queue.state.trained)
@@ -390,7 +390,7 @@ async def test_a_run_stopped_between_passes_can_resume(stop_after: int) -> None:
     [(progress, snapshot)] = first.checkpoints.saved
     assert progress.step == stop_after
     second = TrainerRig(progress=progress, restore=snapshot, **settings)
-    # Two steps (passes over two samples) for each mini-batch that is still to come, the last of which may be left out.
+    # Each remaining mini-batch takes two steps (passes over two samples), the last of which may be left out.
     wanted = math.ceil((8 - stop_after) / 2) * 2
     await feed(second.queue, wanted)
     await second.run()
@@ -449,11 +449,13 @@ async def test_the_run_ends_after_the_last_checkpoint() -> None:
     await feed(rig.queue, 8)
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
-        while not (rig.checkpoints.begun and rig.loop.waits.snapshot()):  # all is done but the writing
+        while not (rig.checkpoints.begun and rig.loop.waits.snapshot()):  # only the writing of the checkpoint is left
             await anyio.lowlevel.checkpoint()
         assert len(rig.records) == 4 and rig.checkpoints.saved == []
         assert [wait.edge for wait in rig.loop.waits.snapshot()] == ["checkpoint"]
-        assert not (await rig.queue.admit(1, timeout_s=0.01)).closed, "the run may still go back to an earlier one"
+        assert not (await rig.queue.admit(1, timeout_s=0.01)).closed, (
+            "the run may still go back to an earlier checkpoint"
+        )
         release.set()
     assert len(rig.checkpoints.saved) == 1
     assert (await rig.queue.admit(1, timeout_s=0.1)).closed
@@ -506,7 +508,7 @@ async def test_a_failure_waits_for_a_running_checkpoint(written: bool) -> None:
 
     async def write() -> None:
         await failed.wait()
-        for _ in range(20):  # by now the failure has come out of its turn
+        for _ in range(20):  # by now the failed step has raised its error
             await anyio.lowlevel.checkpoint()
         if not written:
             raise InfraError("its ranks are gone")
@@ -539,7 +541,7 @@ async def test_calls_to_ranks_have_a_time_limit_and_waits_for_samples_have_none(
     rig.experience.change = rig.actor.on_step = rig.critic.on_step = rig.actor.on_publish = look
 
     async def write() -> None:
-        await anyio.lowlevel.checkpoint()  # until the loop waits for it
+        await anyio.lowlevel.checkpoint()  # let the loop wait for the checkpoint
         look()
 
     rig.checkpoints.on_finish = write
@@ -567,7 +569,7 @@ async def test_a_failed_checkpoint_ends_a_run_that_waits_for_samples() -> None:
     assert (counts.trained, counts.leased, counts.ready) == (2, 0, 1)
 
 
-def test_settings_from_the_configuration() -> None:
+def test_settings_follow_from_the_configuration() -> None:
     config = Config.model_validate(
         {
             "seed": 3,

@@ -1,4 +1,4 @@
-"""Stale and empty samples in the loop, and a resumed loop."""
+"""Stale, lost and unusable samples in the train loop, and a resumed loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_staleness_counts_from_the_version_at_lease() -> None:
     assert records[3].metrics["staleness/max"] == 2.0
 
 
-async def test_after_a_rewind_tokens_from_the_future_are_as_fresh_as_can_be() -> None:
+async def test_after_a_rewind_tokens_of_newer_versions_have_no_staleness() -> None:
     rig = TrainerRig(rules=replace(RULES, mask_beyond=0, rewound=True), lineage=2)
     spans = {1: [Span(0, 3)], 2: [Span(0, 0), Span(2, 3)]}
     await feed(rig.queue, 2, lambda sample_id: make_sample(sample_id, spans=spans[sample_id.index]))
@@ -81,22 +81,22 @@ async def test_a_lost_payload_is_generated_again_while_others_train() -> None:
     rig.payloads.lost = {fed[1]}
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
-        while not rig.records:  # the third took its place
+        while not rig.records:  # the third sample took its place
             await anyio.lowlevel.checkpoint()
         rig.payloads.lost = set()
-        assert await feed(rig.queue, 1) == [fed[1]], "under the same id"
+        assert await feed(rig.queue, 1) == [fed[1]], "the sample is generated again under the same id"
     assert rig.actor.steps == [[1, 3], [4, 2]]
     counts = await rig.counts()
     assert (counts.fed, counts.trained, counts.num_dropped) == (4, 4, 0)
 
 
 async def test_many_payloads_lost_at_once_are_generated_again() -> None:
-    """The loss of a process or a file loses all of its samples at once."""
+    """The loss of a process or a file loses all samples in it at once."""
     rig = TrainerRig(total_steps=10)
     rig.payloads.lost = set(await feed(rig.queue, 20))
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
-        while (await rig.counts()).fed:  # each is given back once
+        while (await rig.counts()).fed:  # each sample is requeued once
             await anyio.lowlevel.checkpoint()
         rig.payloads.lost = set()
         await feed(rig.queue, 20)
@@ -196,13 +196,13 @@ async def test_too_many_filtered_samples_in_a_row_stop_the_run() -> None:
     assert (counts.leased, counts.trained) == (0, 0)
 
 
-async def test_a_queue_that_is_closed_before_anything_trainable_came() -> None:
+async def test_a_queue_that_is_closed_before_any_trainable_sample_ends_the_run() -> None:
     rig = TrainerRig(rules=replace(RULES, mask_beyond=0))
     rig.loop.progress.version = 1
     await feed(rig.queue, 3)
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
-        while (await rig.counts()).dropped["stale"] < 2:  # a lease; one more is READY
+        while (await rig.counts()).dropped["stale"] < 2:  # this is a lease, and one more sample is READY
             await anyio.lowlevel.checkpoint()
         await rig.queue.close()
     assert rig.records == []
@@ -235,7 +235,7 @@ async def test_a_resumed_run_continues_step_version_and_feed_index(stop_after: i
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
-async def test_a_resume_in_the_middle_of_a_version_does_not_wait_for_permits_that_never_come(stop_after: int) -> None:
+async def test_a_resume_in_the_middle_of_a_version_does_not_wait_for_missing_permits(stop_after: int) -> None:
     """With on-policy pacing exactly `samples_per_version` samples may exist before the next version is applied."""
     settings: dict[str, Any] = {"total_steps": 8, "samples_per_lease": 4, "samples_per_version": 8}
     snapshot = QueueSnapshot(

@@ -35,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompt_ids(path: Path, *seeds: int) -> np.ndarray:
-    """As transformers itself writes the placeholders of images made from `seeds`."""
+    """Return a prompt with the placeholders that transformers writes for the images of `seeds`."""
     processor = AutoProcessor.from_pretrained(path)
     text = "<|im_start|>user\nlook: " + " and ".join(["<image>"] * len(seeds)) + "<|im_end|>\n<|im_start|>assistant\n"
     images = {"images": [[picture(seed) for seed in seeds]]} if seeds else {}
@@ -67,7 +67,7 @@ def make_engine(path: Path, **settings: Any) -> BaseEngine:
 
 @torch.no_grad()
 def expected(path: Path, row: TrainRow, *seeds: int) -> torch.Tensor:
-    """Log-probs of the response by the model called plainly, one row, pixels by the processor."""
+    """Return the log-probs of the response from a plain call of the model with one row and the processor's pixels."""
     model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(path).eval()
     processor = AutoProcessor.from_pretrained(path)
     ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
@@ -80,10 +80,10 @@ def expected(path: Path, row: TrainRow, *seeds: int) -> torch.Tensor:
     return log_p[places - 1, ids[0, places]]
 
 
-# ------------------------------------------------------------------------------------------------ on the way
+# ------------------------------------------------------------------------------------------------ batches
 
 
-def test_media_reach_the_batch_and_come_out_of_it_again(path: Path) -> None:
+def test_media_of_a_batch_are_unchanged(path: Path) -> None:
     rows = [*rows_of(path, media=(ONE, TWO)), *rows_of(path, media=()), *rows_of(path)]
     batch = to_batch(rows)
     assert batch["media"].dtype == torch.uint8
@@ -105,7 +105,7 @@ def test_joined_media_can_be_split() -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_log_probs_are_those_of_the_plain_model(path: Path, packing: bool) -> None:
-    """Rows with two images, one and none in one batch; the last row is alone in a micro-batch, which has no image."""
+    """The batch has rows with two, one and no images. The last row is alone in a micro-batch, which has no image."""
     rows = [*rows_of(path, media=(ONE, TWO)), *rows_of(path, response=(7, 8)), *rows_of(path, media=(), response=(9,))]
     engine = make_engine(path, use_remove_padding=packing, ppo_max_token_len=64)
     got = engine.infer(to_batch(rows))["log_probs"]
@@ -115,14 +115,14 @@ def test_log_probs_are_those_of_the_plain_model(path: Path, packing: bool) -> No
         )
 
 
-def test_the_image_matters(path: Path) -> None:
+def test_the_image_changes_the_log_probs(path: Path) -> None:
     first, second = rows_of(path), rows_of(path, media=(TWO,))
     assert (first[0].prompt_ids == second[0].prompt_ids).all()
     got = make_engine(path).infer(to_batch([*first, *second]))["log_probs"]
     assert (got[0] - got[1]).abs().max() > 1e-3
 
 
-def test_a_placeholder_that_the_policy_sampled_is_a_word_to_the_model(path: Path) -> None:
+def test_a_sampled_placeholder_is_a_plain_token_to_the_model(path: Path) -> None:
     token = AutoProcessor.from_pretrained(path).image_token_id
     plain = rows_of(path, media=(), response=(40, token, 42, 43))
     seen = rows_of(path, response=(40, token, 42, 43))
@@ -131,7 +131,7 @@ def test_a_placeholder_that_the_policy_sampled_is_a_word_to_the_model(path: Path
     torch.testing.assert_close(alone[0], expected(path, plain[0]), rtol=1e-5, atol=1e-5)
     other = engine.infer(to_batch(rows_of(path, response=(40, 0, 42, 43))))["log_probs"]
     torch.testing.assert_close(beside[0, 0], other[0, 0])
-    assert (beside[0, 2:] - other[0, 2:]).abs().max() > 1e-3, "it was embedded as another token"
+    assert (beside[0, 2:] - other[0, 2:]).abs().max() > 1e-3, "the placeholder was embedded as another token"
 
 
 def test_training_reaches_the_vision_weights(path: Path) -> None:
@@ -170,7 +170,7 @@ def test_critics_refuse_media(tmp_path: Path, path: Path) -> None:
 
 
 def a_step(engine: BaseEngine, rows: list[TrainRow], share: slice) -> dict[str, torch.Tensor]:
-    """Weights after one step on this rank's share of the batch; of rank 0."""
+    """Take a step on this rank's share of the batch, and return the weights, which only rank 0 has."""
     engine.plan(1)
     engine.optim_step(engine.forward_backward(to_batch(rows)[share], Likelihood())["loss"])
     return {name: tensor.clone() for name, tensor in engine.weights("float32") if tensor.numel()}
@@ -194,7 +194,7 @@ def on_rank(rank: int, directory: str, rows: list[TrainRow]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_ranks_without_an_image_run_the_vision_layers_too(tmp_path: Path) -> None:
-    """Rank 0 has the image, rank 1 has text only: both have to run the vision layers, or one waits in a collective."""
+    """Rank 0 has an image and rank 1 has none. Both must run the vision layers, or rank 0 waits in a collective."""
     model = write_vision_model(tmp_path / "model")
     rows = [*rows_of(model), *rows_of(model, media=(), response=(9, 10))]
     expected = a_step(make_engine(model), rows, slice(None))

@@ -16,7 +16,7 @@ from asyncrl.storage.run_dir import TRAINED
 from trainer.trained_steps import TrainedStepsFile, _remove_partial_line, read_trained
 
 
-async def test_a_line_for_each_step_and_for_each_way_back(tmp_path: Path) -> None:
+async def test_each_step_and_each_rewind_has_a_line(tmp_path: Path) -> None:
     assert list(read_trained(tmp_path)) == []
     first = TrainedStepsFile(tmp_path, 0)
     await first.append(1, 0, [SampleId(0, 1), SampleId(0, 2)])

@@ -1,4 +1,4 @@
-"""Samples → rows: masks, versions, what is not trained on, what is refused."""
+"""The conversion of samples to rows: masks, versions, samples without trained tokens, and refused samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_a_row_has_masks_versions_and_reward() -> None:
     sampled=st.lists(st.booleans(), min_size=8, max_size=8),
     bound=st.none() | st.integers(0, 5),
 )
-def test_what_is_masked_is_what_is_too_old(ages: list[int], sampled: list[bool], bound: int | None) -> None:
+def test_exactly_the_tokens_beyond_the_bound_are_masked(
+    ages: list[int], sampled: list[bool], bound: int | None
+) -> None:
     versions = sorted(9 - age for age in ages)
     spans = [Span(index, version) for index, version in enumerate(versions)]
     sample = make_sample(SampleId(0, 1), (0.0, 1.0), spans=spans, length=len(ages))
@@ -53,7 +55,8 @@ def test_what_is_masked_is_what_is_too_old(ages: list[int], sampled: list[bool],
     sample = replace(sample, rows=tuple(replace(row, response_mask=mask) for row in sample.rows))
     found = prepared(sample, version=9, rules=replace(RULES, mask_beyond=bound))
     expected = [
-        taken and (bound is None or 9 - version <= bound) for taken, version in zip(mask, versions, strict=True)
+        is_sampled and (bound is None or 9 - version <= bound)
+        for is_sampled, version in zip(mask, versions, strict=True)
     ]
     assert found.rows[0].loss_mask.tolist() == expected
     assert found.rows[0].response_mask.tolist() == mask.tolist()
@@ -63,7 +66,7 @@ def test_what_is_masked_is_what_is_too_old(ages: list[int], sampled: list[bool],
         assert found.untrainable is (DropReason.STALE if mask.any() else DropReason.FILTERED)
 
 
-def test_a_token_from_the_future_is_a_bug() -> None:
+def test_a_token_of_a_newer_version_is_a_bug() -> None:
     with pytest.raises(BugError, match="version 4"):
         prepared(make_sample(SampleId(0, 1), spans=[Span(0, 4)]))
 
@@ -71,18 +74,18 @@ def test_a_token_from_the_future_is_a_bug() -> None:
 @pytest.mark.parametrize(
     ("rewards", "filtered"), [((1.0, 1.0, 1.0), True), ((0.0, 0.0), True), ((0.0, 0.0, 0.1), False), ((0.5,), True)]
 )
-def test_groups_of_equal_rewards_are_filtered_only_if_so_wished(rewards: tuple[float, ...], filtered: bool) -> None:
+def test_groups_of_equal_rewards_are_filtered_only_if_configured(rewards: tuple[float, ...], filtered: bool) -> None:
     sample = make_sample(SampleId(0, 1), rewards)
     assert prepared(sample).untrainable is None
-    wished = prepared(sample, rules=replace(RULES, filter_groups=True))
-    assert wished.untrainable is (DropReason.FILTERED if filtered else None)
+    with_filter = prepared(sample, rules=replace(RULES, filter_groups=True))
+    assert with_filter.untrainable is (DropReason.FILTERED if filtered else None)
 
 
 def make_row() -> TrainRow:
     return prepared(make_sample(SampleId(0, 1))).rows[0]
 
 
-def test_bad_rows_are_refused_by_name() -> None:
+def test_the_error_for_a_bad_row_names_its_sample_and_the_reason() -> None:
     row = make_row()
     nan = row.rollout_log_probs.copy()
     nan[0] = np.nan
@@ -109,16 +112,16 @@ def test_bad_rows_are_refused_by_name() -> None:
         with pytest.raises(DataError, match=f"sample_0_1 .*{reason}"):
             check_row(broken, vocab_size=VOCAB)
     check_row(bad["vocabulary of 24"], vocab_size=None)
-    # what the policy did not sample may be anything
+    # tokens that the policy did not sample may have any log-prob
     check_row(replace(row, rollout_log_probs=nan, response_mask=np.zeros_like(row.response_mask)), vocab_size=VOCAB)
 
 
-def test_a_sample_is_refused_with_its_rows() -> None:
+def test_a_sample_with_a_bad_row_is_refused() -> None:
     with pytest.raises(DataError, match="sample_0_30 cannot be trained on: token id 33"):
         prepared(make_sample(SampleId(0, 30)), rules=replace(RULES, vocab_size=31))
 
 
-def test_a_forked_trajectory_is_one_to_its_sample() -> None:
+def test_a_forked_trajectory_counts_once_in_its_sample() -> None:
     sample = forked(make_sample(SampleId(0, 1), (0.25, 1.0)), 0, [1, 1, 0], [1, 1], turn_rewards=[[(1, 0.5)], []])
     found = prepared(sample)
     assert found.rewards == (0.25, 1.0)
@@ -128,14 +131,14 @@ def test_a_forked_trajectory_is_one_to_its_sample() -> None:
 
 
 @pytest.mark.parametrize(("rewards", "flat"), [((1.0,), True), ((1.0, 1.0), True), ((1.0, 0.0), False)])
-def test_a_rewards_are_equal_by_trajectory(rewards: tuple[float, ...], flat: bool) -> None:
+def test_equality_of_rewards_is_judged_by_trajectory(rewards: tuple[float, ...], flat: bool) -> None:
     sample = forked(make_sample(SampleId(0, 1), rewards), 0, [1, 1], [1], [0, 1])
     found = prepared(sample, rules=replace(RULES, filter_groups=True))
     assert found.untrainable is (DropReason.FILTERED if flat else None)
 
 
-def test_a_trajectory_without_a_trained_token_goes_with_its_sample() -> None:
-    """As a row does: it counts in its group, unless nothing of the whole sample can be trained."""
+def test_a_trajectory_without_a_trained_token_stays_in_its_group() -> None:
+    """It counts in its group unless the whole sample has no trained token."""
     sample = make_sample(SampleId(0, 1), (0.0, 1.0))
     nothing = forked(sample, 0, [0, 0], [0])
     assert prepared(nothing).untrainable is None
@@ -143,7 +146,7 @@ def test_a_trajectory_without_a_trained_token_goes_with_its_sample() -> None:
     assert prepared(forked(nothing, 1, [0])).untrainable is DropReason.FILTERED
 
 
-def test_rows_that_are_no_trajectories_are_refused() -> None:
+def test_rows_that_do_not_form_trajectories_are_refused() -> None:
     first, second, third = forked(make_sample(SampleId(0, 1), (0.0, 1.0)), 0, [1], [1]).rows
     sample = make_sample(SampleId(0, 1))
     with pytest.raises(DataError, match=r"sample_0_1 .*trajectory 0 have rewards of 0\.0 and 0\.5"):
@@ -152,11 +155,11 @@ def test_rows_that_are_no_trajectories_are_refused() -> None:
         prepared(replace(sample, rows=(first, third, second)))
 
 
-def test_figures_of_a_step_with_turns() -> None:
-    """Two rows of 3 and 2 tokens are one response of 5, of which 4 were sampled."""
+def test_metrics_of_a_step_with_turns() -> None:
+    """Two rows of 3 and 2 tokens are one response of 5 tokens, of which 4 were sampled."""
     sample = forked(make_sample(SampleId(0, 1), (0.5, 1.0)), 0, [1, 1, 0], [1, 1])
     extras: list[dict[str, float]] = [{"format": 1.0}, {"format": 1.0}, {"format": 0.0, "calls": 3.0}]
-    # The trajectory of two rows was cut at its end.
+    # The end of the trajectory with two rows was cut.
     ends = [FinishReason.TOOL_CALL, FinishReason.LENGTH, FinishReason.STOP]
     rows = tuple(
         replace(row, reward_extra=extra, finish_reason=end)
@@ -181,7 +184,7 @@ def test_figures_of_a_step_with_turns() -> None:
         describe(name)
 
 
-def test_figures_of_a_step() -> None:
+def test_metrics_of_a_step() -> None:
     samples = [
         prepared(make_sample(SampleId(0, 1), (1.0, 0.0), spans=[Span(0, 0)])),
         prepared(make_sample(SampleId(0, 2), (0.5,), spans=[Span(0, 2)], length=10)),
@@ -212,8 +215,8 @@ def test_figures_of_a_step() -> None:
     )
 
 
-def test_how_stale_how_mixed_and_how_slow_a_steps_samples_were() -> None:
-    """Trainer version 3; of one sample the second trajectory went on from version 0 to version 2."""
+def test_metrics_of_staleness_versions_and_processing_time() -> None:
+    """The Trainer is at version 3. In one sample, the second trajectory continued from version 0 to version 2."""
     whole = make_sample(SampleId(0, 1), spans=[Span(0, 3)])
     mixed = make_sample(SampleId(0, 2), spans=[Span(0, 2)])
     first, second = mixed.rows

@@ -1,4 +1,4 @@
-"""Models that read the policy's tokens have its tokenizer."""
+"""Models that read the policy's tokens must have its tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def with_reward_model(path: str, placement: str = "worker") -> Config:
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_the_same_tokenizer_and_more_tokens_are_accepted(
+def test_the_same_tokenizer_with_or_without_more_tokens_is_accepted(
     tmp_path: Path, added: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_tokenizers(with_reward_model(tokenizer_like_the_policys(tmp_path / "model", added=added)))

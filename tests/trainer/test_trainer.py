@@ -1,4 +1,4 @@
-"""The start and the watching of a Trainer without ranks."""
+"""The start and the monitoring of a Trainer without ranks."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def make(
         (0, Progress(step=2, version=1), [(1, 2, 0, False)]),
         (1, Progress(step=2, version=1), [(1, 2, 0, False)]),
         (1, Progress(step=1), [(0, 1, 0, False)]),
-        (1, None, [(0, 0, 0, False)]),  # back to the initial model
-        (0, None, []),  # which replicas have by themselves
+        (1, None, [(0, 0, 0, False)]),  # training goes back to the initial model
+        (0, None, []),  # replicas start with the initial model
     ],
 )
 async def test_the_version_of_a_rewind_is_published_and_logged(
@@ -66,13 +66,13 @@ async def test_the_version_of_a_rewind_is_published_and_logged(
 @pytest.mark.parametrize(
     ("step", "validated_step", "section", "owed"),
     [
-        (20, 10, {"test_freq": 10}, True),  # it was validated when training went back to it
+        (20, 10, {"test_freq": 10}, True),  # training went back while this version was being validated
         (20, 20, {"test_freq": 10}, False),
         (25, 20, {"test_freq": 10}, False),
         (25, None, {"test_freq": 10}, True),
         (5, None, {"test_freq": 10, "val_before_train": False}, False),
         (25, 20, {"test_freq": -1}, False),
-        (0, None, {"test_freq": -1}, True),  # so was the initial model
+        (0, None, {"test_freq": -1}, True),  # training went back while the initial model was being validated
         (0, 0, {"test_freq": -1}, False),
         (0, None, {"test_freq": -1, "val_before_train": False}, False),
     ],
@@ -95,7 +95,7 @@ async def test_a_missing_validation_is_requested_after_a_rewind(
 
 
 class OneGroup(TrainerGroups):
-    """One role, whose ranks hang after `hangs` is set."""
+    """Groups with one role, whose ranks hang after `hangs` is set."""
 
     def __init__(self) -> None:
         super().__init__([])

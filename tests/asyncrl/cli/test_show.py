@@ -375,8 +375,8 @@ def test_bad_arguments_are_errors(cli: CommandLine, arguments: tuple[str, ...], 
 
 @pytest.fixture
 def undumped_run(run_dir: Path) -> Path:
-    """A run without a dump and with five samples: the first is READY with its payload, the second was trained, the third
-    was dropped as stale, the fourth failed before it was scored, and the fifth is running."""
+    """A run without a dump and with five samples: the first is READY with its payload, the second was trained, the
+    third was dropped as stale, the fourth failed before it was scored, and the fifth is running."""
     configure(run_dir, None)
 
     async def write_it() -> None:

@@ -174,7 +174,9 @@ def test_a_port_in_use_is_reported() -> None:
         ("prometheus", "prometheus_client", "ray[default]"),
     ],
 )
-def test_a_sink_without_its_package_is_reported(sink: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_without_its_package_is_reported(
+    sink: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hide_modules(monkeypatch, module)
     problem = single(machine_problems({"logging.sinks": ["jsonl", sink]}))
     assert (problem.key, problem.value, problem.fix) == ("logging.sinks", sink, f"pip install '{package}'")
@@ -377,7 +379,9 @@ def test_builtin_engines_are_those_of_the_registry() -> None:
         (8, 8, "4 attention heads", "set it to 1 or 2 or 4"),
     ],
 )
-def test_the_fix_for_an_invalid_sequence_parallel_size_names_valid_sizes(size: int, ranks: int, text: str, fix: str) -> None:
+def test_the_fix_for_an_invalid_sequence_parallel_size_names_valid_sizes(
+    size: int, ranks: int, text: str, fix: str
+) -> None:
     assert model_config("asyncrl://quickstart")["num_attention_heads"] == 4
     problem = single(machine_problems({ULYSSES: size, "trainer.num_workers": ranks, "trainer.device": "cpu"}))
     assert (problem.key, problem.fix) == (ULYSSES, fix)

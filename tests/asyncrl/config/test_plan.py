@@ -117,7 +117,9 @@ def test_a_resumed_run_trains_on_other_samples_instead_of_skipped_passes() -> No
     steps = config_with({SIZE: 4, PASSES: 2, STEPS: 8})
     assert total_samples(steps, 8, None) == 16
     assert total_samples(steps, 8, None, step=2, trained_samples=4) == 16
-    assert total_samples(steps, 8, None, step=1, trained_samples=4) == 20, "seven steps are left, and each mini-batch takes two"
+    assert total_samples(steps, 8, None, step=1, trained_samples=4) == 20, (
+        "seven steps are left, and each mini-batch takes two"
+    )
     epochs = config_with({SIZE: 4, PASSES: 2, STEPS: None})
     assert training_steps(epochs, 15) == 8
     assert total_samples(epochs, 8, 15) == 15
@@ -140,7 +142,9 @@ def test_shortages_are_warnings() -> None:
     scored = {"reward_model.placement": "serve", "reward_model.num_replicas": 3, "reward_model.path": "rm"}
     config = config_with(scored | {"trainer.device": "cuda"})
     problem = single(shortages(plan_of(config, two)))
-    assert problem.value == "5 GPUs", "one for the engine, one for the rank, and one for each replica of the reward model"
+    assert problem.value == "5 GPUs", (
+        "one for the engine, one for the rank, and one for each replica of the reward model"
+    )
     small = dataclasses.replace(LAPTOP, memory_bytes=GIB)
     found = shortages(plan_of(config_with({"rollout.num_replicas": 4}), small, num_parameters=10**9))
     assert [problem.value.rpartition(" ")[2] for problem in found] == ["threads", "GiB"]

@@ -322,7 +322,7 @@ def test_a_valid_combination_is_accepted(changes: Changes) -> None:
 
 
 EPOCHS: Changes = {"trainer.total_training_steps": None, "trainer.total_epochs": 1, "data.max_train_samples": 50}
-"""Three steps of 16 samples, and one of 2 unless it is dropped."""
+"""The run has three steps of 16 samples, and a last one of 2 unless it is dropped."""
 WHOLE: Changes = EPOCHS | {"trainer.partial_final_batch": "drop"}
 WHOLE_GAE: Changes = WHOLE | GAE | {"trainer.optim.warmup_steps": 0}
 
@@ -335,7 +335,7 @@ WHOLE_GAE: Changes = WHOLE | GAE | {"trainer.optim.warmup_steps": 0}
         (WHOLE | {"trainer.optim.warmup_steps": 2}, None),
         (WHOLE | {"trainer.optim.warmup_steps": 3}, ("trainer.optim.warmup_steps", "warning")),
         (WHOLE_GAE | {"critic.warmup_steps": 1}, None),
-        (WHOLE_GAE | {"critic.warmup_steps": 2}, ("critic.warmup_steps", "warning")),  # the warm-up takes most of the run
+        (WHOLE_GAE | {"critic.warmup_steps": 2}, ("critic.warmup_steps", "warning")),  # the warm-up is most of the run
         (WHOLE_GAE | {"critic.warmup_steps": 3}, ("critic.warmup_steps", "error")),
         (WHOLE_GAE | {"critic.optim.warmup_steps": 3}, ("critic.optim.warmup_steps", "warning")),
         (WHOLE_GAE | {"critic.optim.warmup_steps": 3, "critic.ppo_epochs": 2}, None),

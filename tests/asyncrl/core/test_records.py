@@ -30,7 +30,9 @@ async def test_a_stream_yields_every_record_and_then_ends() -> None:
         (ValueError("a bug of ours"), BugError, "the rollouter failed: ValueError: a bug of ours"),
     ],
 )
-async def test_a_stream_yields_every_record_before_it_raises_the_failure(error: Exception, kind: type[Exception], message: str) -> None:
+async def test_a_stream_yields_every_record_before_it_raises_the_failure(
+    error: Exception, kind: type[Exception], message: str
+) -> None:
     async def run(sink: RecordSink) -> None:
         await sink.put(record(1))
         raise error

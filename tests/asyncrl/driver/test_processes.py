@@ -177,7 +177,9 @@ def test_errors_of_a_part_are_translated_from_rays() -> None:
     assert isinstance(full, DiskFullError)
     assert "No space left" in str(full)
     assert isinstance(translate("trainer", task_error(ConnectionResetError("a peer"))), InfraError)
-    assert isinstance(translate("trainer", task_error(ActorDiedError())), InfraError), "the Trainer raises the death of a rank"
+    assert isinstance(translate("trainer", task_error(ActorDiedError())), InfraError), (
+        "the Trainer raises the death of a rank"
+    )
     gone = translate("trainer", ActorDiedError())
     assert isinstance(gone, InfraError)
     assert gone.message.startswith("the trainer's process died; ") and "logs/ray" in gone.message
@@ -188,7 +190,7 @@ def test_errors_of_a_part_are_translated_from_rays() -> None:
 
 
 HERE = "1f" * 28
-"""A node's id, of the length that Ray requires."""
+"""The id of a node, with the length that Ray requires."""
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ def test_a_replaced_trainer_continues_from_the_newest_checkpoint(tmp_path: Path)
 
 
 def test_a_checkpoint_that_a_replaced_trainer_wrote_after_the_rewind_is_skipped(tmp_path: Path) -> None:
-    """The Trainer was suspended while it wrote the checkpoint of step 5, its successor went back to step 3, and then the
-    suspended one continued."""
+    """The Trainer was suspended while it wrote the checkpoint of step 5, its successor went back to step 3, and then
+    the suspended one continued."""
     history = NO_REWINDS.after_rewind(3)
     three, five = write_checkpoint(tmp_path, 3, seq=30), write_checkpoint(tmp_path, 5, seq=50)
     assert find_latest(tmp_path) == five

@@ -76,7 +76,9 @@ async def test_a_probe_ignores_timeouts_while_the_driver_was_suspended(monkeypat
 
     with pytest.raises(InfraError, match="gone for good"):
         await probe(ask, 30.0, on_answer=on_timeout, on_timeout=on_timeout)
-    assert seen == ["3 more"] and not took, "the timeout is reported after the fourth try, the first repeated one that ended in time"
+    assert seen == ["3 left"] and not took, (
+        "the timeout is reported after the fourth try, the first repeated one that ended in time"
+    )
 
 
 def test_message_of_a_resumed_run() -> None:

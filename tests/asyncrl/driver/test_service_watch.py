@@ -42,7 +42,7 @@ class Rig:
         self.clock = ManualClock()
         self.killed: list[int] = []
         self.gone: set[int] = set()
-        """Processes that have died by themselves."""
+        """Processes that are already dead when the watch kills them."""
         monkeypatch.setattr(watch_module.time, "monotonic", self.clock)
         monkeypatch.setattr(watch_module, "kill_process_of", self._kill_process_of)
 

@@ -34,7 +34,8 @@ class ScriptedPart:
         self.scripts = list(scripts)
         self.did: list[str] = []
         self.starts: list[InfraError | anyio.Event | str | None] = []
-        """The outcome of each start, in order: an error, `HANG`, or an event that lets the start succeed when it is set."""
+        """The outcome of each start, in order: an error, `HANG`, or an event that lets the start succeed when it is
+        set."""
         self.claims: list[InfraError] = []
         self.asked_to_stop = anyio.Event()
         self.starting = anyio.Event()

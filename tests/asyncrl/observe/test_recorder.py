@@ -151,7 +151,7 @@ async def test_a_resumed_run_records_no_step_twice_and_summarizes_the_whole_run(
         assert summary["resumed"] == {"step": 2, "version": 2, "checkpoint": "checkpoints/step_2"}
         assert (summary["reward"]["first"], summary["reward"]["last"]) == pytest.approx((0.1, 1.0))
         assert summary["tokens"] == {"generated": 270, "trained": 300}
-        # The driver of the earlier process had counted more tokens: step 3 uses tokens that it generated before its end.
+        # The earlier driver had counted more tokens, because step 3 uses tokens that were generated before its end.
         recorder.add_earlier_tokens(420)
         recorder.update_parts(queue_status(6), rollouter(75), trainer_status())
         assert recorder.summary("completed", None)["tokens"]["generated"] == 495

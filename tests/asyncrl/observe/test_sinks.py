@@ -179,7 +179,7 @@ def test_prometheus_gets_gauges_by_lineage_and_keeps_them_alive(tmp_path: Path) 
     assert labels["asyncrl_validation_reward_mean_by_data_source"] == ("data_source",)
     assert labels["asyncrl_health_problems"] == ()
     tracker.write(row(2, **{"reward/mean": 0.25}))
-    assert len(set_to["asyncrl_health_problems"]) == len(set_to["asyncrl_health_cpu_by_process"]) == 2  # no further value
+    assert len(set_to["asyncrl_health_problems"]) == len(set_to["asyncrl_health_cpu_by_process"]) == 2  # unchanged
     assert len(set_to["asyncrl_validation_reward_mean_by_data_source"]) == 6
     tracker.rewind()
     tracker.refresh()

@@ -232,7 +232,7 @@ def dropped(count: int) -> dict[str, Any]:
         ([(2, 2), (3, 5), (1, 6)], 0),
         ([(2, 2), (1, 6), (1, 7), (1, 8)], 3),
         ([(2, 2), (1, 6), (3, 5), (1, 7)], 0),  # the second answer arrived after the third one
-        ([(2, 2), (1, 6), (1, 7), (3, 5), (1, 11), (1, 12)], 3),  # an answer arrives after its events were reported as lost
+        ([(2, 2), (1, 6), (1, 7), (3, 5), (1, 11), (1, 12)], 3),  # an answer arrives after its loss was reported
         ([(2, 502), (1, 503), (1, 504)], 0),  # a previous receiver got the earlier events
         ([(2, 2), (4, None), (1, 7), (1, 8)], 0),
         ([(2, 2), (2, None), (1, 7), (1, 8)], 2),

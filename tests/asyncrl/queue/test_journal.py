@@ -400,7 +400,8 @@ async def test_a_journal_that_begins_at_a_checkpoint_written_without_a_journal_i
 
 @pytest.mark.parametrize("seq", [0, 300])
 async def test_a_run_can_rewind_to_the_checkpoint_at_which_its_journal_begins(tmp_path: Path, seq: int) -> None:
-    """A later checkpoint covers the samples that were trained since, so the journal has dropped the mark of the first."""
+    """A later checkpoint covers the samples that were trained since, so the journal has dropped the mark of the
+    first."""
     ten = QueueSnapshot(3, (), SampleCounts(2, trained=2), 3, seq)
     journal = open_journal(tmp_path / "journal.db", ten)
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)

@@ -195,7 +195,7 @@ class ParkedCall(NamedTuple):
     task: asyncio.Task[None]
     scope: anyio.CancelScope
     num_samples: int
-    """0: it waits for a permit."""
+    """Number of samples that a lease waits for; 0 if the call waits for a permit."""
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -215,11 +215,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.trainer = self.applied = self.completions = 0
         self.closed = False
         self.running: dict[SampleId, int] = {}
-        """The version under which each runs."""
+        """The version with which each sample is generated."""
         self.waiting: set[SampleId] = set()
-        """Samples to be fed again."""
+        """Samples that will be fed again."""
         self.completed: dict[SampleId, tuple[int, int]] = {}
-        """By sample that was offered: its place in completion order, and its version."""
+        """Position in completion order and version of each offered sample."""
         self.ready: set[SampleId] = set()
         self.leased: dict[int, list[SampleId]] = {}
         self.trained: list[SampleId] = []
@@ -261,7 +261,9 @@ class QueueMachine(RuleBasedStateMachine):
         held = [queued.meta.sample_id for queued in answer.samples]
         assert held == self.available()[: len(held)]
         assert [queued.payload for queued in answer.samples] == [f"payload {sample_id.index}" for sample_id in held]
-        assert answer.ended == (len(held) < num_samples), "the answer to a parked lease is full, unless it is the last one"
+        assert answer.ended == (len(held) < num_samples), (
+            "the answer to a parked lease is full, unless it is the last one"
+        )
         assert not answer.ended or self.closed or not self.running
         if held:
             self.leased[answer.lease_id] = held

@@ -318,21 +318,21 @@ class CrashMachine(RuleBasedStateMachine):
         self.incarnation = {"rollouter": 1, "trainer": 1}
         self.next_index = 1
         self.waiting: set[SampleId] = set()
-        """Samples to be fed again."""
+        """Samples that will be fed again."""
         self.running: set[SampleId] = set()
         self.ready: set[SampleId] = set()
         self.leases: dict[int, list[SampleId]] = {}
         self.trained: list[SampleId] = []
         self.gone: set[SampleId] = set()
-        """Dropped for another reason than a shutdown."""
+        """Samples that were dropped for a reason other than a shutdown."""
         self.completed: dict[SampleId, int] = {}
-        """The numbers of their completion, in order."""
+        """Position in completion order of each offered sample."""
         self.made: dict[SampleId, int] = {}
-        """The version that generated each."""
+        """The version that generated each sample."""
         self.checkpoints: dict[int, tuple[int, int]] = {0: (0, 0)}
-        """By step: samples trained by then, and the version."""
+        """Number of trained samples and version of each checkpoint, by step."""
         self.covered = 0
-        """Number of trained samples that checkpoints cover: their payloads are gone."""
+        """Number of trained samples that checkpoints cover, whose payloads are deleted."""
 
     def run(self, call: Awaitable[Any]) -> Any:
         async def awaited() -> Any:

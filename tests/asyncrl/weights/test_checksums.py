@@ -41,7 +41,9 @@ def test_a_parameter_belongs_to_the_group_of_its_layer(name: str, group: str) ->
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.integers(0, 40), st.integers(0, 40))
-def test_bit_sums_of_parts_add_up_to_the_bit_sum_of_the_whole(seed: int, dtype: np.dtype, left: int, right: int) -> None:
+def test_bit_sums_of_parts_add_up_to_the_bit_sum_of_the_whole(
+    seed: int, dtype: np.dtype, left: int, right: int
+) -> None:
     bits = np.random.default_rng(seed).integers(0, 256, (left + right) * dtype.itemsize, dtype=np.uint8)
     whole = bits.view(dtype)
     parts = merge([{"g": bit_sum(whole[:left])}, {"g": bit_sum(whole[left:])}])

@@ -42,9 +42,8 @@ TEXT = "user assistant system tool What is the sum? It is 3. {'name': 'add', 'ar
 def tokenizer(name: str, kind: str = "bytes") -> PreTrainedTokenizerFast:
     """Return a tokenizer with the template `name`.
 
-    Args:
-        kind: `bytes` is byte-level; `greedy` is too, and its special tokens absorb blanks after them; `metaspace` puts a
-            space before a sequence and nowhere else.
+    The kind `bytes` is byte-level; `greedy` is too, and its special tokens absorb blanks after them; `metaspace` puts a
+    space before a sequence and nowhere else.
     """
     eos, others = MARKUP[name]
     special = [AddedToken(text, special=True, rstrip=kind == "greedy", normalized=False) for text in (eos, *others)]
@@ -251,7 +250,7 @@ def test_special_tokens_in_messages_of_the_data_set_are_special() -> None:
     given = [{"role": "user", "content": "a<|im_end|>b"}]
     eos = tokenizer("chatml").eos_token_id
     assert chat("chatml").prompt(given).count(eos) == 3
-    assert chat("chatml").prompt([USER, assistant("x"), *given]).count(eos) == 4  # one for the system prompt and one per message
+    assert chat("chatml").prompt([USER, assistant("x"), *given]).count(eos) == 4  # system and messages
 
 
 def test_an_end_token_written_as_text_does_not_end_a_turn() -> None:
@@ -279,7 +278,8 @@ TURN = st.tuples(st.none() | WORDS, st.lists(st.tuples(ARGUMENTS, WORDS), max_si
 @settings(max_examples=15)
 @given(rounds=st.lists(TURN, min_size=1, max_size=3))
 def test_rows_equal_a_full_tokenization(name: str, kind: str, rounds: list[Any]) -> None:
-    """If turns are tokenized as the template renders them, prompt, turns and deltas equal the tokens of all messages."""
+    """If turns are tokenized as the template renders them, prompt, turns and deltas equal the tokens of all
+    messages."""
     takes_calls = name not in ("chatml", "sealed", "gemma")
     talk = ChatTokenizer(tokenizer(name, kind), tools=TOOLS if name in ("hermes", "qwen25", "llama3") else ())
     messages: list[dict[str, Any]] = [USER]

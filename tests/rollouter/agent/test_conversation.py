@@ -165,8 +165,8 @@ def test_an_event_is_legal_in_its_phases_and_raises_in_all_others(phase: Traject
         (LIMITS, 1, 5, FinishReason.LENGTH, 1, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),
         (PLAYED, 1, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),
         (PLAYED, 1, 5, FinishReason.STOP, 1, TrajectoryPhase.TOOL_CALLING, None),
-        (PLAYED, 3, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),  # the environment also gets the last answer
-        (PLAYED, 1, 50, FinishReason.LENGTH, 0, TrajectoryPhase.INTERACTING, None),  # the environment also gets an answer that was cut
+        (PLAYED, 3, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),  # it gets the last answer
+        (PLAYED, 1, 50, FinishReason.LENGTH, 0, TrajectoryPhase.INTERACTING, None),  # it gets cut answers
         (PLAYED, 1, 50, FinishReason.LENGTH, 1, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),
     ],
 )
@@ -243,7 +243,9 @@ def test_max_user_turns_ends_the_trajectory() -> None:
 
 
 @pytest.mark.parametrize("answer", [lambda m: m.answered(1), lambda m: m.end()])
-def test_a_truncated_turn_goes_to_the_environment_and_ends_the_trajectory(answer: Callable[[TrajectoryStateMachine], object]) -> None:
+def test_a_truncated_turn_goes_to_the_environment_and_ends_the_trajectory(
+    answer: Callable[[TrajectoryStateMachine], object],
+) -> None:
     machine = running(PLAYED)
     machine.sampled(50, FinishReason.LENGTH, num_calls=0)
     assert not answer(machine)
@@ -251,7 +253,9 @@ def test_a_truncated_turn_goes_to_the_environment_and_ends_the_trajectory(answer
 
 
 @pytest.mark.parametrize(("made", "reason"), [(calling, FinishReason.TOOL_CALL), (interacting, FinishReason.STOP)])
-def test_a_tool_or_an_environment_may_end_the_trajectory(made: Callable[[], TrajectoryStateMachine], reason: FinishReason) -> None:
+def test_a_tool_or_an_environment_may_end_the_trajectory(
+    made: Callable[[], TrajectoryStateMachine], reason: FinishReason
+) -> None:
     machine = made()
     machine.end()
     assert (machine.phase, machine.finish_reason) == (TrajectoryPhase.COMPLETED, reason)

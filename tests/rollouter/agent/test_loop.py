@@ -51,9 +51,7 @@ async def test_the_policy_continues_after_a_tool_response() -> None:
     assert [span.version for span in row.spans] == [1, 2, 3]
     assert [span.first_token for span in row.spans] == [turn.first_token for turn in one.turns]
     assert [turn.finish_reason for turn in one.turns] == [FinishReason.TOOL_CALL] * 2 + [FinishReason.STOP]
-    assert [call.result for turn in one.turns for call in turn.calls] == ["2", "7"], (
-        "both calls share the state"
-    )
+    assert [call.result for turn in one.turns for call in turn.calls] == ["2", "7"], "both calls share the state"
     assert [turn.reward for turn in one.turns] == [0.25, 0.25, 0.0]
     assert one.scores == {"add": 7.0} and one.metrics == {"add/added": 2.0}
     assert Adder.released == Adder.made == [[2, 5]]
@@ -213,11 +211,13 @@ async def test_a_template_that_rewrites_history_forks_the_trajectory() -> None:
     assert [turn.row for turn in one.turns] == [0, 1, 2]
     assert rig.text(one.rows[2].prompt_ids).count("?") == 2 and "55" not in rig.text(one.rows[2].prompt_ids)
     for request, row in zip(rig.asked, one.rows, strict=True):
-        assert request.context.tolist() == row.prompt_ids.tolist(), "rows have the context in which their turns were sampled"
+        assert request.context.tolist() == row.prompt_ids.tolist(), (
+            "rows have the context in which their turns were sampled"
+        )
     assert rig.agent.status()["rewrites"] == 1
 
 
-# ------------------------------------------------------------------------------------------------ the token check at the end
+# ------------------------------------------------------------------------------------------------ token check
 
 
 class Sloppy(LineParser):

@@ -183,7 +183,9 @@ class TestMessages:
     def test_a_message_has_content_reasoning_and_calls(self) -> None:
         parsed = ParsedTurn("So:", (ParsedCall("add", '{"a": 1}'),), reasoning="well", text="…")
         call = {"type": "function", "id": call_id(2, 0), "function": {"name": "add", "arguments": {"a": 1}}}
-        assert assistant_message(parsed, turn=2) == assistant("So:", reasoning_content="well", tool_calls=[call], text="…")
+        assert assistant_message(parsed, turn=2) == assistant(
+            "So:", reasoning_content="well", tool_calls=[call], text="…"
+        )
 
     def test_a_plain_answer_has_only_content(self) -> None:
         assert assistant_message(ParsedTurn("3", text="3")) == assistant("3")

@@ -174,7 +174,9 @@ async def test_other_histories_and_parallel_conversations_get_separate_rows() ->
     ]  # fmt: skip
     sampled = sum(int(row.response_mask.sum()) for row in one.rows)
     assert sampled == one.num_sampled == 12, "every turn is in exactly one row"
-    assert [message["content"] for message in one.messages] == ["3*3=", "9", "+4=", "4"], "the messages are those of the last conversation"
+    assert [message["content"] for message in one.messages] == ["3*3=", "9", "+4=", "4"], (
+        "the messages are those of the last conversation"
+    )
     assert rig.text(one.turn_ids()) == "4<eos>"
 
 

@@ -96,7 +96,9 @@ def turn(text: str, *spans: Span) -> Turn:
         (("one two three",), "one two three", 2),
     ],
 )
-def test_a_turn_is_cut_after_the_token_that_completes_a_stop_string(stops: tuple[str, ...], kept: str, spans: int) -> None:
+def test_a_turn_is_cut_after_the_token_that_completes_a_stop_string(
+    stops: tuple[str, ...], kept: str, spans: int
+) -> None:
     whole = turn("one two three", Span(0, 1), Span(4, 2))
     cut = cut_at(whole, stops, lambda ids: bytes(ids).decode())
     assert bytes(cut.response_ids.tolist()).decode() == kept

@@ -112,7 +112,9 @@ def gives(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
         ({"function": f"{__name__}:half_async"}, "21", "22"),
     ],
 )
-async def test_each_kind_of_reward_function_can_check_the_answer(config: dict[str, Any], wrong: str, right: str) -> None:
+async def test_each_kind_of_reward_function_can_check_the_answer(
+    config: dict[str, Any], wrong: str, right: str
+) -> None:
     replies, _ = await talk("retry", config, [wrong, right])
     assert [reply.done for reply in replies] == [False, True]
     assert replies[1].metrics == {"tries": 2.0, "solved": 1.0}

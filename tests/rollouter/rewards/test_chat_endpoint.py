@@ -146,7 +146,9 @@ async def test_concurrency_is_limited_to_running_tries() -> None:
 
     def answer(request: Any) -> ServerAnswer:
         return (
-            error_answer(503) if request["messages"][0]["content"] == "first" and not others_are_done.is_set() else chat_answer("22")
+            error_answer(503)
+            if request["messages"][0]["content"] == "first" and not others_are_done.is_set()
+            else chat_answer("22")
         )
 
     async with endpoint(answer, max_concurrency=1, sleep=sleep) as setup:

@@ -122,7 +122,9 @@ async def test_functions_can_be_loaded_from_a_file(module: Path) -> None:
     assert await rewards(batch, prompt, "a", "abc") == [1.0, 3.0]
 
 
-async def test_a_function_can_be_loaded_from_a_module_in_the_working_directory(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_function_can_be_loaded_from_a_module_in_the_working_directory(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(module.parent)
     monkeypatch.setattr("sys.path", sys.path.copy())
     function = loaded(function="my_judge:later")

@@ -78,7 +78,14 @@ async def test_the_last_number_counts(text: str, settings: Mapping[str, Any], ex
 
 
 @pytest.mark.parametrize(
-    "first", [chat_answer("Good."), chat_answer("score: 11"), chat_answer("score: none"), chat_answer(None), chat_answer("", refusal="I do not")]
+    "first",
+    [
+        chat_answer("Good."),
+        chat_answer("score: 11"),
+        chat_answer("score: none"),
+        chat_answer(None),
+        chat_answer("", refusal="I do not"),
+    ],
 )
 async def test_an_answer_without_a_rating_is_retried(first: Script) -> None:
     async with judging([first, chat_answer("score: 5")]) as setup:

@@ -152,15 +152,15 @@ def test_a_causal_model_and_a_missing_path_are_refused(tmp_path: Path) -> None:
         RewardClassifier.load(RewardModelConfig(placement="serve"))
 
 
-# ------------------------------------------------------------------------------------------------ calls to the deployment
+# ------------------------------------------------------------------------------------------------ deployment calls
 
 
 CONVERSATION = user("1+2=", "3")
 
 
 class Handle:
-    """A Serve handle with scripted answers: a score, an error, or an event after which the score is 1.0. Calls after the
-    end of the script never answer.
+    """A Serve handle with scripted answers: a score, an error, or an event after which the score is 1.0. Calls after
+    the end of the script never answer.
     """
 
     def __init__(self, *answers: Any) -> None:
@@ -233,7 +233,8 @@ async def test_a_model_that_does_not_answer_fails_within_its_deadline(monkeypatc
 
 
 async def test_calls_have_more_time_while_a_replica_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve delays calls while no replica is up, including calls from before the death, so slowness is not the model's."""
+    """Serve delays calls while no replica is up, including calls from before the death, so slowness is not the
+    model's."""
     first, third = anyio.Event(), anyio.Event()
     handle = Handle(first, ray.exceptions.ActorDiedError(), third)
     model, _ = served(monkeypatch, handle, timeout_s=0.5, start_s=30.0)

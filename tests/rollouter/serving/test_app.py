@@ -1,4 +1,4 @@
-"""The start of applications, which polls the status of Serve until a deadline. The tests run no Ray.""" 
+"""The start of applications, which polls the status of Serve until a deadline. The tests run no Ray."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class Play:
 
 
 class ScriptedEngine:
-    """Samples the tokens of `whole` from the end of `so_far`. After the end of its script it completes every response."""
+    """Samples the tokens of `whole` from the end of `so_far`. After the end of its script it completes every
+    response."""
 
     def __init__(self, plays: Sequence[Play] = ()) -> None:
         self.plays = list(plays)

@@ -266,7 +266,7 @@ async def test_a_call_cancelled_by_its_replica_is_an_infra_error() -> None:
         await answer(Response(), "a call")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="file descriptors are looked up as on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="the test looks up file descriptors as on Linux")
 def test_error_messages_name_the_log_files_of_the_process(tmp_path: Path) -> None:
     for name, expected in (("worker-1-2.err", "worker-1-2.out and .err"), ("all.log", "all.log")):
         with (tmp_path / name).open("w") as file:

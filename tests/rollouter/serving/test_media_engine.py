@@ -60,7 +60,7 @@ class Replica:
         turns: dict[int, Turn] = {}
         named = [replace(request, request_id=f"{request.request_id}-{next(self._numbers)}") for request in requests]
         async for batch in self._generation.run(named):
-            if isinstance(told, list):
+            if isinstance(batch, list):
                 for delta in batch:
                     turns[delta.number] = join_turns(turns.get(delta.number), delta.turn)
         return [turns[number] for number in range(len(requests))]

@@ -77,7 +77,9 @@ def test_an_open_pause_counts_up_to_now() -> None:
         ),
     ],
 )
-def test_the_phase_of_an_aborted_request_ends_with_the_request(moments: RequestMoments, expected: RequestPhases) -> None:
+def test_the_phase_of_an_aborted_request_ends_with_the_request(
+    moments: RequestMoments, expected: RequestPhases
+) -> None:
     assert request_phases(moments, EnginePauses()) == expected
 
 
@@ -95,7 +97,9 @@ SECONDS = st.floats(0, 1e6, allow_nan=False)
     st.lists(SECONDS, max_size=20).map(sorted),
     st.booleans(),
 )
-def test_phases_add_up_to_at_most_the_duration_of_the_request(moments: RequestMoments, edges: list[float], still: bool) -> None:
+def test_phases_add_up_to_at_most_the_duration_of_the_request(
+    moments: RequestMoments, edges: list[float], still: bool
+) -> None:
     """This holds even if the clocks disagree."""
     pauses = paused(*zip(edges[::2], edges[1::2], strict=False))
     if still and edges:

@@ -1,4 +1,5 @@
-"""Replica affinity of sessions, alone and on a real Ray Serve with a deployment that returns the name of its replica."""
+"""Replica affinity of sessions, alone and on a real Ray Serve with a deployment that returns the name of its
+replica."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ async def test_serve_keeps_sessions_on_their_replicas(handle: Any) -> None:
         assert len(set(replicas.values())) >= 2, f"sessions are spread: {Counter(replicas.values())}"
         asked = [f"{name}/{turn}" for turn in range(8) for name in names]
         answers = await asyncio.gather(*map(where, asked))
-        assert answers == [replicas[name.partition("/")[0]] for name in asked], "sessions stay on their replicas under concurrent requests"
+        assert answers == [replicas[name.partition("/")[0]] for name in asked], (
+            "sessions stay on their replicas under concurrent requests"
+        )
         gone = replicas[names[0]]
         with pytest.raises(RayError):
             await handle.options(session_id=names[0]).end.remote()

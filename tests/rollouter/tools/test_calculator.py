@@ -1,4 +1,4 @@
-"""Arithmetic: exact values, their format, and expressions that are refused before they cost time."""
+"""The calculator: exact values, their format, and expressions that are refused before they take time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rollouter.tools.toolbox import Toolbox
         ("+-+3", "-3"),
     ],
 )
-def test_values(expression: str, value: str) -> None:
+def test_expressions_have_exact_values(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
@@ -102,7 +102,7 @@ def test_invalid_and_costly_expressions_are_refused(expression: str, message: st
 
 
 @pytest.mark.parametrize("expression", ["2 ** 1023", "3 ** 600", "(-3) ** 600"])
-def test_the_largest_integers_have_a_value(expression: str) -> None:
+def test_the_largest_allowed_integers_have_a_value(expression: str) -> None:
     assert calculate(expression) == str(eval(expression))
 
 

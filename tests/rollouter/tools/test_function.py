@@ -1,4 +1,4 @@
-"""Functions as tools: their schemas, and the arguments that they get."""
+"""Functions as tools: their schemas, and the arguments that they receive."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def test_a_tool_can_be_called_like_its_function() -> None:
     assert forecast.__name__ == "forecast"
 
 
-async def test_a_call() -> None:
+async def test_a_call_converts_arguments_and_result() -> None:
     assert await answer(forecast, city="Oslo") == ("ok", "Oslo 1 C")
     assert await answer(forecast, city="Oslo", days=3.0, unit="F") == ("ok", "Oslo 3 F")
     status, text = await answer(forecast, city="Oslo", day=2)
     assert status == "bad_arguments" and "'day' was unexpected" in text
 
 
-async def test_name_and_description_can_be_given() -> None:
+async def test_name_and_description_can_be_set() -> None:
     @function_tool(name="add_up", description="Adds.")
     async def total(numbers: list[float]) -> float:
         return sum(numbers)
@@ -111,22 +111,22 @@ async def test_sync_functions_run_in_a_thread_and_async_ones_on_the_loop() -> No
     assert threads[0] != threading.get_ident() == threads[1]
 
 
-async def test_the_context_is_given_and_not_in_the_schema() -> None:
+async def test_the_context_is_passed_and_not_in_the_schema() -> None:
     @function_tool
-    def whose(context: ToolContext, what: str = "it") -> str:
+    def describe_context(context: ToolContext, what: str = "it") -> str:
         """Returns the caller."""
         return f"{what}: {context.sample_id}, {context.trajectory}, {context.ground_truth}"
 
     @function_tool
-    async def perhaps(context: ToolContext | None = None) -> str:
+    async def optional_context(context: ToolContext | None = None) -> str:
         """Returns the caller."""
         return repr(context and context.sample_id)
 
-    assert list(whose.function_schema()["function"]["parameters"]["properties"]) == ["what"]
+    assert list(describe_context.function_schema()["function"]["parameters"]["properties"]) == ["what"]
     context = ToolContext("gsm8k/3", 2, ground_truth="5")
-    assert await answer(whose, context) == ("ok", "it: gsm8k/3, 2, 5")
-    assert await answer(perhaps, context) == ("ok", "'gsm8k/3'")
-    assert (await answer(whose, context, context="x"))[0] == "bad_arguments"
+    assert await answer(describe_context, context) == ("ok", "it: gsm8k/3, 2, 5")
+    assert await answer(optional_context, context) == ("ok", "'gsm8k/3'")
+    assert (await answer(describe_context, context, context="x"))[0] == "bad_arguments"
 
 
 class Place(BaseModel):
@@ -196,7 +196,7 @@ async def test_results_become_json(result: Any, text: str | None) -> None:
     assert await answer(as_tool(give)) == ("ok", text or '{"first":1,"last":2}')
 
 
-async def test_responses_and_errors_are_those_of_any_tool() -> None:
+async def test_a_function_may_return_a_response_or_raise_a_tool_error() -> None:
     @function_tool
     def respond(wrong: bool) -> ToolResponse:
         """Responds."""

@@ -49,11 +49,11 @@ def context(ground_truth: Any = None, kwargs: dict[str, Any] | None = None) -> T
         ("$.", None),
     ],
 )
-def test_numbers(text: str, number: int | Decimal | None) -> None:
+def test_numbers_in_answers_are_parsed(text: str, number: int | Decimal | None) -> None:
     assert parse_answer(text) == number
 
 
-async def test_only_a_better_answer_escapes_the_penalty() -> None:
+async def test_only_a_better_answer_avoids_the_penalty() -> None:
     tool = Gsm8kTool()
     state = await tool.create(context("72"))
     earned = [await tool.execute(state, {"answer": answer}) for answer in ("70", "#### 72", "72", "1")]

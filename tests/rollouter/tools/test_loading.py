@@ -1,4 +1,4 @@
-"""From the configuration to tools; errors name the key."""
+"""Loading tools from the configuration; errors name the key."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ number = 3
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file with tools, which is also the module `tools_of_a_test`."""
+    """Write a file with tools, which is also the module `tools_of_a_test`, and return its path."""
     (tmp_path / "tools_of_a_test.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     return str(tmp_path / "tools_of_a_test.py")
@@ -67,7 +67,7 @@ def load(**config: Any) -> LoadedTool:
     return one
 
 
-def test_classes_are_found_by_every_way_of_writing(source: str) -> None:
+def test_classes_are_found_by_every_form_of_reference(source: str) -> None:
     for name in (f"{source}:Search", "tools_of_a_test:Search", "tools_of_a_test.Search"):
         one = load(class_name=name, config={"index": "dogs"})
         assert one.name == "search" and one.tool.index == "dogs"  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_plain_functions_and_function_tools_are_found(source: str) -> None:
     assert load(function="tools_of_a_test:double").name == "twice"
 
 
-def test_the_schema_can_be_given(source: str) -> None:
+def test_the_schema_can_be_configured(source: str) -> None:
     one = load(class_name=f"{source}:Nameless", tool_schema=schema_of("find"))
     assert one.name == "find"
     assert one.schema.problem({"query": 3}) == "query: 3 is not of type 'string'"
@@ -130,7 +130,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "message"), WRONG, ids=[str(n) for n in range(len(WRONG))])
-def test_invalid_tools_name_the_key(source: str, config: dict[str, Any], message: str) -> None:
+def test_errors_of_invalid_tools_name_the_key(source: str, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(**config)
 
@@ -141,7 +141,7 @@ def test_an_exception_of_a_constructor_is_a_user_error(source: str) -> None:
     assert "__init__" in caught.value.cause
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_two_tools_with_the_same_name_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'calculator', like that of .*tools\.0"):
         load_tools([ToolConfig(class_name="calculator"), ToolConfig(class_name="calculator")])
     other = ToolConfig(class_name="calculator", config={"name": "c"})
@@ -179,6 +179,6 @@ def test_invalid_function_schemas_are_refused(schema: Mapping[str, Any], message
         FunctionSchema(schema)
 
 
-def test_a_schema_becomes_plain_json() -> None:
+def test_a_schema_is_converted_to_plain_json() -> None:
     schema = FunctionSchema(MappingProxyType(function(parameters=MappingProxyType({"required": ("a",)}))))
     assert schema.schema == function(description="", parameters={"required": ["a"], "type": "object"})

@@ -1,4 +1,4 @@
-"""Real tool servers: processes on their standard streams, and servers over HTTP on this machine."""
+"""Real tool servers: processes with standard streams, and servers over HTTP on this machine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ for line in sys.stdin:
     if "id" in asked:
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
 """
-"""A hand-written server of the same protocol, which starts in milliseconds."""
+"""A hand-written server of the protocol, which starts in milliseconds."""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def names(toolbox: Toolbox) -> Sequence[str]:
 
 
 async def server_pid(toolbox: Toolbox) -> int:
-    """The server's process."""
+    """Return the pid of the server's process."""
     status, text = await call(toolbox, "who_is")
     assert status == "ok"
     return int(text.split()[0])
@@ -176,7 +176,7 @@ async def test_an_idle_server_that_dies_is_restarted(quick: str) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["message", "drop"])
-async def test_a_call_that_kills_every_server_fails_as_on_error_says(quick: str, on_error: Any) -> None:
+async def test_a_call_that_kills_every_server_fails_as_on_error_sets(quick: str, on_error: Any) -> None:
     async with box_of(stdio(quick), on_error=on_error) as toolbox:
         if on_error == "drop":
             with pytest.raises(ToolFailedError, match="tool die failed"):
@@ -184,7 +184,7 @@ async def test_a_call_that_kills_every_server_fails_as_on_error_says(quick: str,
         else:
             status, text = await call(toolbox, "die")
             assert status == "raised" and "die failed" in text
-        assert await server_pid(toolbox), "the next call has another server"
+        assert await server_pid(toolbox), "the next call starts another server"
 
 
 async def test_calls_lost_with_a_server_share_one_reconnection(quick: str) -> None:
@@ -228,7 +228,7 @@ async def test_a_failed_restart_of_a_server_is_reported_to_the_model(tmp_path: P
         status, text = await call(toolbox, "who_is")
         assert status == "raised" and "could not be reached again" in text
         path.write_text(QUICK)
-        assert await server_pid(toolbox), "each call tries once"
+        assert await server_pid(toolbox), "each call tries once to restart the server"
 
 
 async def test_no_process_remains_when_the_run_is_cancelled_or_fails(quick: str) -> None:
@@ -267,20 +267,20 @@ async def test_a_server_that_does_not_start_is_reported_at_once(
 ) -> None:
     with pytest.raises(kind, match=message):
         async with box_of(server):
-            raise AssertionError("it is open")
+            raise AssertionError("the server has started")
 
 
 async def test_a_configured_tool_that_the_server_lacks_is_an_error(quick: str) -> None:
     with pytest.raises(ConfigError, match=r"tools\.0\.mcp\.tools: .* has no tool 'whois'; did you mean 'who\.is'"):
         async with box_of(stdio(quick, tools=["whois"])):
-            raise AssertionError("it is open")
+            raise AssertionError("the server has started")
 
 
 async def test_two_tools_with_the_same_name_are_an_error(quick: str) -> None:
     configs = [{"class_name": "calculator", "config": {"name": "who_is"}}, {"mcp": stdio(quick)}]
     with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'who_is', like that of .*tools\.0"):
         async with Toolbox(load_tools([ToolConfig.model_validate(config) for config in configs])):
-            raise AssertionError("it is open")
+            raise AssertionError("the server has started")
 
 
 # ------------------------------------------------------------------------------------------------ HTTP
@@ -288,7 +288,7 @@ async def test_two_tools_with_the_same_name_are_an_error(quick: str) -> None:
 
 @asynccontextmanager
 async def serving(program: str, port: int) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """The server on a port of this machine, once it listens."""
+    """Start the server on a port of this machine, and wait until it listens."""
     process = subprocess.Popen([sys.executable, program, str(port)], stderr=subprocess.DEVNULL)  # noqa: ASYNC220
     try:
         with anyio.fail_after(30):
@@ -314,7 +314,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def test_a_server_over_http_is_reached_and_reached_again(program: str) -> None:
+async def test_calls_reconnect_to_a_restarted_server_over_http(program: str) -> None:
     port = free_port()
     url = {"url": f"http://127.0.0.1:{port}/mcp"}
     async with serving(program, port) as process, box_of(url) as toolbox:

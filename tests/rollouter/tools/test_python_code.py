@@ -1,4 +1,4 @@
-"""Code of a model in real processes: its output, its limits, and the walls around it."""
+"""Code of a model in real processes: its output, its limits, and its confinement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FAST = CodeLimits(wall_s=5.0, cpu_s=2, memory_mib=256, file_mib=1, disk_mib=4, t
 
 @pytest.fixture(scope="module", params=list(LEVELS))
 def level(request: pytest.FixtureRequest) -> CodeSandbox:
-    """A sandbox by some of the mechanisms; a machine that lacks them cannot test them."""
+    """A sandbox with some of the mechanisms; the test is skipped where the machine lacks them."""
     if request.param == "every mechanism":
         return CodeSandbox(FAST)
     return sandbox_or_skip(FAST, *LEVELS[request.param])
@@ -91,7 +91,7 @@ _OTHERS: set[int] = set()
 
 @pytest.fixture(autouse=True)
 def others() -> Iterator[None]:
-    """Make this process the parent of orphans while a test runs, so that it sees them."""
+    """Make this process the parent of orphans while a test runs, so that the test can find them."""
     before = ctypes.c_int()
     kernel.LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -102,7 +102,7 @@ def others() -> Iterator[None]:
 
 
 async def gone(before: Set[int] = frozenset()) -> bool:
-    """Return whether only `before` is left, once killed processes have ended."""
+    """Wait until killed processes have ended, and return whether only `before` is left."""
     with anyio.move_on_after(5):
         while descendants() - before:  # noqa: ASYNC110
             await anyio.sleep(0.01)
@@ -127,7 +127,7 @@ def descendants() -> set[int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ as a notebook
+# ------------------------------------------------------------------------------------------------ notebook output
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ async def test_output_is_as_in_a_notebook(tool: PythonTool, code: str, text: str
     assert response.metrics["stopped"] == 0.0
 
 
-async def test_an_exception_is_output_without_our_frames(tool: PythonTool) -> None:
+async def test_the_traceback_of_an_exception_has_only_frames_of_the_code(tool: PythonTool) -> None:
     response = await call(tool, "print('before')\ndef f(x):\n    return 1 / x\nf(0)")
     assert response.text.startswith(
         'before\nTraceback (most recent call last):\n  File "<cell 1>", line 4, in <module>'
@@ -175,7 +175,7 @@ async def test_an_exception_is_output_without_our_frames(tool: PythonTool) -> No
     assert "EOFError" in (await call(tool, "input()")).text
 
 
-async def test_standard_library_only_unless_packages_are_asked_for(tool: PythonTool) -> None:
+async def test_only_the_standard_library_is_available_unless_packages_are_enabled(tool: PythonTool) -> None:
     assert "ModuleNotFoundError" in (await call(tool, "import numpy")).text
     packaged = PythonTool(packages=True, memory_mib=1024)
     assert (await call(packaged, "import numpy\nint(numpy.ones(3) @ numpy.ones(3))")).text == "3"
@@ -191,7 +191,7 @@ async def test_a_session_keeps_its_variables(session_tool: PythonTool) -> None:
         failed = await session_tool.execute(state, {"code": "\n1 / 0"})
         assert '"<cell 4>", line 2' in failed.text
         assert (await session_tool.execute(state, {"code": "x"})).text == "2"
-        # Calls at the same time take turns.
+        # Concurrent calls of a session run one after another.
         async with anyio.create_task_group() as group:
             for _ in range(3):
                 group.start_soon(
@@ -268,7 +268,7 @@ async def test_a_process_that_dies_is_reported(tool: PythonTool, code: str, text
 async def test_processes_are_refused_and_threads_work(level: CodeSandbox) -> None:
     before = descendants()
     filtered = "seccomp" in level.walls.stands["processes"]
-    if filtered or os.geteuid() != 0 or "user" not in level.walls.missing:  # else time alone bounds it
+    if filtered or os.geteuid() != 0 or "user" not in level.walls.missing:  # otherwise only time limits it
         bomb = await run(level, "import os\nfor _ in range(10_000):\n    os.fork()")
         assert ("PermissionError" if filtered else "BlockingIOError") in bomb.output
     if filtered:
@@ -299,10 +299,12 @@ time.sleep(60)
     assert await gone(before)
 
 
-# ------------------------------------------------------------------------------------------------ out of reach
+# ------------------------------------------------------------------------------------------------ confinement
 
 
-async def test_the_parents_environment_is_out_of_reach(level: CodeSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_code_cannot_read_the_environment_of_the_parent(
+    level: CodeSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", "do-not-tell")
     code = f"""
 import os
@@ -329,7 +331,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-async def test_other_processes_are_out_of_reach(level: CodeSandbox, victim: subprocess.Popen[bytes]) -> None:
+async def test_code_cannot_reach_other_processes(level: CodeSandbox, victim: subprocess.Popen[bytes]) -> None:
     code = f"""
 import ctypes, fcntl, os, resource, signal
 libc = ctypes.CDLL(None)
@@ -364,7 +366,7 @@ for PID in ({victim.pid}, {os.getpid()}):
     assert victim.poll() is None
 
 
-async def test_files_outside_are_out_of_reach(level: CodeSandbox, tmp_path: Path) -> None:
+async def test_code_cannot_reach_files_outside_of_its_directory(level: CodeSandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("do-not-tell")
     os.chmod(secret, 0o666)
@@ -426,7 +428,7 @@ async def test_read_paths_are_read_only(tmp_path: Path) -> None:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[tuple[int, str]]:
-    """A port on the loopback and a socket in the file system that accept all connections."""
+    """A port on the loopback interface and a socket in the file system, which accept all connections."""
     with socket.create_server(("127.0.0.1", 0)) as inet, socket.socket(socket.AF_UNIX) as unix:
         path = str(tmp_path / "s")
         unix.bind(path)
@@ -449,7 +451,7 @@ for family, kind, address in ((2, 1, ("127.0.0.1", {port})), (1, 1, {path!r}), (
 """
 
 
-async def test_network_is_out_of_reach(level: CodeSandbox, servers: tuple[int, str]) -> None:
+async def test_code_cannot_reach_the_network(level: CodeSandbox, servers: tuple[int, str]) -> None:
     port, path = servers
     outcome = await run(level, CONNECT.format(port=port, path=path))
     assert (outcome.output, outcome.ending) == ("", "ok")
@@ -464,17 +466,17 @@ async def test_network_can_be_allowed(servers: tuple[int, str]) -> None:
     port, path = servers
     response = await call(PythonTool(network="allowed"), CONNECT.format(port=port, path=path))
     assert "REACHED ('127.0.0.1'" in response.text
-    assert path not in response.text  # other services of the machine
+    assert path not in response.text  # the socket stands for other services of the machine
 
 
-@pytest.mark.skipif(kernel.ARCHITECTURE != "x86_64", reason="there is no second set of system calls")
+@pytest.mark.skipif(kernel.ARCHITECTURE != "x86_64", reason="the architecture has no second set of system calls")
 async def test_calls_of_another_architecture_end_the_process(tool: PythonTool) -> None:
-    # The numbers of the x32 ABI: they would pass a filter that compares plain numbers only.
+    # The numbers of the x32 ABI would pass a filter that compares only plain numbers.
     response = await call(tool, "import ctypes\nctypes.CDLL(None).syscall(0x40000000 + 41, 2, 1, 0)")
     assert response.text == "The process of the code ended by signal SIGSYS."
 
 
-# ------------------------------------------------------------------------------------------------ its end
+# ------------------------------------------------------------------------------------------------ end of processes
 
 
 def existing(paths: list[str]) -> list[str]:
@@ -501,7 +503,7 @@ async def test_no_process_or_directory_remains_after_a_cancelled_call(
     assert directories and not existing(directories)
 
 
-async def test_the_working_directory_is_removed_with_odd_entries() -> None:
+async def test_the_working_directory_is_removed_with_unusual_entries() -> None:
     process = await sandbox_or_skip(FAST, "landlock", "seccomp").start()
     code = """
 import os
@@ -580,7 +582,7 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
         PythonTool(**settings)
 
 
-async def test_it_is_configured_by_its_short_name() -> None:
+async def test_the_tool_is_configured_by_its_short_name() -> None:
     config = ToolConfig(class_name="python", config={"session": True, "wall_s": 5})
     async with Toolbox(load_tools([config])) as toolbox, toolbox.session(CONTEXT) as tools:
         for code, text in (("x = 20", "(no output)"), ("x + 1", "21")):
@@ -599,7 +601,7 @@ async def test_it_is_configured_by_its_short_name() -> None:
         (("namespaces",), r"network and files of this machine: .*config: \{network: allowed\} accepts"),
     ],
 )
-def test_a_wall_that_cannot_be_built_is_refused(mechanisms: tuple[str, ...], message: str) -> None:
+def test_a_sandbox_without_enough_mechanisms_is_refused(mechanisms: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CodeSandbox(CodeLimits(), mechanisms=mechanisms)
 
@@ -610,9 +612,9 @@ async def test_shared_files_can_be_accepted() -> None:
     assert (await run(sandbox, "len(open('/etc/passwd').read()) > 0")).output == "True\n"
 
 
-async def test_a_process_without_its_walls_gets_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_without_its_confinement_gets_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = CodeSandbox(FAST)
-    sandbox._mechanisms = []  # as if the machine had changed since
+    sandbox._mechanisms = []  # as if the machine had lost the mechanisms since
     before = descendants()
     with pytest.raises(InfraError, match="started without its walls: network, files, processes"):
         await sandbox.start()

@@ -1,4 +1,4 @@
-"""The search tool: BM25 against a plain reference, passages, and invalid files."""
+"""The search tool: BM25 compared with a plain reference, passages, and invalid files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> str:
 
 
 def reference(texts: list[str], query: list[str], k1: float, b: float) -> list[float]:
-    """BM25 as its formula is written, in float64."""
+    """Compute BM25 scores by the formula in float64."""
     split = [Counter(words(text)) for text in texts]
     mean = sum(counts.total() for counts in split) / len(split)
     scores = [0.0] * len(texts)
@@ -52,7 +52,7 @@ def reference(texts: list[str], query: list[str], k1: float, b: float) -> list[f
 @pytest.mark.parametrize(("k1", "b"), [(1.2, 0.75), (0.0, 0.0), (2.0, 1.0)])
 def test_scores_are_those_of_the_formula(k1: float, b: float) -> None:
     rng = np.random.default_rng(0)
-    # More texts than a chunk of the build, some of them empty.
+    # There are more texts than in a chunk of the index build, and some of them are empty.
     texts = [" ".join(f"w{n}" for n in rng.zipf(1.5, rng.integers(0, 30)) % 60) for _ in range(3000)]
     index = Bm25Index(texts, k1=k1, b=b)
     assert index.num_texts == 3000
@@ -83,7 +83,7 @@ def test_a_search_shows_rank_title_and_passage(path: str) -> None:
     )
     assert response.metrics == {"hits": 2.0}
     assert tool.execute(None, {"query": "rock"}).text == "1. c\nGranite is a rock."
-    assert tool.execute(None, {"query": "whales"}).text.startswith("1. Whales\n")  # the title counts
+    assert tool.execute(None, {"query": "whales"}).text.startswith("1. Whales\n")  # words of the title count
     assert tool.execute(None, {"query": "the", "top_k": 1}).text.count("\n") == 1
     nothing = tool.execute(None, {"query": "basalt"})
     assert (nothing.text, nothing.metrics) == ("No document has any of these words.", {"hits": 0.0})
@@ -149,6 +149,6 @@ def test_settings_are_checked(path: str, tmp_path: Path) -> None:
         SearchTool(path=path, b=2)
 
 
-def test_it_is_configured_by_its_short_name(path: str) -> None:
+def test_the_tool_is_configured_by_its_short_name(path: str) -> None:
     (loaded,) = load_tools([ToolConfig(class_name="search", config={"path": path})])
     assert isinstance(loaded, LoadedTool) and loaded.name == "search"

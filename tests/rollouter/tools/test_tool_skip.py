@@ -1,4 +1,4 @@
-"""Recorded tool calls: a replay does not run the tool, and later calls find the state as without records."""
+"""Recorded tool calls: a replay does not run the tool, and later calls find the same state as without records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def act(query: str) -> ToolResponse:
 async def converse(
     toolbox: Toolbox, *turns: str, sample_id: SampleId | str = TRAINED, **context: Any
 ) -> tuple[list[Any], dict[str, float]]:
-    """Make one call per turn; return the outcomes without times, and the scores."""
+    """Make one call per turn, and return the outcomes without times and the scores."""
     found: list[Any] = []
     async with toolbox, toolbox.session(ToolContext(sample_id, 0, **context)) as tools:
         for turn, query in enumerate(turns):
@@ -116,7 +116,7 @@ async def test_a_record_depends_on_the_prompt(tmp_path: Path, changed: dict[str,
     assert first.log == second.log != []
 
 
-async def test_a_tool_without_a_state_has_no_score_in_run_and_replay(tmp_path: Path) -> None:
+async def test_a_tool_without_a_state_has_no_score_when_it_runs_and_when_it_is_replayed(tmp_path: Path) -> None:
     class Broken(RememberingTool):
         async def create(self, context: ToolContext, **kwargs: Any) -> list[str]:
             self.log.append("create")

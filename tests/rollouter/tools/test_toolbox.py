@@ -43,7 +43,7 @@ async def once(
 
 @asynccontextmanager
 async def opened(*tools: BaseTool[Any], **limits: Any) -> AsyncIterator[ToolSession]:
-    """A trajectory's session with these tools."""
+    """Open a trajectory's session with these tools."""
     toolbox = toolbox_of(*tools, **limits)
     async with toolbox, toolbox.session(CONTEXT) as session:
         yield session
@@ -86,7 +86,7 @@ async def test_invalid_calls_reach_the_model_regardless_of_on_error(arguments: s
     called = await once(toolbox, arguments)
     assert called.call.status == status and message in called.call.result and len(called.call.result) < 300
     assert not called.done
-    assert tool.log == [], "an invalid call creates no state"
+    assert tool.log == [], "an invalid call does not create a state"
     assert toolbox.counts()["calls"] == toolbox.counts()[status] == 1
 
 
@@ -121,7 +121,7 @@ async def test_an_exception_of_a_tool_is_reported_to_the_model(error: BaseExcept
     assert called.call.result == f"Error: search failed: {type(error).__name__}: {error}"
 
 
-async def test_a_tool_whose_own_task_is_cancelled_has_failed_without_cancelling_its_caller() -> None:
+async def test_a_cancelled_task_of_a_tool_fails_the_call_and_does_not_cancel_the_caller() -> None:
     async def cancelled() -> str:
         task = asyncio.get_running_loop().create_task(asyncio.sleep(60))
         task.cancel()
@@ -145,7 +145,7 @@ async def test_a_failure_can_end_the_sample_or_the_run(on_error: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("no index"), UserCodeError("bad"), BugError("ours")], ids=repr)
-async def test_errors_beyond_the_call_are_raised(error: Exception) -> None:
+async def test_errors_that_are_not_caused_by_the_call_are_raised(error: Exception) -> None:
     with pytest.raises(type(error)):
         await once(toolbox_of(RememberingTool(lambda _: fail(error))))
 
@@ -205,7 +205,7 @@ async def test_refused_calls_are_counted() -> None:
     assert toolbox.counts()["calls"] == 2
 
 
-async def test_a_schema_that_refers_elsewhere_is_not_fetched() -> None:
+async def test_references_of_a_schema_to_other_addresses_are_not_fetched() -> None:
     parameters = {"type": "object", "properties": {"query": {"$ref": "http://localhost:9/x.json"}}}
     loaded = LoadedTool(RememberingTool(), FunctionSchema(schema_of("search", parameters)), ToolConfig(), "tools.0")
     with pytest.raises(UserCodeError, match="the schema of tool search cannot be used"):
@@ -215,17 +215,17 @@ async def test_a_schema_that_refers_elsewhere_is_not_fetched() -> None:
 # ------------------------------------------------------------------------------------------------ the state
 
 
-async def test_the_state_lives_from_call_to_call_and_is_scored() -> None:
+async def test_calls_of_a_trajectory_share_a_state_which_is_scored() -> None:
     tool, other = RememberingTool(), RememberingTool()
     async with opened(tool, other) as tools:
         for turn, query in enumerate("abc"):
             await tools.call("search", json.dumps({"query": query}), turn=turn)
-        assert await tools.scores() == {"search": 1.5}, "only used tools have scores"
+        assert await tools.scores() == {"search": 1.5}, "only tools that were called have scores"
     assert tool.log == ["create", *(f"execute {one}" for one in "abc"), "calc_reward a,b,c", "release a,b,c"]
     assert other.log == []
 
 
-async def test_trajectories_have_states_of_their_own() -> None:
+async def test_trajectories_have_separate_states() -> None:
     tool = RememberingTool()
     toolbox = toolbox_of(tool)
     async with toolbox, toolbox.session(CONTEXT) as one, toolbox.session(ToolContext(SampleId(0, 7), 1)) as other:
@@ -273,7 +273,7 @@ def test_a_failed_create_fails_its_waiters_and_the_next_call_retries_it(seed: in
             async with anyio.create_task_group() as group:
                 for _ in range(3):
                     group.start_soon(call)
-            assert await tools.scores() == {}, "no state, no score"
+            assert await tools.scores() == {}, "there is no score without a state"
             await call()
             assert await tools.scores() == {"search": 0.5}
         assert statuses == ["raised"] * 3 + ["ok"]
@@ -299,7 +299,7 @@ def test_a_waiting_call_retries_a_cancelled_create() -> None:
     run_virtually(main, 0)
 
 
-async def test_the_rows_kwargs_reach_the_methods() -> None:
+async def test_kwargs_of_the_row_are_passed_to_the_methods() -> None:
     kwargs = {
         "search": {
             "create_kwargs": {"index": "cats", "depth": None},
@@ -425,7 +425,7 @@ async def test_a_state_is_released_once_after_a_failure() -> None:
     assert tool.log == ["create", "execute a", "release a"]
 
 
-def test_a_failing_release_is_logged_and_delays_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_release_is_logged_and_does_not_delay_others(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(RememberingTool):
         async def release(self, state: list[str], **kwargs: Any) -> None:
             raise SystemExit(1)
@@ -466,7 +466,7 @@ def test_a_state_created_while_its_trajectory_ends_is_released() -> None:
 
 
 class Blocking(BaseTool[list[str]]):
-    """A tool of synchronous methods; the methods of `held` block their thread until `go` is set."""
+    """A tool with synchronous methods; those in `held` block their thread until `go` is set."""
 
     def __init__(self, *held: str) -> None:
         self.log: list[str] = []
@@ -500,7 +500,7 @@ class Blocking(BaseTool[list[str]]):
 
 
 async def begun(tool: Blocking) -> None:
-    """Wait until one of its threads is held."""
+    """Wait until a method of the tool blocks its thread."""
     await to_thread.run_sync(tool.begun.wait, 30)
 
 
@@ -511,7 +511,7 @@ async def test_sync_methods_do_not_block_the_event_loop() -> None:
     async with toolbox, toolbox.session(CONTEXT) as tools, anyio.create_task_group() as group:
         group.start_soon(lambda: tools.call("search", ASK, turn=0))
         await begun(tool)
-        for beats in range(1, 6):  # noqa: B007  the loop turns while the tool's thread is held
+        for beats in range(1, 6):  # noqa: B007  the event loop runs while the tool's thread blocks
             await anyio.lowlevel.checkpoint()
         tool.go.set()
     assert beats == 5
@@ -581,7 +581,7 @@ async def test_a_stuck_release_of_a_late_state_does_not_delay_the_toolbox(monkey
         async with toolbox_of(tool, timeout_s=0.05) as toolbox:
             async with toolbox.session(CONTEXT) as tools:
                 assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
-            tool.go = threading.Event()  # for the release
+            tool.go = threading.Event()  # wait for the release
             threading.Timer(0.1, held.set).start()
     assert tool.log == ["create", "release"]
     tool.go.set()
@@ -591,7 +591,7 @@ async def test_a_stuck_release_of_a_late_state_does_not_delay_the_toolbox(monkey
 
 
 def crowd(toolbox: Toolbox, number: int) -> Any:
-    """`number` trajectories that make one call each, in order, all at once."""
+    """Run `number` trajectories at once, which make one call each in order."""
 
     async def main() -> list[Any]:
         calls: list[Any] = [None] * number
@@ -624,7 +624,7 @@ def test_max_concurrency_bounds_calls_and_waiting_is_not_duration(seed: int) -> 
     toolbox = toolbox_of(RememberingTool(lambda _: work()), max_concurrency=4, timeout_s=1.5)
     calls = run_virtually(crowd(toolbox, 12), seed)
     assert most == 4
-    assert {call.status for call in calls} == {"ok"}, "the deadline begins with the call"
+    assert {call.status for call in calls} == {"ok"}, "the deadline begins when the call starts"
     assert sorted(round(call.wait_s) for call in calls) == [0] * 4 + [1] * 4 + [2] * 4
     assert all(call.duration_s == pytest.approx(1.0) for call in calls)
     assert toolbox.tool_s == pytest.approx(12.0)
@@ -646,7 +646,7 @@ def test_calls_begin_evenly_spaced(seed: int) -> None:
     assert all(call.duration_s == pytest.approx(3.0) for call in calls)
 
 
-def test_a_cancelled_waiter_uses_up_no_start() -> None:
+def test_a_cancelled_waiter_does_not_delay_the_next_start() -> None:
     starts: list[float] = []
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Advantage estimators against plain loops in float64, for trajectories of one row and of several."""
+"""Advantage estimators compared with plain loops in float64, for trajectories of one row and of several rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.batches import rewards_are_equal
 
 
 class Lease(NamedTuple):
-    """Rows of a lease; the fields of trajectories are by the order in which they begin."""
+    """The rows of a lease. Fields of trajectories are in the order in which the trajectories begin."""
 
     mask: list[list[int]]
     labels: list[int]
@@ -30,11 +30,11 @@ class Lease(NamedTuple):
     token_rewards: Matrix
     values: Matrix
     baselines: list[float]
-    """The score of the greedy response, of each row."""
+    """The score of the greedy response for each row."""
 
     @property
     def lengths(self) -> list[int]:
-        """Sampled tokens of each trajectory."""
+        """Number of sampled tokens of each trajectory."""
         rows = list(zip(self.labels, self.mask, strict=True))
         return [sum(sum(sampled) for other, sampled in rows if other == label) for label in dict.fromkeys(self.labels)]
 
@@ -89,8 +89,9 @@ def single_rows(
     values: Matrix = VALUES[:7],
     baselines: list[float] = BASELINES,
 ) -> Lease:
-    """Trajectories of one row, the score on the last sampled token and a different small penalty on every sampled
-    one."""
+    """Return trajectories of one row with the score on the last sampled token and a different small penalty on each
+    sampled token.
+    """
     table = []
     for row, (score, sampled) in enumerate(zip(scores, mask, strict=True)):
         last = max(t for t, one in enumerate(sampled) if one)
@@ -99,7 +100,8 @@ def single_rows(
 
 
 def forked() -> Lease:
-    """Two groups, of three and of two trajectories. The second trajectory is rows 1 to 3, the last one rows 6 and 7."""
+    """Return two groups with three and two trajectories. Rows 1 to 3 are the second trajectory, 6 and 7 the last
+    one."""
     labels, scores = [0, 1, 1, 1, 2, 3, 4, 4], [1.0, 0.0, 0.25, -0.5, 2.0]
     mask = [
         [1, 1, 1, 0],
@@ -113,7 +115,7 @@ def forked() -> Lease:
     ]
     table = [[0.0] * 4 for _ in mask]
     table[1][1], table[3][0], table[5][3], table[6][2] = 0.5, -0.75, 0.1, 0.2
-    # A turn's reward is on its token, and the rest on the row's last sampled token.
+    # The reward of a turn is on its token, and the rest is on the row's last sampled token.
     of_rows = [sum(row) for row in table]
     for row, label in enumerate(labels):
         if any(mask[row]):
@@ -140,8 +142,10 @@ LEASES = pytest.mark.parametrize(
         ("opo", {}, "opo"),
     ],
 )
-def test_outcome_estimators(name: str, keys: dict[str, object], reference: str, lease: Lease) -> None:
-    """A penalty on single tokens counts in the score, and a trajectory counts once."""
+def test_outcome_estimators_equal_their_references(
+    name: str, keys: dict[str, object], reference: str, lease: Lease
+) -> None:
+    """Penalties on single tokens are part of the score, and each trajectory counts once."""
     actual = lease.estimate(name, **keys)
     close(actual.advantages, lease.spread(lease.references[reference]))
     close(actual.returns, discounted(lease.token_rewards, lease.mask, 1.0))
@@ -176,14 +180,14 @@ def test_remax_subtracts_the_greedy_response(lease: Lease) -> None:
 
 @LEASES
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
-def test_gae_is_its_definition_on_the_sampled_tokens_of_a_row(gamma: float, lam: float, lease: Lease) -> None:
+def test_gae_follows_its_definition_on_the_sampled_tokens_of_a_row(gamma: float, lam: float, lease: Lease) -> None:
     advantages, returns = gae(lease.token_rewards, lease.mask, lease.values, gamma, lam)
     actual = lease.estimate("gae", gamma=gamma, lam=lam)
     close(actual.advantages, advantages)
     close(actual.returns, returns)
 
 
-def test_a_critic_that_is_right_leaves_no_advantage() -> None:
+def test_exact_values_of_the_critic_give_zero_advantages() -> None:
     assert not single_rows([0.5] * 7, values=[[0.5] * 5] * 7).estimate("gae").advantages.any()
 
 
@@ -211,7 +215,7 @@ def test_equal_rewards_give_exact_zeros_beside_a_group_that_learns(name: str, sc
     assert actual[7:].any()
 
 
-def test_two_equally_good_best_responses_share_nothing_in_passk() -> None:
+def test_two_equally_good_best_responses_get_no_advantage_in_passk() -> None:
     lease = single_rows([1.0, 1.0, 0.0], [[1]] * 3, [0] * 3, values=[])
     assert not lease.estimate("grpo_passk").advantages.any()
 
@@ -246,7 +250,9 @@ def test_the_order_of_rows_changes_nothing(name: str, scores: list[float], order
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 @given(scores=scores_strategy, noise=st.floats(-5, 5))
-def test_masked_tokens_get_nothing_and_their_values_do_not_matter(name: str, scores: list[float], noise: float) -> None:
+def test_masked_tokens_have_no_advantage_and_their_values_have_no_effect(
+    name: str, scores: list[float], noise: float
+) -> None:
     lease, mask = single_rows(scores, penalty=0.01), torch.tensor(MASK).bool()
     noisy = [
         [value if one else noise for value, one in zip(row, sampled, strict=True)]
@@ -259,7 +265,7 @@ def test_masked_tokens_get_nothing_and_their_values_do_not_matter(name: str, sco
     torch.testing.assert_close(other, plain, rtol=0, atol=0)
 
 
-def test_flat_groups() -> None:
+def test_groups_of_equal_rewards_are_detected() -> None:
     assert rewards_are_equal([0.1, 0.1, 0.1])
     assert rewards_are_equal([2.0])
     assert not rewards_are_equal([1.0, 1.0, 0.0])

@@ -1,4 +1,4 @@
-"""Off-policy corrections against plain loops over rows, in float64."""
+"""Off-policy corrections compared with plain loops over rows in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.config.sections.algorithm import RolloutCorrectionConfig
 from trainer.algorithms.corrections import Correction, correct, with_sample_size
 
 MASK = [[1, 1, 0, 1, 0], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 0]]
-"""Row 3 trains nothing."""
+"""Row 3 has no trained token."""
 RATIOS = [
     [0.3, -0.2, 99.0, 0.1, 0.0],
     [-1.2, 0.0, 99.0, 0.4, 0.5],
@@ -23,7 +23,7 @@ RATIOS = [
     [0.7, 0.7, 99.0, 0.0, 0.0],
     [5.0, 0.02, -0.01, 0.0, 99.0],
 ]
-"""Log ratios proximal / behaviour; what is masked must not matter."""
+"""Log ratios of proximal to behaviour policy. Masked ones must have no effect."""
 BEHAVIOUR = [[-0.1 - 0.2 * (row + token) for token in range(5)] for row in range(5)]
 AGES = [[0, 0, 1, 1, 1], [2, 2, 2, 5, 9], [1, 1, 1, 1, 1], [4] * 5, [0, 0, 0, 0, 0]]
 
@@ -77,7 +77,7 @@ def close(actual: torch.Tensor | None, expected: list[Row]) -> None:
     ],
 )
 @pytest.mark.parametrize("normalize", [False, True])
-def test_importance_weights(
+def test_importance_weights_are_bounded_and_normalized_as_configured(
     level: str, keys: dict[str, Any], bounded: Callable[[float], float], normalize: bool
 ) -> None:
     raw = raw_weights(level)
@@ -90,7 +90,7 @@ def test_importance_weights(
     actual = run(rollout_is=level, rollout_is_batch_normalize=normalize, **keys)
     close(actual.is_weights, expected)
     assert actual.loss_mask.tolist() == torch.tensor(MASK).bool().tolist(), (
-        "weights mask nothing out of the denominators"
+        "weights do not change the loss mask, which gives the denominators"
     )
 
     weights, truncates = flat(expected), "rollout_is_mode" not in keys
@@ -125,31 +125,31 @@ THRESHOLDS = {"k1": 0.25, "k2": 0.03, "k3": 0.03, "ic": 1.15}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rejection(name: str) -> None:
+def test_rejection_masks_the_tokens_beyond_the_threshold(name: str) -> None:
     threshold = THRESHOLDS[name[-2:]]
     expected = [[bool(MASK[row][t]) and keeps(name, row, t, threshold) for t in range(5)] for row in range(5)]
     actual = run(rollout_rs=name, rollout_rs_threshold=threshold)
     assert actual.loss_mask.tolist() == expected
     assert actual.is_weights is None
     rejected = 1 - sum(map(sum, expected)) / sum(map(sum, MASK))
-    assert 0 < rejected < 1, "the case rejects some tokens and not others"
+    assert 0 < rejected < 1, "the case rejects some tokens and keeps others"
     assert actual.metrics["correction/rejected_share"] == pytest.approx(rejected)
     assert actual.metrics["correction/masked_share"] == pytest.approx(rejected)
 
 
-def test_geometric_rejection_with_a_lower_bound_of_its_own() -> None:
+def test_geometric_rejection_may_have_a_separate_lower_bound() -> None:
     actual = run(rollout_rs="geometric", rollout_rs_threshold=1.5, rollout_rs_threshold_low=1.01)
-    # geometric means: e^(0.2/3), e^-0.1, e^0.28, -, e^0.005
+    # the geometric means are e^(0.2/3), e^-0.1, e^0.28, none, e^0.005
     assert actual.loss_mask.any(dim=1).tolist() == [True, False, True, False, False]
 
 
-def test_weights_are_those_of_all_tokens_that_came_in_and_rejection_comes_on_top() -> None:
+def test_weights_are_computed_before_rejection() -> None:
     both = run(rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=0.25)
     close(both.is_weights, [[min(weight, 2.0) for weight in row] for row in raw_weights("sequence")])
     assert torch.equal(both.loss_mask, run(rollout_rs="token_k1", rollout_rs_threshold=0.25).loss_mask)
 
 
-def test_how_far_the_policies_are_apart() -> None:
+def test_metrics_of_the_mismatch_between_the_policies() -> None:
     metrics = run().metrics
     tokens = [(row, t) for row in range(5) for t in trained(row)]
     kl = {(row, t): STATISTICS["k3"](RATIOS[row][t]) for row, t in tokens}
@@ -162,7 +162,7 @@ def test_how_far_the_policies_are_apart() -> None:
         assert metrics[f"correction/mismatch_kl_age_{age}"] == pytest.approx(sum(mine) / len(mine))
 
 
-def test_an_age_that_does_not_occur_has_no_figure() -> None:
+def test_an_age_that_does_not_occur_has_no_metric() -> None:
     old = torch.zeros(1, 2, dtype=torch.float64)
     actual = correct(
         old, old, torch.ones(1, 2).bool(), torch.tensor([[1, 1]]), RolloutCorrectionConfig(bypass_mode=False)
@@ -171,7 +171,7 @@ def test_an_age_that_does_not_occur_has_no_figure() -> None:
     assert ages == {"correction/mismatch_kl_age_1"}
 
 
-def test_bypass_leaves_everything_to_the_loss() -> None:
+def test_bypass_mode_leaves_the_correction_to_the_loss() -> None:
     old, mask = torch.zeros(2, 3), torch.ones(2, 3).bool()
     actual = correct(
         old, old - 1, mask, mask.long(), RolloutCorrectionConfig(rollout_is="token", rollout_rs="geometric")
@@ -179,7 +179,7 @@ def test_bypass_leaves_everything_to_the_loss() -> None:
     assert actual == (None, mask, {})
 
 
-def test_nothing_to_train() -> None:
+def test_a_batch_without_trained_tokens_is_accepted() -> None:
     zeros, mask = torch.zeros(2, 3), torch.zeros(2, 3).bool()
     config = RolloutCorrectionConfig(
         bypass_mode=False, rollout_is="sequence", rollout_is_batch_normalize=True, rollout_rs="seq_max_k3"
@@ -190,7 +190,7 @@ def test_nothing_to_train() -> None:
     assert not actual.is_weights.any()
 
 
-def test_absurd_ratios_stay_finite() -> None:
+def test_extreme_ratios_give_finite_results() -> None:
     far = [[300.0 * (-1) ** t for t in range(5)] for _ in range(5)]
     for name in ("token", "sequence"):
         actual = run(far, rollout_is=name, rollout_rs="seq_mean_k3", rollout_rs_threshold=1e12)
@@ -205,7 +205,7 @@ def test_absurd_ratios_stay_finite() -> None:
     level=st.sampled_from(["token", "sequence"]),
     rejection=st.sampled_from(NAMES),
 )
-def test_masked_tokens_never_matter(ratios: list[Row], noise: float, level: str, rejection: str) -> None:
+def test_masked_tokens_have_no_effect(ratios: list[Row], noise: float, level: str, rejection: str) -> None:
     noisy = [[ratios[row][t] if MASK[row][t] else noise for t in range(5)] for row in range(5)]
     keys = {"rollout_is": level, "rollout_rs": rejection, "rollout_rs_threshold": 1.2}
     one, other = run(ratios, **keys), run(noisy, **keys)
@@ -217,7 +217,7 @@ def test_masked_tokens_never_matter(ratios: list[Row], noise: float, level: str,
     assert not (one.loss_mask & ~torch.tensor(MASK).bool()).any()
 
 
-def test_policies_that_agree_are_not_corrected() -> None:
+def test_equal_policies_are_not_corrected() -> None:
     same = [[0.0] * 5 for _ in range(5)]
     for name in NAMES:
         actual = run(same, rollout_is="sequence", rollout_is_batch_normalize=True, rollout_rs=name)
@@ -227,7 +227,7 @@ def test_policies_that_agree_are_not_corrected() -> None:
         assert actual.metrics["correction/mismatch_kl"] == 0.0
 
 
-def test_a_sample_size_is_made_of_means() -> None:
+def test_the_effective_sample_size_is_computed_from_means() -> None:
     finished = with_sample_size({"correction/is_weight_mean": 0.5, "correction/is_weight_mean_square": 0.5, "x": 1.0})
     assert finished == {"correction/is_weight_mean": 0.5, "correction/effective_sample_size": 0.5, "x": 1.0}
     assert with_sample_size({"x": 1.0}) == {"x": 1.0}

@@ -1,4 +1,4 @@
-"""KL estimates against their formulas, and against exact divergences."""
+"""KL estimates compared with their formulas and with exact divergences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
         ("abs", lambda p, q: abs(p - q)),
     ],
 )
-def test_formulas(kind: str, formula: Callable[[float, float], float]) -> None:
+def test_estimates_follow_their_formulas(kind: str, formula: Callable[[float, float], float]) -> None:
     current, ref = [-1.0, -2.0, -0.3, -9.0], [-1.5, -1.0, -0.3, -2.0]
     expected = [formula(p, q) for p, q in zip(current, ref, strict=True)]
     actual = kl_estimate(*(torch.tensor(values, dtype=torch.float64) for values in (current, ref)), kind)
@@ -32,26 +32,29 @@ def test_formulas(kind: str, formula: Callable[[float, float], float]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_unbiased_for_the_kl_between_two_categoricals(kind: str) -> None:
+def test_k1_and_k3_are_unbiased_for_the_kl_of_two_categoricals(kind: str) -> None:
     torch.testing.assert_close((P * kl_estimate(P.log(), Q.log(), kind)).sum(), (P * (P / Q).log()).sum())
 
 
 def test_mismatch_is_the_kl_from_the_behaviour_policy() -> None:
-    """Tokens drawn from P, scored by Q."""
+    """Tokens are drawn from P and scored by Q."""
     torch.testing.assert_close((P * mismatch_kl(Q.log(), P.log())).sum(), (P * (P / Q).log()).sum())
 
 
-def test_the_gradient_of_k2_is_the_kls() -> None:
+def test_the_gradient_of_k2_is_that_of_the_kl() -> None:
     logits = torch.tensor([0.3, -0.4, 1.1], dtype=torch.float64, requires_grad=True)
     log_probs = torch.log_softmax(logits, 0)
     exact = (log_probs.exp() * (log_probs - Q.log())).sum()
     sampled = (log_probs.detach().exp() * kl_estimate(log_probs, Q.log(), "k2")).sum()
-    (wanted,), (actual,) = torch.autograd.grad(exact, logits, retain_graph=True), torch.autograd.grad(sampled, logits)
-    torch.testing.assert_close(actual, wanted)
+    (expected_gradient,), (actual,) = (
+        torch.autograd.grad(exact, logits, retain_graph=True),
+        torch.autograd.grad(sampled, logits),
+    )
+    torch.testing.assert_close(actual, expected_gradient)
 
 
 @pytest.mark.parametrize("kind", sorted(KL_ESTIMATES))
-def test_absurd_differences_stay_finite(kind: str) -> None:
+def test_extreme_differences_give_finite_results(kind: str) -> None:
     far = torch.tensor([-800.0, 0.0], dtype=torch.float64, requires_grad=True)
     estimate = kl_estimate(far, torch.tensor([0.0, -800.0], dtype=torch.float64), kind)
     (gradient,) = torch.autograd.grad(estimate.sum(), far)
@@ -60,7 +63,7 @@ def test_absurd_differences_stay_finite(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KL_ESTIMATES))
-def test_gradcheck(kind: str) -> None:
+def test_gradients_of_the_estimates(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     current = torch.randn(12, generator=generator, dtype=torch.float64, requires_grad=True)
     ref = torch.randn(12, generator=generator, dtype=torch.float64)

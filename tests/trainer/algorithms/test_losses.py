@@ -1,4 +1,4 @@
-"""Policy objectives against plain loops in float64, and gradient checks of each."""
+"""Policy objectives compared with plain loops in float64, and gradient checks of each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def clipped(ratio: float, advantage: float) -> float:
 
 
 @pytest.mark.parametrize("bound", [3.0, None])
-def test_ppo(bound: float | None) -> None:
+def test_ppo_follows_its_formula(bound: float | None) -> None:
     expected = []
     for log_ratio, advantage in zip(LOG_RATIOS, ADVANTAGES, strict=True):
         loss = clipped(math.exp(min(log_ratio, 20.0)), advantage)
@@ -55,7 +55,7 @@ def test_ppo(bound: float | None) -> None:
     assert actual.dual_clipped.tolist() == [False] * 6 + [bound is not None, False]
 
 
-def test_a_dual_clipped_token_has_no_gradient_and_without_the_bound_it_has() -> None:
+def test_a_token_has_no_gradient_only_if_it_is_dual_clipped() -> None:
     for bound, moved in ((3.0, False), (None, True)):
         log_probs = tensor(current()).requires_grad_()
         (gradient,) = torch.autograd.grad(terms("ppo", log_probs, clip_ratio_c=bound).loss[6], log_probs)
@@ -74,16 +74,16 @@ def test_gspo_clips_the_geometric_mean_of_a_rows_ratios() -> None:
     assert not actual.dual_clipped.any()
 
 
-def test_gspos_gradient_is_that_of_the_sequence_ratio() -> None:
-    """With one advantage a row and token means, as in the paper: L = -A · s(θ), s = exp(mean log ratio)."""
+def test_the_gradient_of_gspo_is_that_of_the_sequence_ratio() -> None:
+    """With one advantage per row and token means, this is the paper's loss: L = -A · s(θ), s = exp(mean log ratio)."""
     log_probs = tensor([-1.0, -2.1, -0.6]).requires_grad_()
     old, rows = tensor([-1.1, -2.0, -0.65]), Rows(torch.zeros(3, dtype=torch.int64), 1)
     algorithm = AlgorithmConfig(policy_loss="gspo", **KEYS)
     token_level = POLICY_OBJECTIVES["gspo"](log_probs, old, tensor([0.7] * 3), rows, algorithm).loss.mean()
     sequence_level = -0.7 * torch.exp((log_probs - old).mean())
-    (actual,), (wanted,) = (torch.autograd.grad(loss, log_probs) for loss in (token_level, sequence_level))
+    (actual,), (expected_gradient,) = (torch.autograd.grad(loss, log_probs) for loss in (token_level, sequence_level))
     torch.testing.assert_close(token_level, sequence_level)
-    torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(actual, expected_gradient)
 
 
 def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
@@ -96,7 +96,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
     assert actual.clipped.tolist() == [False, True, True, True, True, False, True, True]
 
 
-def test_reinforce() -> None:
+def test_reinforce_follows_its_formula() -> None:
     log_probs = tensor(current()).requires_grad_()
     actual = terms("reinforce", log_probs)
     close(actual.loss.detach(), [-a * p for a, p in zip(ADVANTAGES, current(), strict=True)])
@@ -106,8 +106,8 @@ def test_reinforce() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
-def test_gradcheck(name: str) -> None:
-    """A stop-gradient makes a loss and its gradient disagree: the check holds its factor constant."""
+def test_gradients_of_the_objectives(name: str) -> None:
+    """A stop-gradient makes the gradient differ from that of the loss, so the check uses a constant for that factor."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(12, generator=generator, dtype=torch.float64)
     old, advantages = (torch.randn(12, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -129,8 +129,8 @@ def test_gradcheck(name: str) -> None:
     torch.testing.assert_close(loss, surrogate(log_probs))
     probe = torch.arange(1.0, 13.0, dtype=torch.float64)
     (actual,) = torch.autograd.grad(loss, log_probs, probe)
-    (wanted,) = torch.autograd.grad(surrogate(log_probs), log_probs, probe)
-    torch.testing.assert_close(actual, wanted)
+    (expected_gradient,) = torch.autograd.grad(surrogate(log_probs), log_probs, probe)
+    torch.testing.assert_close(actual, expected_gradient)
 
 
 finite = st.floats(-30, 0)
@@ -139,7 +139,7 @@ finite = st.floats(-30, 0)
 @pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
 @given(log_probs=st.lists(finite, min_size=8, max_size=8), silent=st.integers(0, 7))
 def test_zero_advantage_means_exactly_zero_gradient(name: str, log_probs: list[float], silent: int) -> None:
-    """The engines skip the backward pass of rows without an advantage: it must be exactly 0, not small."""
+    """The engines skip the backward pass of rows without an advantage, so the gradient must be exactly 0."""
     values = tensor(log_probs).requires_grad_()
     advantages = tensor(ADVANTAGES)
     advantages[silent] = 0.0
@@ -151,7 +151,7 @@ def test_zero_advantage_means_exactly_zero_gradient(name: str, log_probs: list[f
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
-def test_no_tokens_at_all(name: str) -> None:
+def test_an_objective_of_no_tokens_is_empty(name: str) -> None:
     nothing, rows = torch.zeros(0, requires_grad=True), Rows(torch.zeros(0, dtype=torch.int64), 2)
     loss = POLICY_OBJECTIVES[name](nothing, nothing.detach(), nothing.detach(), rows, AlgorithmConfig()).loss
     loss.sum().backward()

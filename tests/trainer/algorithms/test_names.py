@@ -1,4 +1,4 @@
-"""Names: the schema, the registries and the documentation agree."""
+"""The names in the schema, in the registries and in the documentation agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(section: type[ConfigSection], key: str) -> set[str]:
     return set(get_args(section.model_fields[key].annotation))
 
 
-def test_every_name_of_the_schema_is_registered_and_no_other() -> None:
+def test_the_registered_names_are_those_of_the_schema() -> None:
     assert names(AlgorithmConfig, "adv_estimator") == set(ESTIMATORS)
     assert names(AlgorithmConfig, "policy_loss") == set(POLICY_OBJECTIVES)
     assert names(AlgorithmConfig, "kl_loss_type") == names(AlgorithmConfig, "kl_penalty") == set(KL_ESTIMATES)
@@ -59,7 +59,7 @@ def test_every_page_is_in_the_index_and_names_its_source(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_have_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (DOCS / target).exists(), f"{page.name} links to {target}"
 

@@ -1,4 +1,4 @@
-"""The losses that engines differentiate, against their formulas written out, and their metrics."""
+"""The losses that engines differentiate, compared with their formulas, and their metrics."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ppo_losses() -> list[float]:
     return [ppo(*token) for token in zip(CURRENT, OLD, ADVANTAGES, strict=True)]
 
 
-def test_the_objective_alone() -> None:
+def test_the_loss_without_further_terms_is_the_objective() -> None:
     parts = policy_loss({})
     assert parts.loss.item() == pytest.approx(weighted(ppo_losses()), rel=1e-12)
     assert {name: value.item() for name, value in parts.sums.items()} == {"actor/pg_loss": parts.loss.item()}
@@ -68,8 +68,8 @@ def test_the_objective_alone() -> None:
     assert not any(value.requires_grad for value in (parts.means | parts.sums).values())
 
 
-def test_kl_loss_entropy_bonus_and_weights() -> None:
-    """Weights multiply the policy objective, and neither the KL loss nor the entropy."""
+def test_kl_loss_and_entropy_bonus_are_added_to_the_weighted_objective() -> None:
+    """The importance weights multiply the policy objective but neither the KL loss nor the entropy."""
     parts = policy_loss(
         {
             "use_kl_loss": True,
@@ -94,7 +94,7 @@ def test_kl_loss_entropy_bonus_and_weights() -> None:
         {"policy_loss": "reinforce"},
     ],
 )
-def test_gradcheck_of_the_whole_loss(keys: dict[str, Any]) -> None:
+def test_gradients_of_the_whole_loss(keys: dict[str, Any]) -> None:
     loss = PolicyLoss(AlgorithmConfig.model_validate(keys), 16)
 
     def whole(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ BYPASS = {
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_reinforce_in_bypass_mode_weighs_with_the_current_policy(level: str) -> None:
-    """Current over behaviour, cut at 1.2, without a gradient of its own."""
+    """The weights are the ratios of current to behaviour policy, truncated at 1.2, and have no gradient."""
     log_probs = tensor(CURRENT).requires_grad_()
     keys = {"policy_loss": "reinforce", "rollout_correction": {"rollout_is": level, "rollout_is_threshold": 1.2}}
     loss = PolicyLoss(AlgorithmConfig.model_validate(keys), 16)
@@ -129,13 +129,13 @@ def test_reinforce_in_bypass_mode_weighs_with_the_current_policy(level: str) -> 
     assert parts.means["correction/clipped_share"].tolist() == [float(weight > 1.2) for weight in BYPASS[level]]
 
 
-def test_ppo_in_bypass_mode_takes_no_weights_on_top_of_its_ratio() -> None:
+def test_ppo_in_bypass_mode_has_no_weights_besides_its_ratio() -> None:
     plain = policy_loss({}, old_log_probs=ROLLOUT)
     weighted_twice = policy_loss({"rollout_correction": {"rollout_is": "token"}}, old_log_probs=ROLLOUT)
     assert plain.loss.item() == weighted_twice.loss.item()
 
 
-def test_rejection_in_bypass_mode_is_by_the_current_policy_and_keeps_the_denominators() -> None:
+def test_rejection_in_bypass_mode_uses_the_current_policy_and_keeps_the_denominators() -> None:
     keys = {"rollout_correction": {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.45}, "use_kl_loss": True}
     parts = policy_loss(keys, old_log_probs=ROLLOUT)
     keep = [abs(p - b) <= 0.45 for p, b in zip(CURRENT, ROLLOUT, strict=True)]
@@ -148,14 +148,14 @@ def test_rejection_in_bypass_mode_is_by_the_current_policy_and_keeps_the_denomin
     assert parts.means["correction/masked_share"].tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
 
 
-def test_gspo_takes_its_means_over_the_rows_of_the_micro_batch() -> None:
+def test_gspo_averages_over_the_rows_of_the_micro_batch() -> None:
     parts = policy_loss({"policy_loss": "gspo"})
     first = math.exp((0.1 - 0.5) / 2)
     second = math.exp((0.1 + 0.0 + 0.3) / 3)
     torch.testing.assert_close(parts.means["actor/ratio_mean"], tensor([first] * 2 + [second] * 3))
 
 
-def test_figures_by_age_span_the_tokens_of_that_age() -> None:
+def test_metrics_by_age_cover_the_tokens_of_that_age() -> None:
     parts = policy_loss({}, token_ages=AGES)
     metrics = finish_metrics({name: float(values.mean()) for name, values in parts.means.items()})
     kl = [math.exp(p - b) - 1 - (p - b) for p, b in zip(CURRENT, ROLLOUT, strict=True)]
@@ -177,7 +177,7 @@ def batch(advantages: list[list[float]], mask: list[list[int]], **more: Any) -> 
     return TensorDict(fields, batch_size=[len(mask)])
 
 
-def test_which_rows_need_a_gradient() -> None:
+def test_rows_without_an_advantage_need_no_gradient() -> None:
     rows = batch(
         [[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [float("nan"), 0.0], [1.0, 1.0]], [[1, 1], [1, 0], [1, 1], [1, 1], [0, 0]]
     )
@@ -222,7 +222,7 @@ VALUES, RETURNS = [-0.9, -0.9, -0.9, -2.0, 0.3], [1.0, -2.5, 0.0, -2.2, 0.3]
 
 
 @pytest.mark.parametrize("cliprange", [0.5, None])
-def test_the_critics_loss(cliprange: float | None) -> None:
+def test_the_loss_of_the_critic_follows_its_formula(cliprange: float | None) -> None:
     loss = ValueLoss(cliprange)
     scores = TokenScores(tensor(CURRENT).requires_grad_(), torch.zeros(5))
     parts = loss(scores, tokens(values=VALUES, returns=RETURNS))
@@ -240,7 +240,7 @@ def test_the_critics_loss(cliprange: float | None) -> None:
     )
 
 
-def test_explained_variance() -> None:
+def test_explained_variance_of_good_and_bad_values() -> None:
     returns, mask = torch.tensor([[1.0, 2.0, 99.0], [3.0, 99.0, 99.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
     assert explained_variance(returns.clone(), returns, mask) == 1.0
     assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == pytest.approx(0.0)

@@ -1,4 +1,4 @@
-"""Scores → token rewards against plain loops."""
+"""The conversion of scores to token rewards, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_overlong_punishment_is_dapos_equation_13() -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6), numbers=st.randoms(use_true_random=False))
-def test_sums_over_rows(sizes: list[int], numbers: object) -> None:
+def test_sums_over_the_rows_of_trajectories(sizes: list[int], numbers: object) -> None:
     labels = [7 * number for number, size in enumerate(sizes) for _ in range(size)]
     values = [numbers.uniform(-2, 2) for _ in labels]  # type: ignore[attr-defined]
     rows_of = {label: [row for row, one in enumerate(labels) if one == label] for label in dict.fromkeys(labels)}
@@ -63,7 +63,7 @@ def test_sums_over_rows(sizes: list[int], numbers: object) -> None:
     assert found.later(tensor).tolist() == pytest.approx(later)
 
 
-def test_trajectories_of_one_row_are_exact() -> None:
+def test_sums_of_one_row_trajectories_are_exact() -> None:
     values = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     alone = Trajectories.of(torch.arange(50))
     assert torch.equal(alone.sum(values), values) and torch.equal(alone.so_far(values), values)
@@ -81,7 +81,7 @@ def test_the_reward_is_on_the_last_sampled_token() -> None:
     torch.testing.assert_close(scores_of(found, alone), rewards, rtol=0, atol=0)
 
 
-def test_parts_of_turns_are_on_their_tokens_and_the_rest_on_the_last_one() -> None:
+def test_turn_rewards_are_on_their_tokens_and_the_rest_on_the_last_one() -> None:
     turns = tensor([[0.25, 0, 0, 0], [0.5, 0, -0.125, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
     rewards, alone = tensor([1.5, -2.0, 0.1, 3.0]), Trajectories.of(torch.arange(4))
     found = laid_out(rewards, torch.tensor(MASK).bool(), alone, turns)
@@ -89,16 +89,16 @@ def test_parts_of_turns_are_on_their_tokens_and_the_rest_on_the_last_one() -> No
     torch.testing.assert_close(found.tokens, expected, rtol=0, atol=0)
 
 
-def test_a_score_is_the_reward_to_the_last_bit_however_it_is_split() -> None:
-    """0.1 + 0.2 and 0.3 differ, and a group of equal rewards must give exact zeros."""
+def test_a_score_equals_the_reward_bit_for_bit_for_any_split_into_turns() -> None:
+    """0.1 + 0.2 differs from 0.3, but a group of equal rewards must give advantages of exactly 0."""
     mask, turns = torch.ones(3, 2).bool(), tensor([[0.1, 0.2], [0.0, 0.0], [0.7, 0.0]])
     trajectories = Trajectories.of(torch.tensor([0, 1, 1]))
     found = laid_out(tensor([0.3, 0.3, 0.3]), mask, trajectories, turns)
     assert scores_of(found, trajectories).tolist() == [0.3, 0.3]
 
 
-def test_what_follows_a_token_is_what_the_trajectory_still_earned() -> None:
-    """Rows 0 to 2 are one trajectory, of which row 1 holds no sampled token; 3 is another."""
+def test_rewards_from_a_token_on_add_up_to_the_remaining_reward_of_the_trajectory() -> None:
+    """Rows 0 to 2 are one trajectory, in which row 1 has no sampled token. Row 3 is another trajectory."""
     mask = [[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]
     turns = [[0, 0.5, 0, 0.25], [0, 0, 0, 0], [-1.0, 0, 2.0, 0], [0, 0, 0, 0]]
     rewards, labels = [3.0, 3.0, 3.0, -1.0], [0, 0, 0, 1]
@@ -128,8 +128,8 @@ KINDS = pytest.mark.parametrize(
 
 @KINDS
 @pytest.mark.parametrize("labels", [[0, 1, 2], [0, 0, 1]])
-def test_kl_penalty_on_sampled_tokens(kind: str, formula: Callable[[float], float], labels: list[int]) -> None:
-    """The last sampled token of a row carries the KL of the trajectory's later rows."""
+def test_the_kl_penalty_is_on_sampled_tokens(kind: str, formula: Callable[[float], float], labels: list[int]) -> None:
+    """The last sampled token of a row includes the KL of the trajectory's later rows."""
     mask = [[1, 0, 1], [1, 1, 0], [1, 1, 1]]
     old, ref = [[-1, -9, -2], [-0.5, -4, -7], [-1, -1, -1]], [[-1.5, -1, -2], [-0.25, -0.5, -1], [-1, -2, -4]]
     rewards = [2.0, 2.0, -1.0]
@@ -157,12 +157,12 @@ def test_the_adaptive_controller_follows_the_bounded_error(kl: float, error: flo
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (1e9, 1.2)])
-def test_a_lease_beyond_the_horizon_counts_as_one_so_the_coefficient_stays_positive(kl: float, factor: float) -> None:
+def test_a_lease_larger_than_the_horizon_keeps_the_coefficient_positive(kl: float, factor: float) -> None:
     control = KlControlConfig(type="adaptive", target_kl=6.0, horizon=10)
     assert next_kl_coefficient(0.05, kl, 64, control) == pytest.approx(0.05 * factor)
 
 
-def test_the_adaptive_controller_finds_the_coefficient_that_holds_the_target() -> None:
+def test_the_adaptive_controller_converges_to_the_target() -> None:
     control, coefficient = KlControlConfig(type="adaptive", target_kl=2.0, horizon=200), 0.5
     for _ in range(200):
         coefficient = next_kl_coefficient(coefficient, 0.1 / coefficient, 64, control)

@@ -1,7 +1,8 @@
 """Checks that test_state runs on two ranks: `python -m tests.trainer.engines.state_ranks RANK DIRECTORY`.
 
-DIRECTORY holds `model` and, for each rank N of adapters, a checkpoint of one process, `from_one_N`, and its weights
-after one more step, `next_N.safetensors`. Each check writes its outcome to `outcomes_RANK.json`: null or a traceback.
+DIRECTORY holds `model` and, for each rank N of LoRA adapters, a checkpoint of one process, `from_one_N`, and its
+weights after one more step, `next_N.safetensors`. Each check writes its outcome to `outcomes_RANK.json`: null or a
+traceback.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def reshard(directory: Path, kind: Wrapper, adapters: int) -> None:
     begin_save(target, model, optimizer, 2, spec, hf=target / "hf").wait()
     step(model, optimizer)
     after, expected = snapshot(model), load_file(directory / f"next_{adapters}.safetensors")
-    if dist.get_rank() == 0:  # not bit for bit: the optimizer's kernel rounds the ends of a shard differently
+    if dist.get_rank() == 0:  # not bit for bit, because the optimizer's kernel rounds the ends of a shard differently
         torch.testing.assert_close(after, expected, rtol=0, atol=1e-6)
 
 
@@ -93,7 +94,7 @@ def between_backends(directory: Path, source: str, kind: Wrapper, adapters: int)
 
 
 def before_the_first_step(directory: Path, kind: Wrapper) -> None:
-    """A checkpoint without moments resets those of the optimizer that loads it."""
+    """Check that loading a checkpoint without moments resets those of the optimizer."""
     spec = make_spec(directory / "model")
     model, optimizer = make(spec, kind)
     begin_save(directory / f"fresh_{kind}", model, optimizer, 0, spec).wait()
@@ -108,14 +109,15 @@ def before_the_first_step(directory: Path, kind: Wrapper) -> None:
 
 
 def beside_training(directory: Path) -> None:
-    """A checkpoint has the state at its call, and waiting for it does not disturb training's collectives."""
+    """Check that a checkpoint has the state at its call, and that waiting for it does not disturb training's
+    collectives."""
     spec = make_spec(directory / "model")
     model, optimizer = make(spec, "fsdp2")
     step(model, optimizer)
     begun = snapshot(model)
     pending = begin_save(directory / "beside", model, optimizer, 1, spec)
     if dist.get_rank() == 0:
-        time.sleep(0.05)  # the ranks' threads and their collectives get out of step
+        time.sleep(0.05)  # the threads of the two ranks run at different times
     waiter = threading.Thread(target=pending.wait)
     waiter.start()
     for _ in range(20):
@@ -128,7 +130,7 @@ def beside_training(directory: Path) -> None:
 def one_rank_cannot_write(directory: Path) -> None:
     target = directory / "unwritable"
     if dist.get_rank() == 1:
-        (target / "rng_1.safetensors").mkdir()  # where the file would go
+        (target / "rng_1.safetensors").mkdir()  # a directory takes the place of the file
     dist.barrier()
     spec = make_spec(directory / "model")
     model, optimizer = make(spec, "fsdp2")
@@ -149,7 +151,7 @@ def one_rank_cannot_read(directory: Path, damage: str, words: str) -> None:
 
 
 def gathered_layer_by_layer(directory: Path) -> None:
-    """The export yields the first decoder layer before it gathers the second one."""
+    """Check that the export yields the first decoder layer before it gathers the second one."""
     model, _ = make(make_spec(directory / "model", adapters=3), "fsdp2")
     gathered = 0
     original = DTensor.full_tensor
@@ -173,7 +175,7 @@ def _failure(call: Callable[[], object]) -> AsyncRLError:
         call()
     except AsyncRLError as error:
         return error
-    raise AssertionError("nothing was raised")
+    raise AssertionError("the call raised no error")
 
 
 def checks(directory: Path) -> dict[str, Callable[[], None]]:

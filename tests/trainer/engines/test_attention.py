@@ -1,4 +1,4 @@
-"""Packed rows give the scores of padded ones for every packable architecture; other architectures are detected."""
+"""Packed rows have the scores of padded ones for every architecture that can be packed; others are detected."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ NOT_PACKABLE: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
 }  # fmt: skip
 FLOAT32_INSIDE = ("gemma 3", "cohere")
-"""Norms and rotations in float32, whatever the weights are."""
+"""Models that compute norms and rotations in float32 for any dtype of the weights."""
 BATCH = make_batch([3, 1, 5, 2, 4, 7], [9, 12, 1, 3, 10, 5], vocab=VOCAB)
 ROWS = [1, 0, 5, 3, 2, 4]
 
@@ -79,12 +79,12 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> 
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
     if dtype == torch.float64:
-        model.set_experts_implementation("eager")  # the default has no float64
+        model.set_experts_implementation("eager")  # the default implementation does not support float64
     return model.eval()
 
 
 def scored(model: PreTrainedModel, *, packed: bool) -> tuple[Tensor, Tensor]:
-    """Log-probs, and the gradient of a weighted sum of them, of all weights in one row."""
+    """Return log-probs, and the gradient of a weighted sum of them for all weights as one vector."""
     scorer = Scorer(model, model_type="language_model", device=torch.device("cpu"), autocast=None, packed=packed)
     micro = scorer.lay_out(BATCH, ROWS, BATCH["loss_mask"])
     log_probs = scorer(micro).log_probs
@@ -94,7 +94,7 @@ def scored(model: PreTrainedModel, *, packed: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", PACKABLE)
-def test_packed_equals_padded(name: str) -> None:
+def test_packed_rows_have_the_scores_of_padded_rows(name: str) -> None:
     padded = scored(make_model(PACKABLE[name]), packed=False)
     model = make_model(PACKABLE[name])
     assert enable_packing(model)
@@ -116,7 +116,7 @@ def test_models_that_mix_sequences_are_not_packed(name: str, caplog: pytest.LogC
 
 
 def test_a_model_that_takes_packed_rows_still_takes_padding_masks() -> None:
-    """Generation pads on the left, with a mask."""
+    """Generation pads rows on the left and passes a mask."""
     model = make_model(PACKABLE["llama"])
     ids, mask = torch.tensor([[0, 0, 3, 4, 5]]), torch.tensor([[0, 0, 1, 1, 1]])
     expected = model(ids, attention_mask=mask).logits
@@ -126,7 +126,7 @@ def test_a_model_that_takes_packed_rows_still_takes_padding_masks() -> None:
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
-    """Attention `[1, H, T, D]` with the whole mask written out."""
+    """Compute attention `[1, H, T, D]` with an explicit mask."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -140,8 +140,11 @@ def reference(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], win
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["products of matrices", "varlen kernel"])
 @pytest.mark.parametrize("window", [None, 3, 100])
-def test_attention_against_the_whole_mask(window: int | None, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The varlen kernel runs on GPUs only: here a plain computation takes its documented arguments."""
+def test_packed_attention_equals_attention_with_an_explicit_mask(
+    window: int | None, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The varlen kernel runs only on GPUs, so the test replaces it by a plain function with its documented
+    arguments."""
 
     def varlen(
         query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
@@ -173,7 +176,7 @@ def test_only_sdpa_models_are_packed() -> None:
 
 
 @pytest.mark.parametrize(("size", "value_size", "expected"), [(64, 64, True), (192, 128, False), (20, 20, False)])
-def test_the_kernel_is_for_heads_of_one_size(
+def test_the_kernel_needs_equal_head_sizes(
     size: int, value_size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

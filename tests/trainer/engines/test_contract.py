@@ -1,4 +1,4 @@
-"""The contract suite on every backend that runs without a GPU, on one rank and on two: one process group each."""
+"""The contract suite on every backend that runs without a GPU, in process groups of one and of two ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcomes]:
-    """Results of all checks by backend and name: on one rank in this process, on two under torchrun."""
+    """Return the results of all checks by backend and name: for one rank in this process, for two ranks under
+    torchrun."""
     found: dict[int, Outcomes] = {}
 
     def run(ranks: int) -> Outcomes:
@@ -64,7 +65,9 @@ def on_two_ranks() -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(SELFCHECK_S + 30)
 @pytest.mark.parametrize(("ranks", "backend", "check"), CASES)
-def test_contract(outcomes: Callable[[int], Outcomes], ranks: int, backend: str, check: str) -> None:
+def test_a_backend_meets_the_contract(
+    outcomes: Callable[[int], Outcomes], ranks: int, backend: str, check: str
+) -> None:
     result = outcomes(ranks)[backend, check]
     assert result["passed"], result["detail"]
 
@@ -92,7 +95,7 @@ def test_a_backend_without_its_library_ends_with_2_and_one_line() -> None:
 
 @pytest.mark.slow
 def test_a_backend_that_cannot_run_on_two_ranks_is_reported_once() -> None:
-    """torchrun has an exit code and a report of its own."""
+    """torchrun itself adds an exit code and a report."""
     run = selfcheck("--backend", "local", ranks=2)
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr.count("trainer.strategy=local with 2 ranks: it runs in one process") == 1

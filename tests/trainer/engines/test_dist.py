@@ -1,4 +1,4 @@
-"""A process group that breaks: a rank that dies, hangs or never joins."""
+"""A process group in which a rank dies, hangs or never joins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fakes.trainer_model import write_model
 from trainer.engines import dist
 
 HANG_S = 1
-"""Deadline of a collective operation once both ranks are running: before, one may take seconds to start."""
+"""Deadline of a collective operation when both ranks are running. Before that, a rank may take seconds to start."""
 PROGRAM = f"""
 import os, signal, sys, time
 from datetime import timedelta
@@ -78,7 +78,9 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("backend", "end", "expected"), [("fsdp2", "dies", "InfraError"), ("ddp", "hangs", "DeadlineError")]
 )
-def test_a_dead_or_hung_rank_is_a_typed_error_in_time(backend: str, end: str, expected: str, tmp_path: Path) -> None:
+def test_a_dead_or_hung_rank_is_a_typed_error_within_the_deadline(
+    backend: str, end: str, expected: str, tmp_path: Path
+) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
@@ -104,14 +106,14 @@ def test_a_dead_or_hung_rank_is_a_typed_error_in_time(backend: str, end: str, ex
 
 
 def test_a_process_group_can_be_joined_again_after_leaving(tmp_path: Path) -> None:
-    """Under torchrun, whose store keeps the addresses that ranks had in the group before."""
+    """Under torchrun, the store still has the addresses of the ranks in the previous group."""
     program = tmp_path / "joins_again.py"
     program.write_text(JOINS_AGAIN)
     run = torchrun(str(program))
     assert run.returncode == 0, run.stderr[-4000:]
 
 
-def test_the_gpu_is_chosen_in_a_group_of_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_also_chosen_in_a_process_group_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -37,8 +37,8 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 @pytest.mark.parametrize("adapters", [0, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_names_and_values_are_those_of_the_checkpoint(tmp_path: Path, name: str, adapters: int) -> None:
-    """Experts that transformers fuses come out one by one, layer by layer, as in the file."""
+def test_exported_names_and_values_equal_those_of_the_checkpoint(tmp_path: Path, name: str, adapters: int) -> None:
+    """The export splits the experts that transformers fuses, layer by layer, as in the file."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(tmp_path)
     model = add_lora(load_model(str(tmp_path)), ModelConfig(path=str(tmp_path), lora_rank=adapters))
@@ -53,7 +53,7 @@ def test_names_and_values_are_those_of_the_checkpoint(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_other_dtypes_are_rounded_once(tmp_path: Path, dtype: str) -> None:
+def test_conversion_to_another_dtype_rounds_once(tmp_path: Path, dtype: str) -> None:
     model = load_model(str(write_model(tmp_path)))
     for name, value in full_weights(model, dtype):  # type: ignore[arg-type]
         expected = model.get_parameter(name).detach().to(getattr(torch, dtype))
@@ -61,7 +61,7 @@ def test_other_dtypes_are_rounded_once(tmp_path: Path, dtype: str) -> None:
         assert torch.equal(value, expected), name
 
 
-def test_persistent_buffers_are_weights_too(tmp_path: Path) -> None:
+def test_persistent_buffers_are_exported(tmp_path: Path) -> None:
     model = load_model(str(write_model(tmp_path)))
     model.model.layers[0].register_buffer("bias_correction", torch.arange(3))
     model.model.layers[0].register_buffer("scratch", torch.arange(3), persistent=False)
@@ -71,7 +71,7 @@ def test_persistent_buffers_are_weights_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["language_model", "value_model", "reward_model"])
-def test_a_directory_loads_as_the_model_it_came_from(tmp_path: Path, model_type: str) -> None:
+def test_a_written_directory_loads_as_the_same_model(tmp_path: Path, model_type: str) -> None:
     source, target = write_model(tmp_path / "source"), tmp_path / "target"
     if model_type == "reward_model":
         load_model(str(source), "value_model").save_pretrained(source)
@@ -83,7 +83,7 @@ def test_a_directory_loads_as_the_model_it_came_from(tmp_path: Path, model_type:
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # training goes on
+            parameter.zero_()  # training continues
     assert staged is not None
     staged.write(target, ModelConfig(path=str(source)))
     again = dict(load_model(str(target), model_type).named_parameters())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Model FLOPs utilization: the arithmetic, against numbers that were counted by hand, and the table of peaks."""
+"""Model FLOPs utilization: the arithmetic, compared with numbers counted by hand, and the table of peaks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def known(model: Any) -> ModelShape:
     return shape
 
 
-def test_six_flops_for_each_parameter_and_token() -> None:
+def test_each_parameter_takes_six_flops_per_token() -> None:
     shape = ModelShape(parameters=1e9, trained=1e9, attention_width=0)
     assert shape.flops([1000], backward=True) == 6e12
     assert shape.flops([400, 600], backward=True) == 6e12
@@ -46,7 +46,9 @@ def test_six_flops_for_each_parameter_and_token() -> None:
 
 
 def test_attention_grows_with_the_square_of_a_sequence() -> None:
-    """Two products of T x T x head size for each head and layer, half of each under a causal mask; twice that back."""
+    """Each head and layer has two products of T x T x head size, half of which the causal mask removes, and twice as
+    many in the backward pass.
+    """
     shape = ModelShape(parameters=0, trained=0, attention_width=3 * 4 * 8)
     forward = 3 * 4 * (2 * 2 * 100 * 100 * 8) / 2
     assert shape.flops([100], backward=False) == forward
@@ -54,7 +56,7 @@ def test_attention_grows_with_the_square_of_a_sequence() -> None:
     assert shape.flops([50, 50], backward=True) == 1.5 * forward
 
 
-def test_frozen_weights_take_no_gradient_of_their_own() -> None:
+def test_frozen_weights_have_no_weight_gradients() -> None:
     shape = ModelShape.of(CONFIG, [("base", 1000, False), ("lora_a", 10, True)])
     assert shape is not None
     assert shape == (1010, 10, 3 * 32)
@@ -74,7 +76,7 @@ MODELS: dict[str, tuple[Any, float]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tables_and_idle_experts_multiply_nothing(name: str) -> None:
+def test_embeddings_and_unused_experts_do_not_count(name: str) -> None:
     config, idle = MODELS[name]
     model = AutoModelForCausalLM.from_config(config)
     shape = known(model)
@@ -83,7 +85,7 @@ def test_tables_and_idle_experts_multiply_nothing(name: str) -> None:
 
 
 def test_flops_of_a_real_model_equal_torchs_count(tmp_path: Path) -> None:
-    """torch counts products of matrices, and of attention the whole square; norms are not products."""
+    """torch counts matrix products, including both halves of the attention matrix, and no norms."""
     model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path), attn_implementation="eager").train(False)
     ids = torch.arange(20)[None] % VOCAB
     with FlopCounterMode(display=False) as counter:
@@ -91,8 +93,9 @@ def test_flops_of_a_real_model_equal_torchs_count(tmp_path: Path) -> None:
     shape = known(model)
     norms = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
     counted = shape._replace(parameters=shape.parameters - norms, trained=shape.trained - norms)
-    expected = counted.flops([20], backward=True) + 6 * shape.attention_width * 20 * 20  # the other half of the square
-    # The first layer's input, embeddings, needs a gradient as well: all products have both.
+    # torch also counts the other half of the attention matrix.
+    expected = counted.flops([20], backward=True) + 6 * shape.attention_width * 20 * 20
+    # The embeddings, the input of the first layer, also need a gradient, so all products have two backward products.
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
 
@@ -110,18 +113,18 @@ RENAMED = [("layers.0.block_sparse_moe.input_linear.w", 1000, True)]
         ("qwen3_moe", ROUTED, {}, (1000 * 8 / 128, 24 * 2048)),
         ("mixtral", ROUTED, {}, (1000 * 2 / 8, 32 * 4096)),
         ("deepseek_v3", ROUTED, {}, (1000 * 8 / 256, 61 * 128 * (128 + 64 + 128) // 2)),
-        ("qwen3_next", ROUTED, {}, (1000 * 10 / 512, 12 * 16 * 256)),  # 36 of 48 layers are linear
+        ("qwen3_next", ROUTED, {}, (1000 * 10 / 512, 12 * 16 * 256)),  # 36 of 48 layers have linear attention
         ("deepseek_v2", ROUTED, {"num_experts_per_tok": 8}, (1000 * 8 / 64, 32 * 32 * (128 + 64 + 128) // 2)),
-        ("deepseek_v2", ROUTED, {}, None),  # does not say how many experts a token goes to
-        ("dots1", ROUTED, {}, None),  # nor how many there are
-        ("granitemoe", RENAMED, {}, None),  # has its experts under another name
-        ("gemma4_text", DENSE, {}, None),  # a head size for each kind of layer
+        ("deepseek_v2", ROUTED, {}, None),  # the number of experts per token is missing
+        ("dots1", ROUTED, {}, None),  # the number of experts is missing
+        ("granitemoe", RENAMED, {}, None),  # the experts have another name
+        ("gemma4_text", DENSE, {}, None),  # each kind of layer has another head size
         ("mamba", DENSE, {}, None),
         ("mamba2", DENSE, {}, None),
-        ("zamba2", DENSE, {}, None),  # some layers are of a kind of its own
+        ("zamba2", DENSE, {}, None),  # some layers are of a special kind
     ],
 )  # fmt: skip
-def test_configurations_of_transformers(
+def test_shapes_follow_from_configurations_of_transformers(
     model_type: str, sizes: list[tuple[str, int, bool]], changes: dict[str, Any], expected: tuple[float, int] | None
 ) -> None:
     """A configuration without the needed sizes has no shape, and loading its model does not fail."""
@@ -130,7 +133,7 @@ def test_configurations_of_transformers(
     assert (shape and (shape.parameters, shape.attention_width)) == expected
 
 
-def test_a_model_of_another_kind_has_no_shape() -> None:
+def test_models_without_attention_have_no_shape() -> None:
     assert ModelShape.of_model(torch.nn.Linear(2, 2)) is None
     config = MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2)
     assert ModelShape.of_model(MambaForCausalLM(config)) is None
@@ -159,7 +162,7 @@ def test_an_engine_without_a_shape_has_no_meter(spec: EngineSpec, monkeypatch: p
         ("NVIDIA GB200", 2500.0), ("NVIDIA GeForce RTX 4090", 165.2),
     ],
 )  # fmt: skip
-def test_peaks(name: str, tflops: float) -> None:
+def test_known_devices_have_a_peak(name: str, tflops: float) -> None:
     assert peak_flops(name) == pytest.approx(tflops * 1e12)
 
 
@@ -170,11 +173,11 @@ def test_peaks(name: str, tflops: float) -> None:
         "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H200 MIG 1g.18gb", "AMD MI300X", "",
     ],
 )  # fmt: skip
-def test_a_device_that_is_not_known_has_no_peak(name: str) -> None:
+def test_unknown_devices_have_no_peak(name: str) -> None:
     assert peak_flops(name) is None
 
 
-def test_utilization() -> None:
+def test_utilization_is_the_share_of_the_peak() -> None:
     used = Utilization(ModelShape(1e9, 1e9, 0), 100e12, sharing=2)
     used.add([500, 500], backward=True)
     used.add([1000], backward=False)
@@ -186,14 +189,16 @@ def test_utilization() -> None:
 # ------------------------------------------------------------------------------------------------ engines
 
 
-def test_on_cpu_there_is_none(spec: EngineSpec) -> None:
+def test_there_is_no_utilization_on_cpu(spec: EngineSpec) -> None:
     worker = _worker(spec)
     assert "mfu" not in worker.train_batch(BATCH)
     worker.close()
 
 
-def test_rows_count_by_the_passes_they_take(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose peak is known."""
+def test_rows_without_trained_tokens_do_not_count_in_utilization(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test measures as on a GPU with a known peak."""
     shapes: list[ModelShape] = []
 
     def metered(model: Any, *args: Any) -> Utilization:
@@ -207,7 +212,7 @@ def test_rows_count_by_the_passes_they_take(spec: EngineSpec, monkeypatch: pytes
     worker = _worker(spec)
     batch = BATCH.clone()
     batch["loss_mask"][0] = False
-    for _ in range(2):  # the second step begins anew
+    for _ in range(2):  # the second step starts again from 0
         metrics = worker.train_batch(batch)
         lengths = [prompt + response - 1 for prompt, response in zip(*LENGTHS, strict=True)][1:]
         assert metrics["mfu"] == pytest.approx(shapes[0].flops(lengths, backward=True) / (2.0 * 1e12))

@@ -1,4 +1,4 @@
-"""Engines of other libraries: a missing library is named; an installed one computes what transformers does."""
+"""Engines of other libraries: errors for missing ones, and results of installed ones, which equal transformers'."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec(backend: str, path: Path | str = "/nowhere", **engine: Any) -> EngineSp
 def test_a_missing_library_is_named_with_its_package(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == backend]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, backend, None)  # importing it fails
+    monkeypatch.setitem(sys.modules, backend, None)  # importing the library fails
     with pytest.raises(
         ConfigError, match=rf"trainer\.strategy={backend}: it needs .*pip install 'asyncrl\[{backend}\]'"
     ):
@@ -53,7 +53,7 @@ def test_a_missing_library_is_named_with_its_package(backend: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("failure", [OSError("libmissing.so: cannot open"), RuntimeError("operator exists twice")])
-def test_a_broken_library_is_named_too(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_library_is_named(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise failure
 
@@ -62,7 +62,7 @@ def test_a_broken_library_is_named_too(failure: Exception, monkeypatch: pytest.M
         foreign.check_ready(spec("megatron"), "megatron", "megatron-core", "megatron.core")
 
 
-def test_backends_need_neither_their_library_nor_ray_nor_vllm_to_be_found() -> None:
+def test_backends_are_found_without_their_library_ray_or_vllm() -> None:
     program = (
         "import sys; sys.modules.update(ray=None, vllm=None)\n"
         "import trainer.engines.selfcheck\n"
@@ -80,7 +80,7 @@ def test_backends_need_neither_their_library_nor_ray_nor_vllm_to_be_found() -> N
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.timeout(SELFCHECK_S + 30)
-def test_contract(backend: str, ranks: int) -> None:
+def test_a_backend_meets_the_contract(backend: str, ranks: int) -> None:
     need(backend)
     results = selfcheck_document("--backend", backend, ranks=ranks)["results"]
     assert [result["detail"] for result in results if not result["passed"]] == []
@@ -100,7 +100,7 @@ def configurations(backend: str) -> list[PretrainedConfig]:
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
-def test_its_models_compute_what_transformers_do(backend: str, tmp_path: Path) -> None:
+def test_models_of_a_backend_compute_the_results_of_transformers(backend: str, tmp_path: Path) -> None:
     need(backend)
     for number, config in enumerate(configurations(backend)):
         torch.manual_seed(number)
@@ -127,7 +127,7 @@ def test_its_models_compute_what_transformers_do(backend: str, tmp_path: Path) -
         ({"attention_bias": True}, "no attention_bias=True"),
     ],
 )
-def test_a_model_it_would_compute_differently_is_refused(
+def test_a_model_that_a_backend_would_compute_differently_is_refused(
     backend: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     need(backend)
@@ -144,7 +144,7 @@ def test_kernels_for_transformers_models_are_refused(backend: str) -> None:
         EngineRegistry.new(spec(backend, use_liger=True))
 
 
-# ----------------------------------------------------------------------------------- the face, without any library
+# ----------------------------------------------------------------------------------- the interface, without any library
 
 
 class Twin(ForeignModel):
@@ -234,7 +234,7 @@ def test_weights_without_a_counterpart_and_other_settings_are_named(twin: tuple[
 
 
 def _random(config: PretrainedConfig) -> Any:
-    """With norms and biases that are not their neutral start."""
+    """Return a model whose norms and biases differ from their neutral initial values."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -28,7 +28,7 @@ def adapted(path: Path, **keys: object) -> tuple[PreTrainedModel, ModelConfig]:
 
 
 def learn(model: nn.Module, *, seed: int = 1) -> None:
-    """Adapters that are not 0."""
+    """Give the adapters random values other than 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,17 +46,17 @@ def test_fresh_adapters_change_nothing_and_only_they_are_trained(path: Path) -> 
     torch.testing.assert_close(logits(model), logits(load_model(str(path))), rtol=0, atol=0)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if is_adapter(name)}
-    assert len(trained) == 2 * 2 * 7, "A and B of seven matrices in two layers; not of the head"
+    assert len(trained) == 2 * 2 * 7, "A and B of seven matrices in two layers, and none of the head"
 
 
 @pytest.mark.parametrize(("base", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-def test_adapters_are_float32_or_wider(path: Path, base: torch.dtype, expected: torch.dtype) -> None:
+def test_adapters_have_at_least_float32_precision(path: Path, base: torch.dtype, expected: torch.dtype) -> None:
     model = add_lora(load_model(str(path), dtype=base), ModelConfig(path=str(path), lora_rank=2))
     assert {value.dtype for name, value in model.named_parameters() if is_adapter(name)} == {expected}
     assert {value.dtype for name, value in model.named_parameters() if not is_adapter(name)} == {base}
 
 
-def test_rank_0_leaves_the_model_as_it_is(path: Path) -> None:
+def test_rank_0_does_not_change_the_model(path: Path) -> None:
     model = load_model(str(path))
     names = [name for name, _ in model.named_parameters()]
     assert add_lora(model, ModelConfig(path=str(path))) is model
@@ -64,8 +64,9 @@ def test_rank_0_leaves_the_model_as_it_is(path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_gradient_is_the_one_of_the_formula(path: Path, checkpointing: bool) -> None:
-    """Against W + alpha / rank · B A as a plain weight, in float64; with a frozen embedding under checkpointing."""
+def test_gradients_of_adapters_follow_the_formula(path: Path, checkpointing: bool) -> None:
+    """The reference has W + alpha / rank · B A as a plain weight, in float64. Checkpointing has a frozen embedding as
+    input."""
     config = ModelConfig(path=str(path), lora_rank=3, lora_alpha=6.0)
     model = add_lora(load_model(str(path), dtype=torch.float64), config).train()
     learn(model)
@@ -91,7 +92,7 @@ def test_the_gradient_is_the_one_of_the_formula(path: Path, checkpointing: bool)
     torch.testing.assert_close(a.grad, 2.0 * b.detach().T @ target.weight.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_without_its_adapters_it_is_the_model_it_was(path: Path) -> None:
+def test_disabling_the_adapters_restores_the_base_model(path: Path) -> None:
     model, _ = adapted(path)
     learn(model)
     plain, moved = logits(load_model(str(path))), logits(model)
@@ -105,7 +106,7 @@ def test_without_its_adapters_it_is_the_model_it_was(path: Path) -> None:
     assert all(value.requires_grad for name, value in model.named_parameters() if is_adapter(name))
 
 
-def test_chosen_layers(path: Path) -> None:
+def test_adapters_are_added_to_the_target_modules(path: Path) -> None:
     model, _ = adapted(path, target_modules=("q_proj", "layers.1.mlp.down_proj"))
     layers = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
     assert layers == {f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)} | {"model.layers.1.mlp.down_proj"}
@@ -129,8 +130,8 @@ def test_an_unknown_layer_names_the_nearest(path: Path, targets: str | tuple[str
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_merged_export_is_the_formula_and_leaves_the_weights_alone(path: Path, architecture: str) -> None:
-    if architecture == "gpt2":  # its matrices are stored transposed
+def test_the_merged_export_follows_the_formula_and_does_not_change_the_weights(path: Path, architecture: str) -> None:
+    if architecture == "gpt2":  # this model stores matrices transposed
         settings = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
         torch.manual_seed(0)
         path = path.with_name("gpt2")
@@ -163,7 +164,7 @@ def test_the_merged_export_is_the_formula_and_leaves_the_weights_alone(path: Pat
 
 
 @pytest.mark.parametrize("model_type", ["value_model", "reward_model"])
-def test_the_head_of_a_value_model_is_trained_whole(path: Path, model_type: str) -> None:
+def test_the_head_of_a_value_model_is_trained_without_adapters(path: Path, model_type: str) -> None:
     config = ModelConfig(path=str(path), lora_rank=2)
     if model_type == "reward_model":
         load_model(str(path), "value_model").save_pretrained(path)

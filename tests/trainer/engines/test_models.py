@@ -1,4 +1,4 @@
-"""Models from files: any architecture without dropout, whole or refused; heads that start at 0; Liger kernels."""
+"""Models from files: any architecture, without dropout; incomplete files; heads that start at 0; Liger kernels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_an_engine_runs_it_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_an_engine_computes_the_results_of_transformers(name: str, tmp_path: Path) -> None:
     path, batch = write(name, tmp_path), make_batch(8, 1)
     engine = LocalEngine(make_spec(path, lr=None, ppo_max_token_len=64))
     results = engine.infer(batch)
@@ -64,17 +64,17 @@ def test_an_engine_runs_it_as_transformers_does(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_nothing_is_dropped_out(name: str, tmp_path: Path) -> None:
+def test_dropout_is_disabled(name: str, tmp_path: Path) -> None:
     path = write(name, tmp_path)
     model, ids = load_model(str(path)).train(), torch.arange(1, 9)[None]
     assert torch.equal(model(ids).logits, model(ids).logits)
-    if name in ("qwen2", "gpt2"):  # the classification heads of these have a dropout of their own
+    if name in ("qwen2", "gpt2"):  # the classification heads of these models have a separate dropout
         value = load_model(str(path), "value_model").train()
         nn.init.normal_(head_of(value).weight)  # type: ignore[arg-type]
         assert torch.equal(value(ids).logits, value(ids).logits)
 
 
-def test_repeated_layers_are_found(tmp_path: Path) -> None:
+def test_the_repeated_layers_of_a_model_are_found(tmp_path: Path) -> None:
     assert [type(layer).__name__ for layer in decoder_layers(load_model(str(write("qwen2", tmp_path))))] == [
         "Qwen2DecoderLayer"
     ] * 2
@@ -107,7 +107,7 @@ def test_a_reward_model_needs_its_head(tmp_path: Path) -> None:
         (AutoModelForTokenClassification, "value_model", "critic.path"),
     ],
 )
-def test_a_head_with_two_labels_is_refused_under_the_key_it_was_given(
+def test_the_error_for_a_head_with_two_labels_names_the_key_of_the_path(
     kind: Any, model_type: Any, key: str, tmp_path: Path
 ) -> None:
     kind.from_config(LlamaConfig(**SHAPE, num_labels=2)).save_pretrained(tmp_path)
@@ -128,7 +128,7 @@ def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_a_head_of_another_name_is_refused() -> None:
+def test_a_head_with_another_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="Linear: has no head called score or classifier"):
         head_of(nn.Linear(1, 1))
 
@@ -146,7 +146,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
             load_model(str(tmp_path), model_type)  # type: ignore[arg-type]
 
 
-def test_no_model_no_safetensors_or_torn_ones(tmp_path: Path) -> None:
+def test_missing_and_torn_model_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"critic\.path=/nowhere: no causal language model .*\(.*/nowhere.*\); give"):
         load_model("/nowhere", key="critic.path")
     file = write_model(tmp_path) / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Activations offloaded to CPU: the gradient is the same, and weights stay."""
+"""Activations offloaded to CPU: the gradient is unchanged, and weights are not offloaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gradient(min_bytes: int | None) -> tuple[list[Tensor], Net]:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that `copy_` reads."""
+    """A list of the shapes of tensors that `copy_` reads."""
     shapes: list[tuple[int, ...]] = []
     copy = Tensor.copy_
 
@@ -45,22 +45,24 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20])
-def test_the_gradient_is_the_same(min_bytes: int) -> None:
+def test_offloading_does_not_change_the_gradient(min_bytes: int) -> None:
     for got, expected in zip(gradient(min_bytes)[0], gradient(None)[0], strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_only_large_activations_are_copied(copied: list[tuple[int, ...]]) -> None:
     gradient(None)
-    copied.clear()  # without the copies of a backward pass itself
+    copied.clear()  # ignore the copies of a backward pass without offloading
     gradient(0)
-    assert set(copied) == {(16, 8), (16, 32)}, "inputs of layers, and no weights of shape (32, 8) or (8, 32)"
+    assert set(copied) == {(16, 8), (16, 32)}, (
+        "only inputs of layers are copied, and not weights of shape (32, 8) or (8, 32)"
+    )
     copied.clear()
     gradient(16 * 32 * 4)
     assert set(copied) == {(16, 32)}
 
 
-def test_copies_of_weights_that_autocast_makes_stay(copied: list[tuple[int, ...]]) -> None:
+def test_copies_of_weights_that_autocast_makes_are_not_offloaded(copied: list[tuple[int, ...]]) -> None:
     def run(shapes: frozenset[torch.Size], *, frozen: bool = False) -> set[tuple[int, ...]]:
         net, inputs = Net(), torch.randn((1, 16, 8), requires_grad=True)
         net.requires_grad_(not frozen)
@@ -72,7 +74,7 @@ def test_copies_of_weights_that_autocast_makes_stay(copied: list[tuple[int, ...]
 
     weights = {(32, 8), (8, 32)}
     shapes = frozenset(torch.Size(shape) for shape in weights)
-    assert run(frozenset()) & weights, "without their shapes they pass for activations"
+    assert run(frozenset()) & weights, "copies of weights count as activations if their shapes are unknown"
     for frozen in (False, True):
         found = run(shapes, frozen=frozen)
         assert found

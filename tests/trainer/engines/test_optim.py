@@ -1,4 +1,4 @@
-"""The learning-rate schedule, written out; norms and clipping against torch's own."""
+"""The learning-rate schedule, compared with explicit values; norms and clipping, compared with torch's."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from trainer.engines.compute.optim import clip_, gradients, learning_rate, squar
     ],
     ids=["constant", "warm-up", "linear decay to a minimum", "cosine", "a warm-up longer than the run"],
 )
-def test_learning_rates(total: int, fields: dict[str, object], expected: list[float]) -> None:
+def test_learning_rates_follow_the_schedule(total: int, fields: dict[str, object], expected: list[float]) -> None:
     optim = OptimConfig(lr=1.0, **fields)
     rates = [learning_rate(step, total, optim) for step in range(1, len(expected) + 1)]
     assert rates == pytest.approx(expected)
 
 
-def test_a_decay_needs_its_end() -> None:
+def test_a_decay_needs_the_number_of_steps() -> None:
     with pytest.raises(BugError, match="total steps"):
         learning_rate(1, None, OptimConfig(decay="linear"))
 
@@ -51,5 +51,5 @@ def test_norm_and_clipping_are_those_of_torch(max_norm: float) -> None:
     clip_(parts, norm, max_norm)
     assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs, max_norm)), rel=1e-12)
     torch.testing.assert_close(ours[0].grad, theirs[0].grad, rtol=1e-12, atol=0)
-    assert ours[1].grad is not None and not ours[1].grad.any(), "a missing gradient becomes one of zeros"
+    assert ours[1].grad is not None and not ours[1].grad.any(), "a missing gradient is replaced by zeros"
     assert frozen.grad is None

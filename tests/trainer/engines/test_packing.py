@@ -1,4 +1,4 @@
-"""Rows laid out padded and packed, scores put back, and what each token weighs."""
+"""The layout of padded and packed rows, unpacking of scores, and the weights of tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokens_of(batch: TensorDict, row: int) -> list[int]:
 
 
 def contexts(micro: MicroBatch) -> list[tuple[int, ...]]:
-    """Of each score: its sequence's tokens up to the position that it is read from."""
+    """Return, for each score, the tokens of its sequence up to the position from which it is read."""
     flat = micro.input_ids.flatten().tolist()
     if micro.position_ids is None:
         width = micro.input_ids.shape[1]
@@ -64,13 +64,13 @@ def test_each_scored_token_is_read_from_the_position_before_it(batch: TensorDict
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_whole_response_is_read_from_its_last_token(batch: TensorDict, packed: bool) -> None:
+def test_the_score_of_a_whole_response_is_read_from_its_last_token(batch: TensorDict, packed: bool) -> None:
     micro = lay_out_ends(batch, ROWS, packed=packed)
     assert contexts(micro) == [tuple(tokens_of(batch, row)) for row in ROWS]
     assert unpack(torch.arange(1.0, 5.0), micro, 6)[1].tolist() == [0, 0, 0, 2, 0, 0]
 
 
-def test_a_packed_row_is_filled_up_with_a_sequence_of_its_own(batch: TensorDict) -> None:
+def test_a_packed_row_is_padded_with_a_separate_sequence(batch: TensorDict) -> None:
     bare, filled = (lay_out(batch, ROWS, batch["loss_mask"], packed=True, multiple=count) for count in (1, 8))
     length = bare.input_ids.shape[1]
     filler = filled.input_ids.shape[1] - length
@@ -112,8 +112,9 @@ def test_a_micro_batch_may_have_nothing_to_score(batch: TensorDict) -> None:
 def test_weighted_losses_of_two_ranks_add_up_to_their_mean(
     mode: AggMode, of_rows: float, of_trajectories: float
 ) -> None:
-    """In the second case rows 0 to 2 are one trajectory and row 3 is another. Row 4 pads a rank: it is row 0 again,
-    with nothing to train."""
+    """In the second case rows 0 to 2 are one trajectory and row 3 is another one. Row 4 pads a rank: it repeats row 0
+    without trained tokens.
+    """
     losses = torch.tensor([[1.0, 2.0, 6.0], [4.0, 0, 0], [0, 0, 0], [2.0, 3.0, 0], [0, 0, 0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
     rows = TensorDict({"loss_mask": mask[:3]}, batch_size=[3])

@@ -40,7 +40,7 @@ def test_an_unknown_backend_names_the_nearest(wrong: str, near: str) -> None:
         EngineRegistry.new(make_spec("/nowhere", strategy=wrong))
 
 
-def test_an_engine_has_to_be_whole_when_it_is_defined() -> None:
+def test_defining_an_engine_without_required_methods_is_an_error() -> None:
     with pytest.raises(TypeError, match="Half lacks adapters_off, close, finish_save, forward_backward, infer, "):
 
         class Half(BaseEngine):
@@ -71,7 +71,7 @@ def test_unknown_model_types_and_devices_are_refused(model_type: Any, device: An
         EngineRegistry.register(model_type, "mine", device)
 
 
-def test_a_backend_runs_what_it_was_registered_for() -> None:
+def test_a_backend_runs_only_registered_model_types_and_devices() -> None:
     EngineRegistry.register(("language_model", "value_model"), "mine", "cpu")(LocalEngine)
     assert EngineRegistry.find("mine", "value_model", "cpu") is LocalEngine
     assert EngineRegistry.model_types("mine", "cpu") == {"language_model", "value_model"}
@@ -101,7 +101,7 @@ def test_a_package_registers_through_an_entry_point(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("failure", ["OSError('libmissing.so: cannot open')", "RuntimeError('operator exists twice')"])
-def test_a_package_that_is_broken_is_a_configuration_error(
+def test_a_broken_package_is_a_configuration_error(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "their_broken_engine.py").write_text(f"raise {failure}\n")

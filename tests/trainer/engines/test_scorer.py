@@ -1,4 +1,4 @@
-"""Log-probs, entropies, values and rewards against a plain call of the model; logits in pieces; saved tensors."""
+"""Log-probs, entropies, values and rewards compared with a plain call of the model; logits in chunks; saved tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_scorer(model: PreTrainedModel, kind: ModelType = "language_model", **se
 
 
 def by_row(model: nn.Module, temperature: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Log-probs and entropies of the trained tokens of each of `ROWS`, all logits of one row at a time."""
+    """Return log-probs and entropies of the trained tokens of each of `ROWS`, computed from all logits of one row."""
     for row in ROWS:
         length = PROMPTS[row] + RESPONSES[row]
         tokens = BATCH["input_ids"][row, :length]
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_plain_model(
     assert scores.log_probs.requires_grad and scores.entropy.requires_grad == of_entropy
     expected = gradient(model, (log_probs * factors + of_entropy * 0.5 * entropy * factors**2).sum())
     got = gradient(model, (scores.log_probs * factors + of_entropy * 0.5 * scores.entropy * factors**2).sum())
-    limit = 1e-12 if config.model_type == "llama" else 1e-6  # the others have float32 norms, whatever the weights are
+    limit = 1e-12 if config.model_type == "llama" else 1e-6  # the others have float32 norms
     assert (got - expected).abs().max() <= limit * expected.abs().max()
     torch.testing.assert_close(scores.log_probs, log_probs, rtol=limit, atol=limit)
     torch.testing.assert_close(scores.entropy, entropy, rtol=limit, atol=limit)
@@ -132,7 +132,7 @@ def test_large_logits_do_not_overflow() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("pad_token_id", [None, 0, 7])
 def test_rewards_are_those_of_the_plain_model(packed: bool, pad_token_id: int | None) -> None:
-    """The reward is read from the last token, even if it is the padding token, which the model's pooling skips."""
+    """The reward is read from the last token even if that is the padding token, which the model's own pooling skips."""
     config = Qwen3Config(**{**WITHOUT_PADDING, "pad_token_id": pad_token_id}, head_dim=8)
     model, plain = make_model("reward_model", config), make_model("reward_model", config)
     if packed:
@@ -149,14 +149,15 @@ def test_rewards_are_those_of_the_plain_model(packed: bool, pad_token_id: int | 
     )
 
 
-def test_a_model_without_such_a_head_is_refused() -> None:
+def test_a_model_without_the_needed_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="LlamaForCausalLM: has no head called"):
         make_scorer(make_model(), "value_model")
 
 
 @pytest.mark.parametrize("kind", get_args(ModelType))
 def test_a_pass_without_scores_still_reaches_every_weight(kind: ModelType) -> None:
-    """A rank without rows runs its backward pass through all layers, with zeros, for the collectives of the others."""
+    """A rank without rows runs its backward pass through all layers with zeros, because other ranks wait in
+    collectives."""
     model = make_model(kind)
     score = make_scorer(model, kind)
     scores = score(score.lay_out(BATCH, [0], torch.zeros_like(BATCH["loss_mask"])))
@@ -164,7 +165,7 @@ def test_a_pass_without_scores_still_reaches_every_weight(kind: ModelType) -> No
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_the_model_itself_still_gives_all_its_logits() -> None:
+def test_a_direct_call_of_the_model_still_returns_all_logits() -> None:
     model = make_model()
     expected = model(BATCH["input_ids"]).logits
     make_scorer(model)
@@ -200,10 +201,10 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("kind", get_args(ModelType))
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp2"])
-def test_wrapped_models(
+def test_wrapped_models_have_the_scores_of_plain_ones(
     wrapper: Wrapper, kind: ModelType, pieces: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A packed call through a wrapper gives the scores and gradients of a padded call of the plain model."""
+    """A packed call through a wrapper gives the same scores and gradients as a padded call of the plain model."""
     if pieces:
         monkeypatch.setitem(scorer.MAX_LOGITS, "cpu", 7 * VOCAB)
     plain, model = make_model(kind), make_model(kind)

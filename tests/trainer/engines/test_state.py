@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(model: Path) -> dict[str, str | None]:
-    """Outcomes of the checks on two ranks: None, or what went wrong on either."""
+    """Return the outcome of each check on two ranks: None, or the failure of either rank."""
     directory = model.parent
     for adapters in ADAPTER_RANKS:
         spec = make_spec(model, adapters)
@@ -81,7 +81,7 @@ def two_ranks(model: Path) -> dict[str, str | None]:
 
 @pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize("check", checks(Path()))
-def test_on_two_ranks(two_ranks: dict[str, str | None], check: str) -> None:
+def test_checks_pass_on_two_ranks(two_ranks: dict[str, str | None], check: str) -> None:
     assert two_ranks[check] is None, two_ranks[check]
 
 
@@ -132,7 +132,7 @@ def test_a_resumed_engine_continues_bit_for_bit(
 
 
 def _no_pickle(*_: Any, **__: Any) -> None:
-    raise AssertionError("a pickle was read")
+    raise AssertionError("the code reads a pickle")
 
 
 def test_only_safetensors_and_json_are_written(model: Path, tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_only_safetensors_and_json_are_written(model: Path, tmp_path: Path) -> N
         "hf/tokenizer.json",
     }
     index = json.loads((tmp_path / "dcp/index.json").read_text())["tensors"]
-    assert all(".lora_" in name for name in index), "with LoRA only adapters are trained, and saved"
+    assert all(".lora_" in name for name in index), "with LoRA only adapters are trained and saved"
 
 
-def test_a_checkpoint_has_the_state_at_its_beginning(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_state_at_the_start_of_the_save(model: Path, tmp_path: Path) -> None:
     spec = make_spec(model)
     live = make(spec)
     step(*live)
@@ -173,7 +173,7 @@ def test_a_checkpoint_has_the_state_at_its_beginning(model: Path, tmp_path: Path
     assert_same({name: value.detach() for name, value in saved}, before)
 
 
-def test_without_an_optimizer_only_weights_come_back(model: Path, tmp_path: Path) -> None:
+def test_without_an_optimizer_only_weights_are_restored(model: Path, tmp_path: Path) -> None:
     spec = make_spec(model)
     live = make(spec)
     step(*live)
@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(
         load(tmp_path, *live, spec)
     assert str(tmp_path) in str(caught.value)
     assert "resume=none" in str(caught.value)
-    assert "the one before" not in str(caught.value), "there may be none"
+    assert "the one before" not in str(caught.value), "there may be no earlier checkpoint"
     assert_same_state(live, untouched)
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -311,7 +311,9 @@ def test_a_full_disk_is_raised_by_finish_save_and_training_continues(model: Path
         pending.wait()
 
 
-def test_tensors_on_a_full_disk_fail_as_any_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_the_same_error_for_tensors_as_for_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -328,13 +330,13 @@ def test_a_directory_that_cannot_be_written_is_named(model: Path, tmp_path: Path
         begin_save(tmp_path, *make(spec), 0, spec).wait()
 
 
-def test_a_cpu_engine_asks_no_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_engine_does_not_use_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(model)
     spec = replace(spec, engine=spec.engine.model_copy(update={"device": "cpu"}))
     live = make(spec)
 
     def touched(*_: Any) -> None:
-        raise AssertionError("this makes a CUDA context")
+        raise AssertionError("the call creates a CUDA context")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", touched)
@@ -344,9 +346,7 @@ def test_a_cpu_engine_asks_no_gpu(model: Path, tmp_path: Path, monkeypatch: pyte
     assert set(storage.safe_open(tmp_path / "rng_0.safetensors", framework="pt").keys()) == {"cpu"}
 
 
-def test_a_disk_that_hangs_is_not_waited_for_without_end(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_a_disk_that_hangs_is_bounded(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, release = replace(make_spec(model), collective_s=0.01), threading.Event()
     monkeypatch.setattr(ShardWriter, "flush", lambda self: release.wait(60))
     try:

@@ -1,4 +1,4 @@
-"""What the contract suite leaves out: early refusals, gradients that are not finite, figures."""
+"""Tests of engines beyond the contract suite: early refusals, gradients that are not finite, and metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def test_local_is_one_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_engine_refuses_several_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"strategy=local with 2 ranks: .*use trainer\.strategy=fsdp2"):
         LocalEngine(make_spec(path, num_workers=2))
     monkeypatch.setattr(dist, "world_size", lambda: 3)
@@ -42,7 +42,7 @@ def test_local_is_one_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         LocalEngine(make_spec(path))
 
 
-def test_ranks_that_share_sequences_have_to_divide_all_ranks(path: Path) -> None:
+def test_the_sequence_parallel_size_must_divide_the_number_of_ranks(path: Path) -> None:
     with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks"):
         LocalEngine(make_spec(path, ulysses_sequence_parallel_size=2))
 
@@ -166,7 +166,7 @@ def test_a_failed_reset_can_be_repeated(path: Path, tmp_path: Path, monkeypatch:
 def test_offloaded_state_returns_to_the_device_for_collectives(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sharded model: the device stands for a GPU, `meta` for the offload target."""
+    """The model is sharded. The CPU stands in for the GPU, and `meta` for the offload target."""
     engine = Fsdp2Engine(make_spec(path, strategy="fsdp2"))
     away, seen = torch.device("meta"), []
     try:
@@ -207,7 +207,7 @@ def test_offloaded_parts_move_back_after_a_failure(path: Path, tmp_path: Path, m
     assert rests == ["rest", "rest"]
 
 
-def test_ddp_does_not_send_buffers_around(path: Path) -> None:
+def test_ddp_does_not_broadcast_buffers(path: Path) -> None:
     engine = DdpEngine(make_spec(path, strategy="ddp"))
     try:
         assert isinstance(engine.model, DistributedDataParallel)

@@ -1,4 +1,4 @@
-"""Two ranks that share every sequence against one rank with whole sequences, in float64."""
+"""Two ranks that share every sequence, compared with one rank with whole sequences, in float64."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_model(config: PreTrainedConfig, kind: ModelType, checkpointing: bool) -
 def run(
     model: PreTrainedModel, batch: TensorDict, kind: ModelType, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores, entropies and this rank's gradients of a loss of them."""
+    """Return scores, entropies, and this rank's gradients of a loss of both."""
     score = Scorer(
         model,
         model_type=kind,
@@ -74,7 +74,7 @@ def run(
 
 
 def cases() -> Iterator[tuple[PreTrainedConfig, TensorDict, ModelType, bool, int]]:
-    """Configuration, batch, kind, checkpointed layers, most logits at once."""
+    """Return the cases: configuration, batch, kind, checkpointed layers, and maximum number of logits at once."""
     for config in CONFIGS.values():
         yield config, BATCHES["many"], "language_model", False, 2**28
     for kind in get_args(ModelType):
@@ -96,7 +96,7 @@ def on_rank(rank: int, store: str) -> None:
         log_probs, entropy, gradients = run(model, batch, kind, group)
         alone = gradients.clone()
         dist.all_reduce(gradients)
-        assert not torch.allclose(alone, gradients)  # each rank has a part only
+        assert not torch.allclose(alone, gradients)  # each rank has only a part
         for got, wanted in zip([log_probs, entropy, gradients], expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
     dist.destroy_process_group()
@@ -107,7 +107,7 @@ def test_two_ranks_give_the_scores_of_one_and_gradients_that_add_up(tmp_path: Pa
     context = mp.spawn(on_rank, args=(str(tmp_path / "store"),), nprocs=2, join=False)
     deadline = time.monotonic() + DEADLINE_S
     try:
-        while not context.join(timeout=DEADLINE_S):  # each return is the end of a process; its error is raised here
+        while not context.join(timeout=DEADLINE_S):  # `join` returns when a process ends, and raises its error
             assert time.monotonic() < deadline, f"ranks have not ended within {DEADLINE_S} s"
     finally:
         for process in context.processes:
@@ -125,7 +125,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
 
 
 class Ranks:
-    """The size and rank of a process group."""
+    """A stand-in for a process group that has only a size and a rank."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self._size, self._rank = size, rank

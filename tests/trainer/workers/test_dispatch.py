@@ -27,7 +27,7 @@ LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=24)
 
 
 def layouts(world_size: int, per_group: int = 1) -> list[Layout]:
-    """Ranks of which `per_group` neighbours share sequences; the first of each reports."""
+    """Return ranks of which `per_group` neighbours share sequences; the first of each group reports."""
     size = world_size // per_group
     return [Layout(rank, world_size, rank // per_group, size, rank % per_group == 0) for rank in range(world_size)]
 
@@ -37,7 +37,7 @@ def batch_of(num_rows: int) -> TensorDict:
 
 
 @given(lengths=LENGTHS, num_ranks=st.integers(1, 9))
-def test_every_row_goes_to_one_rank_and_every_rank_has_one(lengths: list[int], num_ranks: int) -> None:
+def test_every_row_goes_to_one_rank_and_every_rank_has_a_row(lengths: list[int], num_ranks: int) -> None:
     shares = share_rows(lengths, num_ranks)
     assert len(shares) == num_ranks
     assert sorted(row for share in shares for row in share.rows) == list(range(len(lengths)))
@@ -48,14 +48,14 @@ def test_every_row_goes_to_one_rank_and_every_rank_has_one(lengths: list[int], n
         assert all(lengths[row] == min(lengths) for row in share.padding)
 
 
-def test_long_rows_are_spread() -> None:
+def test_long_rows_are_distributed_over_ranks() -> None:
     shares = share_rows([1000, 10, 10, 1000, 10, 10], 2)
     assert {0, 3}.isdisjoint(set(shares[0].rows) & set(shares[1].rows))
     assert sum(row in (0, 3) for row in shares[0].rows) == 1
 
 
 @given(num_rows=st.integers(1, 12), groups=st.integers(1, 4), per_group=st.integers(1, 3))
-def test_results_come_back_in_the_rows_order(num_rows: int, groups: int, per_group: int) -> None:
+def test_results_are_collected_in_the_order_of_rows(num_rows: int, groups: int, per_group: int) -> None:
     ranks = layouts(groups * per_group, per_group)
     batch = batch_of(num_rows)
     mode = Dispatch("rows", "rows")
@@ -77,12 +77,12 @@ def test_results_come_back_in_the_rows_order(num_rows: int, groups: int, per_gro
 
 
 @given(num_rows=st.integers(1, 8), num_ranks=st.integers(1, 10))
-def test_nothing_is_trained_twice(num_rows: int, num_ranks: int) -> None:
+def test_padding_rows_are_not_trained(num_rows: int, num_ranks: int) -> None:
     batch = batch_of(num_rows)
     before = batch["loss_mask"].clone()
     calls, _ = scatter(Dispatch("rows", "first"), layouts(num_ranks), RankCall((batch,), {}))
     assert sum(int(call.args[0]["loss_mask"].sum()) for call in calls.values()) == int(before.sum())
-    assert torch.equal(batch["loss_mask"], before), "padding is masked in a copy"
+    assert torch.equal(batch["loss_mask"], before), "padding is masked in a copy of the batch"
 
 
 def test_calls_of_all_ranks_and_of_rank_zero() -> None:
@@ -106,7 +106,7 @@ def test_methods_declare_their_dispatch() -> None:
         dispatch_of(TrainingWorker, "close")
 
 
-def test_batches_travel_as_arrays_and_arrive_writable() -> None:
+def test_batches_are_sent_as_arrays_and_are_writable_on_arrival() -> None:
     batch = batch_of(4)
     wire = to_wire(batch)
     for array in wire.values.values():

@@ -1,4 +1,4 @@
-"""Groups of ranks on a real Ray cluster: the results of one process, and failures within their deadlines."""
+"""Groups of ranks on a real Ray cluster: results equal to one process, and failures within their deadlines."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def groups(config: Config, store: Any, run_dir: Path) -> AsyncIterator[TrainerGroups]:
-    """Actor, reference and critic in the same two ranks."""
+    """Groups with actor, reference and critic in the same two ranks."""
     publisher = ObjectStorePublisher(store, call_s=10)
     groups = await TrainerGroups.start(config, publisher=publisher, run_dir=run_dir)
     yield groups
@@ -128,7 +128,7 @@ def assert_alike(left: Any, right: Any) -> None:
 
 
 async def test_two_ranks_train_like_one_process(actor: Any, config: Config) -> None:
-    """Seven rows do not divide by two ranks, and one batch has a single row."""
+    """Seven rows are not divisible by two ranks, and one batch has a single row."""
     async with inline(plan_groups(config)[0].roles[0]) as alone:
         await alone.set_loss_fn(Likelihood())
         await alone.plan(10)
@@ -170,7 +170,7 @@ async def test_the_group_stays_usable_after_a_failure_of_all_ranks(actor: Any) -
     with pytest.raises(DivergenceError, match="loss nan"):
         await actor.train_batch(BATCH)
     await actor.set_loss_fn(Likelihood())
-    assert (await actor.train_batch(batch))["tokens"] == 1, "one trained token on one of the ranks is a step"
+    assert (await actor.train_batch(batch))["tokens"] == 1, "one trained token on one of the ranks is enough for a step"
     with pytest.raises(BugError, match="did you mean train_batch"):
         await actor.call("train_batches", BATCH)
 
@@ -184,12 +184,12 @@ async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> No
     offered = store.tensors.remote(published.weights_version)
     chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(offered, timeout=10), timeout=10))
     tensors = {name: array for chunk in chunks for name, array in chunk.items()}
-    assert {array.dtype for array in tensors.values()} == {np.dtype("uint16")}, "bfloat16, as its bits"
+    assert {array.dtype for array in tensors.values()} == {np.dtype("uint16")}, "bfloat16 is sent as its bits"
     assert sum(array.nbytes for array in tensors.values()) == published.num_bytes
     assert "model.embed_tokens.weight" in tensors
     with pytest.raises(BugError, match="version 1 published after version 1"):
         await actor.publish(1, 1, validate=False)
-    assert await actor.step() == 1, "the ranks have done their part"
+    assert await actor.step() == 1, "the ranks still answer after the store refused the version"
     os.kill((await store.status.remote()).pid, signal.SIGKILL)
     await actor.republish()
     assert (await store.status.remote()).newest == published.weights_version, "republish refills a restarted store"
@@ -223,7 +223,7 @@ async def test_ranks_return_the_same_events_as_one_process(
 
 
 def traces(run_dir: Path) -> dict[str, set[str]]:
-    """Every file there, and the names in it."""
+    """Return every trace file with the names in it."""
     found = {}
     for path in run_dir.rglob("*.*"):
         with gzip.open(path, "rt") as stream:
@@ -284,7 +284,7 @@ async def test_a_rank_that_dies_in_a_step_fails_the_call_at_once(model: Path) ->
 
 
 async def bundles(state: str) -> list[list[dict[str, float]]]:
-    """Of the cluster's placement groups in this state."""
+    """Return the bundles of the cluster's placement groups in this state."""
     table = await anyio.to_thread.run_sync(placement_group_table)
     return [list(entry["bundles"].values()) for entry in table.values() if entry["state"] == state]
 
@@ -297,7 +297,7 @@ async def test_a_full_cluster_is_a_deadline_error(model: Path) -> None:
 
 @ray.remote(num_cpus=0)
 class Reserving:
-    """A Trainer's process that has reserved room for its ranks."""
+    """A Trainer's process that reserves resources for its ranks."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self._processes = Processes(plan)
@@ -308,7 +308,7 @@ class Reserving:
 
 @pytest.mark.slow
 async def test_reservations_of_a_killed_trainer_are_freed(model: Path) -> None:
-    """Ray keeps it until the driver ends too: on a full cluster the next one would wait for itself."""
+    """Ray keeps a reservation until the driver ends, so on a full cluster the next Trainer would wait for ever."""
     plan = plan_groups(configure(model, trainer={"cpu_threads": 1}))[0]
     with anyio.fail_after(60):
         for _ in range(3):
@@ -320,7 +320,7 @@ async def test_reservations_of_a_killed_trainer_are_freed(model: Path) -> None:
 
 
 async def test_a_rank_that_fails_alone_kills_the_group(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank waits in a collective operation."""
+    """The other rank waits in a collective operation meanwhile."""
     monkeypatch.setattr(outcomes, "GRACE_S", 0.5)
     async with running(configure(model, timeouts={"collective_s": 100})) as group:
         actor = group.role_group("actor")
@@ -354,7 +354,7 @@ async def test_a_stopped_rank_fails_a_step_before_its_deadline(model: Path) -> N
         failed = []
 
         async def step() -> None:
-            # As the loop does it: a step is never cancelled.
+            # As in the train loop, a step is never cancelled.
             with anyio.CancelScope(shield=True):
                 try:
                     await actor.train_batch(BATCH)
@@ -397,7 +397,7 @@ async def test_a_stopped_rank_misses_its_deadline(model: Path, monkeypatch: pyte
     monkeypatch.setattr(trainer.workers.group, "gather_outcomes", spy)
     async with running(configure(model, timeouts={"train_s": 1.0, "collective_s": 100})) as group:
         assert len(ends) == 4
-        assert max(ends) - min(ends) < 0.5, "one deadline for all that a start waits for, which takes seconds"
+        assert max(ends) - min(ends) < 0.5, "all waits of a start share one deadline"
         actor = group.role_group("actor")
         os.kill(group.locations[1].pid, signal.SIGSTOP)
         with anyio.fail_after(10), pytest.raises(DeadlineError, match="did not answer within 1 s"):
@@ -406,7 +406,7 @@ async def test_a_stopped_rank_misses_its_deadline(model: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 async def test_a_slow_collective_is_a_deadline_error(model: Path) -> None:
-    """One rank sleeps: the other raises after `collective_s`; the call does not wait for `train_s`."""
+    """One rank sleeps, and the other one raises after `collective_s`, so the call does not wait for `train_s`."""
     async with running(configure(model, timeouts={"collective_s": 2.0})) as group:
         actor = group.role_group("actor")
         await actor.set_loss_fn(GoesWrong(1, "sleeps"))

@@ -1,4 +1,4 @@
-"""A role in this process: the calls of a group, on one thread, with typed failures."""
+"""A role in this process: it has the calls of a group, one thread for them, and typed failures."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_failures_are_typed_and_leave_the_group_usable(group: InlineGroup)
 
 
 class Slow(Likelihood):
-    """Blocks until `let_go` is set, and records its threads."""
+    """A loss that blocks until `let_go` is set, and records its threads."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -148,7 +148,7 @@ async def test_a_worker_that_fails_to_close_does_not_prevent_closing_others(
 
 
 class Races(CopyingPublisher):
-    """`raced`: whether a loss was computed during a publication."""
+    """A publisher that sets `raced` if a loss was computed during a publication."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Signals(Likelihood):
         return super().__call__(scores, tokens)
 
 
-async def test_no_step_while_weights_are_published(spec: EngineSpec) -> None:
+async def test_no_step_runs_while_weights_are_published(spec: EngineSpec) -> None:
     """The published tensors may be the live weights."""
     publisher = Races()
     group = await InlineGroup.start(spec, publisher=publisher)
@@ -184,7 +184,7 @@ async def test_no_step_while_weights_are_published(spec: EngineSpec) -> None:
             tasks.start_soon(group.republish)
     assert publisher.computes.is_set()
     assert not publisher.raced
-    assert publisher.offers == [1, 1], "republish offers the new version again"
+    assert publisher.offers == [1, 1], "republish publishes the new version again"
     await group.close()
 
 
@@ -202,7 +202,7 @@ async def test_republish_runs_during_a_step(group: InlineGroup, publisher: Copyi
 
 
 async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:
-    """The next call finds the model after the step."""
+    """The next call uses the model after the step."""
     slow = Slow()
     await group.set_loss_fn(slow)
     with anyio.fail_after(30):

@@ -37,7 +37,7 @@ def raised(error: AsyncRLError) -> Answer:
     return Answer(None, error)
 
 
-async def say(outcome: Outcome, after_s: float = 0.0) -> Outcome:
+async def answer(outcome: Outcome, after_s: float = 0.0) -> Outcome:
     await anyio.sleep(after_s)
     return outcome
 
@@ -48,14 +48,14 @@ async def never() -> Outcome:
 
 
 async def test_all_answers_are_waited_for() -> None:
-    found = await gather_outcomes({0: say(GOOD, 0.02), 1: say(Answer(2, None))}, 10)
+    found = await gather_outcomes({0: answer(GOOD, 0.02), 1: answer(Answer(2, None))}, 10)
     assert values_of(found) == {0: 1, 1: 2}
     assert find_failure("actor", "train", range(2), found, 10) is None
 
 
 async def test_a_death_ends_the_wait_at_once() -> None:
     with anyio.fail_after(5):
-        found = await gather_outcomes({0: never(), 1: say(DEAD)}, 1000)
+        found = await gather_outcomes({0: never(), 1: answer(DEAD)}, 1000)
     assert found == {1: DEAD}
     error = find_failure("critic", "train", range(2), found, 1000)
     assert type(error) is InfraError
@@ -63,21 +63,21 @@ async def test_a_death_ends_the_wait_at_once() -> None:
     assert not group_is_usable(range(2), found, changes_model=False)
 
 
-async def test_a_failure_leaves_the_others_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_ranks_have_a_short_time_to_answer_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcomes, "GRACE_S", 0.2)
     broken, agreed = raised(InfraError("peer closed")), raised(DataError("no token"))
     with anyio.fail_after(5):
-        found = await gather_outcomes({0: say(broken), 1: say(DEAD, 0.05), 2: never()}, 1000)
+        found = await gather_outcomes({0: answer(broken), 1: answer(DEAD, 0.05), 2: never()}, 1000)
         assert found == {0: broken, 1: DEAD}
         assert "rank 1 of the actor group died" in str(find_failure("actor", "train", range(3), found, 1000))
-        found = await gather_outcomes({0: say(agreed), 1: never()}, 1000)
+        found = await gather_outcomes({0: answer(agreed), 1: never()}, 1000)
         assert found == {0: agreed}
-        found = await gather_outcomes({0: say(agreed), 1: say(agreed, 0.05)}, 1000)
+        found = await gather_outcomes({0: answer(agreed), 1: answer(agreed, 0.05)}, 1000)
         assert group_is_usable(range(2), found, changes_model=True)
 
 
-async def test_silence_is_a_deadline_error() -> None:
-    found = await gather_outcomes({0: say(GOOD), 1: never(), 2: never()}, 0.05)
+async def test_missing_answers_are_a_deadline_error() -> None:
+    found = await gather_outcomes({0: answer(GOOD), 1: never(), 2: never()}, 0.05)
     error = find_failure("actor", "actor.train_batch", range(3), found, 0.05)
     assert type(error) is DeadlineError
     assert "actor.train_batch: rank 1, 2 of the actor group did not answer within 0.05 s" in error.message
@@ -109,7 +109,7 @@ def test_a_failure_of_one_rank_names_it_and_ends_the_group() -> None:
 
 
 @pytest.mark.parametrize("kind", [InfraError, DeadlineError, BugError])
-def test_a_broken_process_group_is_of_no_more_use_after_a_call_that_only_reads(kind: type[AsyncRLError]) -> None:
+def test_a_broken_process_group_is_unusable_even_after_a_call_that_only_reads(kind: type[AsyncRLError]) -> None:
     assert not group_is_usable(
         range(2), {0: raised(kind("peer closed")), 1: raised(kind("too late"))}, changes_model=False
     )
@@ -146,9 +146,7 @@ KINDS: list[Any] = [
 
 
 @given(st.lists(st.sampled_from([*KINDS, None]), min_size=1, max_size=5), st.booleans())
-def test_a_group_stays_usable_only_if_its_models_are_in_step(
-    answers: list[Outcome | None], changes_model: bool
-) -> None:
+def test_a_group_stays_usable_only_if_its_models_are_equal(answers: list[Outcome | None], changes_model: bool) -> None:
     found = {rank: outcome for rank, outcome in enumerate(answers) if outcome is not None}
     names = [type(outcome.error).__name__ if isinstance(outcome, Answer) else "LostRank" for outcome in found.values()]
     fine = [isinstance(outcome, Answer) and (outcome.error is None or outcome.local) for outcome in found.values()]

@@ -1,4 +1,4 @@
-"""Which models live in which ranks."""
+"""The placement of models in groups of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find(config: Config, role: str) -> RolePlan:
         ({"reward_model": {"placement": "serve", "path": "scorer"}}, {"actor": ("actor",)}),
     ],
 )
-def test_roles_in_groups(sections: dict[str, Any], expected: dict[str, tuple[str, ...]]) -> None:
+def test_roles_are_placed_in_groups(sections: dict[str, Any], expected: dict[str, tuple[str, ...]]) -> None:
     assert layout(Config.model_validate(sections)) == expected
 
 
@@ -73,7 +73,7 @@ def test_each_role_has_its_model() -> None:
     assert (actor.temperature, actor.seed, actor.weights_dtype) == (0.7, 7, "bfloat16")
 
 
-def test_code_of_a_model_directory_runs_only_where_it_was_allowed() -> None:
+def test_code_of_a_model_directory_runs_only_if_its_role_allows_it() -> None:
     config = Config.model_validate(REWARD | {"model": {"trust_remote_code": True}})
     assert not find(config, "reward_model").model.trust_remote_code
     config = Config.model_validate({"reward_model": REWARD["reward_model"] | {"trust_remote_code": True}})
@@ -96,7 +96,7 @@ def test_code_of_a_model_directory_runs_only_where_it_was_allowed() -> None:
     ),
     degree=st.sampled_from([1, 2, 4]),
 )
-def test_unset_keys_of_a_role_are_the_trainers(own: dict[str, Any], degree: int) -> None:
+def test_unset_keys_of_a_role_are_those_of_the_trainer(own: dict[str, Any], degree: int) -> None:
     trainer = {"num_workers": 4, "cpu_threads": 3, "ulysses_sequence_parallel_size": degree, "device": "cpu"}
     for placement in ("actor", "own"):
         settings = own | {"placement": placement}
@@ -114,12 +114,12 @@ def test_unset_keys_of_a_role_are_the_trainers(own: dict[str, Any], degree: int)
         assert group.cpu_threads == max(plan.engine.cpu_threads for plan in group.roles)
 
 
-def test_a_critic_with_a_path_of_its_own_has_it_under_its_own_key() -> None:
+def test_errors_of_a_critic_with_a_separate_path_name_its_key() -> None:
     plan = find(Config.model_validate({**CRITIC, "critic": {"path": "judge"}}), "critic")
     assert (plan.model.path, plan.path_key) == ("judge", "critic.path")
 
 
-def test_each_group_knows_where_its_ranks_are_set() -> None:
+def test_each_group_has_the_section_that_sets_its_ranks() -> None:
     own = {"placement": "own"}
     reward = {"reward_model": {"placement": "worker", "path": "scorer", "worker": own}}
     algorithm = {"adv_estimator": "gae", "use_kl_loss": True}

@@ -1,4 +1,4 @@
-"""Which device a group takes, and which GPU a rank. That processes start and end is tested with the groups."""
+"""The device of a group and the GPU of a rank. The tests of groups cover the start and end of processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trainer.workers.processes import RankLocation, device_of, local_ranks, own_
         (["3"], "1,3", 1),
         (["GPU-b"], "GPU-a,GPU-b", 1),
     ],
-    ids=["on CPU", "Ray shows only its own", "Ray leaves all", "all of those the machine gives", "by UUID"],
+    ids=["on CPU", "Ray shows only this GPU", "Ray shows all GPUs", "the machine shows some GPUs", "by UUID"],
 )
 def test_the_gpu_that_ray_has_assigned(assigned: list[str], visible: str | None, gpu: int) -> None:
     assert own_gpu(assigned, visible) == gpu
 
 
-def test_local_ranks() -> None:
-    """On CPU as torchrun counts them; on GPUs they say which one to take, wherever the ranks are."""
+def test_local_ranks_are_numbered_by_node_or_by_gpu() -> None:
+    """On CPU they are numbered as by torchrun; on GPUs they are the number of the GPU to use."""
     places = [
         RankLocation(node, "10.0.0.1", 1, gpu) for node, gpu in [("a", 2), ("b", 0), ("a", 0), ("a", 1), ("b", 1)]
     ]
@@ -45,7 +45,7 @@ def group(device: Any, num_ranks: int) -> GroupPlan:
     ("device", "num_ranks", "num_gpus", "expected"),
     [("cpu", 2, 8, "cpu"), ("auto", 2, 0, "cpu"), ("auto", 2, 2, "cuda"), ("cuda", 1, 1, "cuda")],
 )
-def test_a_group_takes_gpus_where_there_are_any(device: str, num_ranks: int, num_gpus: int, expected: str) -> None:
+def test_a_group_uses_gpus_if_the_cluster_has_any(device: str, num_ranks: int, num_gpus: int, expected: str) -> None:
     assert device_of(group(device, num_ranks), num_gpus) == expected
 
 
@@ -57,4 +57,4 @@ def test_too_few_gpus_name_the_keys_to_change() -> None:
     with pytest.raises(ConfigError) as caught:
         device_of(replace(group("cuda", 1), name="reward_model"), 0)
     assert "reward_model.worker.device=cuda: the Ray cluster has no GPU" in caught.value.message
-    assert "num_workers" not in caught.value.message, "one rank cannot be lowered"
+    assert "num_workers" not in caught.value.message, "the message does not suggest fewer ranks than one"

@@ -1,4 +1,4 @@
-"""Rows → the batch: groups, trajectories and the parts of their rewards."""
+"""The conversion of rows to a batch: groups, trajectories and turn rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rows_of(*samples: Sample) -> list[TrainRow]:
 
 
 def test_trajectories_are_numbered_over_all_samples() -> None:
-    """Also where the last trajectory of a sample and the first of the next have one number."""
+    """This holds even if the last trajectory of a sample and the first one of the next sample have the same number."""
     third = make_sample(SampleId(0, 3), (1.0,))
     samples = [
         forked(make_sample(SampleId(0, 1), (0.0, 1.0)), 1, [1, 1], [1, 0, 1]),

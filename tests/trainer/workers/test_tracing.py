@@ -40,7 +40,7 @@ def tracing(run_dir: Path, *steps: int, **changes: Any) -> RankProfiling:
 
 
 def names_in(path: Path) -> list[str]:
-    """Of a Chrome trace's events, in order."""
+    """Return the names of a Chrome trace's events in order."""
     with gzip.open(path, "rt") as stream:
         events = json.load(stream)["traceEvents"]
     return [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if "name" in event]
@@ -56,7 +56,7 @@ async def start(spec: EngineSpec, profiling: RankProfiling) -> InlineGroup:
 # ------------------------------------------------------------------------------------------------ torch.profiler
 
 
-async def test_a_trace_of_each_chosen_step_and_of_no_other(recorded: Recorded, spec: EngineSpec) -> None:
+async def test_only_chosen_steps_have_a_trace(recorded: Recorded, spec: EngineSpec) -> None:
     run_dir = recorded.run_dir
     group = await start(spec, tracing(run_dir, 2, 4))
     for step in (1, 2, 3, 4):
@@ -64,7 +64,7 @@ async def test_a_trace_of_each_chosen_step_and_of_no_other(recorded: Recorded, s
         await group.infer_batch(BATCH)
         await group.train_batch(BATCH)
         assert await group.end_traces(step) == ""
-        await group.infer_batch(BATCH)  # after the step, as of a checkpoint
+        await group.infer_batch(BATCH)  # a call after the step, such as one for a checkpoint
     await group.close()
     paths = sorted(path.relative_to(run_dir).as_posix() for path in (run_dir / "profiles").rglob("*") if path.is_file())
     assert paths == [f"profiles/step_{step:06d}/rank-actor-0.json.gz" for step in (2, 4)]
@@ -124,11 +124,11 @@ async def test_a_failed_trace_is_reported_once_and_calls_continue(
     assert message in problems[0]
     assert problems[1] == ""
     assert run_dir.exists() == (failure != "no run directory")
-    assert len(recorded.all("rank.call")) == 5  # plan, loss, two steps, the number of steps
+    assert len(recorded.all("rank.call")) == 5  # the calls are plan, loss, two steps, and the number of steps
 
 
 def trace_step(run_dir: Path, step: int, rank: int = 0) -> Path:
-    """Trace two calls of a step with a tracer of its own."""
+    """Trace two calls of a step with a separate tracer."""
     tracer = Tracer(tracing(run_dir, 1, 2, ranks=(0, 1)), "actor", rank)
     for _ in range(2):
         with tracer.call(step, "actor.step"):
@@ -146,7 +146,7 @@ def test_a_step_that_has_a_trace_is_not_traced_again(tmp_path: Path) -> None:
     assert "actor.step" in names_in(trace_step(tmp_path, 2))
 
 
-def test_a_trace_that_a_rank_died_of_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_during_which_a_rank_died_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class DiedError(BaseException):
         pass
 
@@ -158,7 +158,7 @@ def test_a_trace_that_a_rank_died_of_is_not_tried_again(tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.profiler.profile, "export_chrome_trace", die)
-        patch.setattr(Path, "unlink", lambda self, missing_ok: None)  # a process that is killed does nothing more
+        patch.setattr(Path, "unlink", lambda self, missing_ok: None)  # a killed process does not clean up
         with pytest.raises(DiedError):
             trace_step(tmp_path, 1)
     assert seen == [{".rank-actor-0.json.gz"}]
@@ -221,10 +221,10 @@ async def test_a_rank_that_writes_its_trace_does_not_count_as_hung() -> None:
         await rank.asked.wait()
         await group.end_traces(1, {0})
         rank.asked = anyio.Event()
-        await rank.asked.wait()  # afterwards it is again
+        await rank.asked.wait()  # afterwards it counts as hung again
         tasks.cancel_scope.cancel()
     begin, end = rank.log.index("writes"), rank.log.index("has written")
-    assert end == begin + 1, "it was asked while it wrote"
+    assert end == begin + 1, "the rank was probed while it wrote its trace"
     assert "killed" not in rank.log
 
 
@@ -244,7 +244,7 @@ async def test_a_pending_health_check_ends_before_the_trace() -> None:
     assert rank.log[:4] == ["asked", "answered", "writes", "has written"]
 
 
-async def test_a_rank_that_never_ends_its_trace_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_never_ends_its_trace_exceeds_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = SilentRank(writes_s=1000.0)
     group = group_of(rank)
     monkeypatch.setattr(group, "_timeouts", TimeoutsConfig(train_s=0.3))
@@ -266,7 +266,9 @@ def test_only_chosen_ranks_are_traced(tmp_path: Path) -> None:
         assert torch.autograd._profiler_enabled()
     assert tracer.end(1) == ""
     assert [path.name for path in tmp_path.rglob("*.json.gz")] == ["rank-ref-3.json.gz"]
-    assert not RankProfiling.of(ProfilerConfig(steps=(1,)), None).traces_rank(0), "there is nowhere to write"
+    assert not RankProfiling.of(ProfilerConfig(steps=(1,)), None).traces_rank(0), (
+        "no trace is written without a run directory"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ steps of the loop
@@ -285,7 +287,7 @@ async def test_the_loop_ends_the_traces_of_each_step_after_its_record(recorded: 
     assert ended == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
-async def test_a_rank_that_configures_its_events_still_synchronizes_the_gpu(
+async def test_a_rank_that_configures_its_events_synchronizes_the_gpu(
     spec: EngineSpec, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -293,7 +295,7 @@ async def test_a_rank_that_configures_its_events_still_synchronizes_the_gpu(
 
     class NoWorker:
         def __init__(self, spec: EngineSpec) -> None:
-            raise ConfigError("there is none here")
+            raise ConfigError("no worker on this rank")
 
     monkeypatch.setattr("trainer.workers.rank.TrainingWorker", NoWorker)
     for wanted in (True, False):
@@ -308,7 +310,7 @@ async def test_a_rank_that_configures_its_events_still_synchronizes_the_gpu(
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls to the GPU's profiler."""
+    """A list of the calls to the GPU's profiler."""
     calls: list[str] = []
     monkeypatch.setattr("torch.cuda.synchronize", lambda *args: calls.append("synchronize"))
     monkeypatch.setattr("torch.cuda.profiler.start", lambda: calls.append("start"))
@@ -331,7 +333,7 @@ async def test_nsys_captures_the_calls_of_chosen_steps(recorded: Recorded, spec:
     ]  # fmt: skip
 
 
-def test_a_range_ends_when_its_call_fails(tmp_path: Path, cuda: list[str]) -> None:
+def test_a_profiler_range_ends_when_its_call_fails(tmp_path: Path, cuda: list[str]) -> None:
     tracer = Tracer(tracing(tmp_path, 1, tool="nsys"), "actor", 0)
     with pytest.raises(ValueError, match="x"), tracer.call(1, "actor.step"):
         raise ValueError("x")
@@ -339,13 +341,13 @@ def test_a_range_ends_when_its_call_fails(tmp_path: Path, cuda: list[str]) -> No
     assert cuda == ["synchronize", "start", "push actor.step", "pop", "synchronize", "stop"]
 
 
-def test_options_of_nsys() -> None:
+def test_the_options_of_nsys_follow_from_the_configuration() -> None:
     options = nsight_options("actor", 2, Path("/runs/a/profiles"))
     assert options["o"] == "/runs/a/profiles/rank-actor-2.%p"
     assert options["capture-range"] == "cudaProfilerApi"
     assert options["capture-range-end"] == "repeat"
     assert "nvtx" in options["t"]
-    # On a cluster, and where a shell would read the path otherwise: in Ray's own logs
+    # On a cluster, and for paths that a shell would misread, the traces go to the logs of Ray.
     assert nsight_options("actor", 2, None)["o"] == "rank-actor-2.%p"
     assert nsight_options("actor", 2, Path("/my runs/$x/profiles"))["o"] == "rank-actor-2.%p"
 

@@ -1,4 +1,4 @@
-"""One rank on a tiny model: what a worker adds to its engine, which the contract suite tests."""
+"""One rank on a tiny model: the behaviour that a worker adds to its engine, which the contract suite tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
-def test_a_step_is_a_pass_and_an_update(spec: EngineSpec, worker: TrainingWorker) -> None:
+def test_a_step_equals_a_pass_and_an_update(spec: EngineSpec, worker: TrainingWorker) -> None:
     metrics = worker.train_batch(BATCH)
     other = make_worker(spec)
     assert metrics == other.forward_backward(BATCH) | other.optim_step()
@@ -64,7 +64,7 @@ def test_a_batch_without_trained_tokens_is_refused_before_any_step(worker: Train
             call(batch)
     assert worker.step() == 0
     assert same(state(worker), before)
-    assert worker.infer_batch(batch)["log_probs"].shape == batch["loss_mask"].shape, "inference needs no trained token"
+    assert worker.infer_batch(batch)["log_probs"].shape == batch["loss_mask"].shape, "inference needs no trained tokens"
 
 
 def test_incomplete_batches_are_refused(worker: TrainingWorker) -> None:
@@ -74,7 +74,7 @@ def test_incomplete_batches_are_refused(worker: TrainingWorker) -> None:
         worker.infer_batch(BATCH[:0])
 
 
-def test_a_failed_step_leaves_no_trace(spec: EngineSpec, worker: TrainingWorker) -> None:
+def test_a_failed_step_changes_no_state(spec: EngineSpec, worker: TrainingWorker) -> None:
     worker.train_batch(BATCH)
     before = state(worker)
     worker.set_loss_fn(NotFinite())

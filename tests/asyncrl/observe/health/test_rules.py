@@ -119,8 +119,8 @@ def test_an_occasional_short_lag_is_not_reported() -> None:
 
 
 def rarely_blocked(now_s: float, every_s: float = 120.0, for_s: float = 45.0) -> tuple[RunHealth, dict[str, float]]:
-    """Return health and silent parts of a run whose Rollouter blocks for `for_s` at the end of every `every_s`. While it
-    is blocked it does not answer; then it reports the lag for 10 s, the window of a process."""
+    """Return health and silent parts of a run whose Rollouter blocks for `for_s` at the end of every `every_s`. While
+    it is blocked it does not answer; then it reports the lag for 10 s, the window of a process."""
     since_s = now_s % every_s - (every_s - for_s)
     if since_s > 5.0:
         return WELL_WITHOUT, {"rollouter": since_s}

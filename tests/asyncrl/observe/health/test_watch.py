@@ -146,7 +146,9 @@ async def test_a_replaced_part_may_block_while_it_starts(rig: MonitorRig) -> Non
     await rig.look(60)
     rig.status.restarting, rig.status.answered_at["rollouter"] = {"rollouter": time.time()}, time.time() - 60
     health = await rig.look(60)
-    assert "rollouter" not in health.processes and rig.view.messages == [], "its last report comes from the dead process"
+    assert "rollouter" not in health.processes and rig.view.messages == [], (
+        "its last report comes from the dead process"
+    )
     rig.status.restarting, rig.status.answered_at["rollouter"] = {}, time.time()
     rig.status.rollouter = late(9.0)
     await rig.look(20)

@@ -42,7 +42,7 @@ _WHERE = """bar => {
   return [box.x + view.frame.x_scale.compute(middle),
           box.y + view.frame.y_scale.compute((data.top[best] + data.bottom[best]) / 2)];
 }"""
-"""Returns where on the screen the longest such bar is."""
+"""JavaScript that returns the position of the longest matching bar on the screen."""
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,8 @@ def drawn(page: Page) -> int:
 
 
 def wait(page: Page, condition: str) -> None:
-    """Wait until the page has been drawn and `condition` holds. The condition may use `data`, the columns of the bars."""
+    """Wait until the page has been drawn and `condition` holds. The condition may use `data`, the columns of the
+    bars."""
     page.wait_for_function(f"() => document.body.dataset.drawn && (data => {condition})({_SOURCE})")
 
 
