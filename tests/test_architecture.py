@@ -24,20 +24,18 @@ SAMPLE = [
     WalkStep(
         "permit",
         "asyncrl.queue.operations:PermitsGranted.apply",
-        "The queue grants a permit, if pacing allows it, and feeds a sample id.",
+        "If pacing allows it, the queue grants a permit with a sample id.",
     ),
-    WalkStep(
-        "ask", "rollouter.sample_runner:ask_for", "The prompt and the sampling parameters of the sample's trajectories."
-    ),
+    WalkStep("ask", "rollouter.sample_runner:ask_for", "The runner builds the request for the sample's trajectories."),
     WalkStep(
         "generate",
         "rollouter.group:generate_group",
-        "The group's trajectories, as turns from the engines or whole conversations.",
+        "The group generates its trajectories as single turns or as conversations.",
     ),
     WalkStep(
         "call",
         "rollouter.serving.client:generate",
-        "Calls a replica, and another one after a weight sync or a crash, until every turn is complete.",
+        "The client calls replicas, again after an abort or a crash, until every turn is complete.",
     ),
     WalkStep(
         "replica",
@@ -59,14 +57,22 @@ SAMPLE = [
     WalkStep(
         "offer",
         "asyncrl.queue.operations:OfferSamples.apply",
-        "RUNNING → READY, once the transition is on disk.",
+        "The sample goes from RUNNING to READY once the transition is on disk.",
     ),
-    WalkStep("lease", "asyncrl.queue.operations:LeaseGranted.apply", "READY → LEASED, in completion order."),
-    WalkStep("rows", "trainer.batches:prepare_sample", "Rows for the loss: staleness masks, checks, filters."),
+    WalkStep(
+        "lease",
+        "asyncrl.queue.operations:LeaseGranted.apply",
+        "Samples go from READY to LEASED in completion order.",
+    ),
+    WalkStep(
+        "rows",
+        "trainer.batches:prepare_sample",
+        "Samples become rows with staleness masks; checks and filters apply.",
+    ),
     WalkStep(
         "experience",
         "trainer.experience:ExperienceBuilder.make",
-        "Log-probs of the other policies, rewards of tokens, corrections.",
+        "Roles compute log-probs; token rewards and corrections follow.",
     ),
     WalkStep(
         "advantages",
@@ -83,28 +89,36 @@ SAMPLE = [
         "trainer.engines.torch_engine:TorchEngine.forward_backward",
         "Each rank runs its share of a mini-batch forward and backward.",
     ),
-    WalkStep("loss", "trainer.algorithms.objective:PolicyLoss.__call__", "The policy's objective, token by token."),
+    WalkStep(
+        "loss",
+        "trainer.algorithms.objective:PolicyLoss.__call__",
+        "The loss computes the policy's objective for each token.",
+    ),
     WalkStep(
         "step",
         "trainer.engines.torch_engine:TorchEngine.optim_step",
-        "All ranks agree that loss and gradient are finite, and step.",
+        "If loss and gradient are finite on all ranks, each rank takes the optimizer step.",
     ),
     WalkStep(
         "commit",
         "asyncrl.queue.operations:CommitSamples.apply",
-        "LEASED → TRAINED: the gradient is in the weights.",
+        "The sample goes from LEASED to TRAINED, because the weights contain its gradient.",
     ),
 ]
 VERSION = [
-    WalkStep("publish", "trainer.loop:TrainLoop._publish", "The loop publishes after the steps that make a version."),
+    WalkStep(
+        "publish", "trainer.loop:TrainLoop._publish", "After the steps of a version, the loop publishes the weights."
+    ),
     WalkStep("ranks", "trainer.workers.group:WorkerGroup.publish", "Every rank takes part in gathering the weights."),
     WalkStep(
-        "gather", "trainer.workers.rank:Rank._offer", "Rank 0 has the whole weights under their Hugging Face names."
+        "gather",
+        "trainer.workers.rank:Rank._offer",
+        "Rank 0 publishes the full weights under their Hugging Face names.",
     ),
     WalkStep(
         "store",
         "asyncrl.weights.object_store:ObjectStorePublisher.publish",
-        "They are copied once into Ray's object store, and announced.",
+        "The publisher copies them once into Ray's object store and notifies the weight store.",
     ),
     WalkStep(
         "take",
@@ -129,7 +143,7 @@ VERSION = [
     WalkStep(
         "verify",
         "rollouter.serving.replica.worker:WeightLoader.group_checksums",
-        "What is served is compared with what was published.",
+        "The checksums of the loaded weights are compared with those of the published ones.",
     ),
 ]
 
