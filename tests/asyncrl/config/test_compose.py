@@ -184,7 +184,7 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(override: str, key: str
         ("logging.sinks=tensorboard", "e.g. [tensorboard]"),
         ("trainer.optim.betas=[0.9]", "a list of 2"),
         ("model.path=null", "give text"),
-        ("data.reasoning_gym.train_size=4", "Data set name"),
+        ("data.reasoning_gym.train_size=4", "Name of the reasoning-gym data set"),
         ("trainer.optim.lr=inf", "finite number"),
         ("trainer.optim.betas=[0.9,1.0]", "less than 1"),
         ("rollout.sampling.top_k=0", "no token could be drawn"),

@@ -120,7 +120,7 @@ SERVED = trainer_waits("served")
         (ENGINE, "engine", "◀ engines are generating (2 serving, 8 requests in flight)"),
         (with_replicas(report("0", in_flight=0), report("1", in_flight=0)), "engine", "have no request in flight"),
         (replace(ENGINE, last_progress_at=NOW - 60), "engine", "no token for 60 s (2 serving, 8 requests"),
-        (with_replicas(report("0")), "engine", "no report of 1"),
+        (with_replicas(report("0")), "engine", "no report from 1"),
         (with_replicas(), "replica", "replicas have not reported yet (2 configured"),
         (replace(ENGINE, replicas=(), silent_s={"store": 9.0}), "silent", "store has not answered"),
         (with_replicas(report("a", "starting")), "replica", "replica a is starting its engine for 94 s"),

@@ -396,7 +396,7 @@ FAILURES: list[tuple[Any, bool, type[Exception], str]] = [
     (1.0, False, UserCodeError, "without a turn of the model"),
     (None, True, UserCodeError, "gave no reward"),
     (ZeroDivisionError("in the agent"), True, UserCodeError, "ZeroDivisionError: in the agent"),
-    ("good", True, UserCodeError, 'no reward: reward is "good"'),
+    ("good", True, UserCodeError, 'not a reward: reward is "good"'),
     (DataError("this row is empty"), False, DataError, "row is empty"),
 ]
 

@@ -166,7 +166,7 @@ def test_results_of_programs(returned: Any, reward: float | None, metrics: dict[
     "returned", ["1", float("nan"), {"rewards": 1}, {"metrics": {"a": "b"}}, {"metrics": [1]}, [1, 2], object()]
 )
 def test_invalid_results_are_refused(returned: Any) -> None:
-    with pytest.raises(UserCodeError, match="no reward"):
+    with pytest.raises(UserCodeError, match="not a reward"):
         read_result(returned)
 
 

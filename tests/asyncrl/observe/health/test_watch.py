@@ -176,7 +176,9 @@ async def test_an_outdated_report_is_ignored_and_the_silence_is_reported(rig: Mo
     assert "has not answered for 45 s" in rig.view.messages[0][1]
     rig.status.answered_at["rollouter"], rig.status.rollouter = time.time(), late(45.0)
     await rig.look(10)
-    assert len(rig.view.messages) == 1, "one lag, one warning"
+    # This process may be busy, too, which is a problem of its own.
+    of_rollouter = [text for _, text in rig.view.messages if "rollouter" in text]
+    assert len(of_rollouter) == 1, "one lag gives one warning"
 
 
 async def test_silence_is_not_reported_if_the_driver_itself_was_stopped(

@@ -341,4 +341,4 @@ def test_without_a_conversation_the_details_explain_why(run: FakeRun) -> None:
     conversation = conversation_of(run.path, "sample_0_1", 0)
     assert not conversation.lines
     assert "rollout.dump_dir=DIR" in conversation.notes[0]
-    assert "trained on" in conversation_of(run.path, "validation 3", 0).notes[0]
+    assert "training samples only" in conversation_of(run.path, "validation 3", 0).notes[0]
