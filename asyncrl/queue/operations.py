@@ -162,7 +162,7 @@ class Operation:
 
         Args:
             retried: the queue's process died during this call, so effects that have already happened are ignored
-            instead of raising `BugError`.
+                instead of raising `BugError`.
         """
         raise NotImplementedError
 

@@ -26,6 +26,8 @@ from rollouter.user_code import shown
 RESERVED_SAMPLING_PARAMS = frozenset({"seed", "n", "logprobs", "prompt_logprobs", "output_kind"})
 """`seed` crashes the CPU engine; the trajectory format depends on the others."""
 
+_BATCH_ROWS = 100
+
 
 class RowSource(Protocol):
     """Raw rows in a fixed order."""
@@ -146,7 +148,7 @@ class FileRows:
     def __iter__(self) -> Iterator[tuple[Mapping[str, Any], str]]:
         """Yield each row with its location, see `where`. This is faster than access by number."""
         for file in self._files:
-            yield from ((file.parsed(raw, at), file.where(at)) for at, raw in enumerate(file.dataset))
+            yield from ((file.parsed(raw, at), file.where(at)) for at, raw in enumerate(_rows(file.dataset)))
 
     def _locate(self, index: int) -> tuple[_DataFile, int]:
         number = bisect_right(self._ends, index)
@@ -162,6 +164,13 @@ class FileRows:
 
     def directory(self, index: int) -> Path | None:
         return self._locate(index)[0].directory
+
+
+def _rows(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `datasets.Dataset`, read in batches: row by row takes about ten times as long."""
+    for columns in dataset.iter(_BATCH_ROWS):
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
 
 
 class _DataFile:
@@ -189,7 +198,7 @@ class _JsonLines(_DataFile):
     """
 
     def __init__(self, name: str, dataset: Any) -> None:
-        self._lines = np.array([i for i, line in enumerate(dataset["text"]) if line.strip()], dtype=np.int64)
+        self._lines = np.array([i for i, row in enumerate(_rows(dataset)) if row["text"].strip()], dtype=np.int64)
         super().__init__(name, dataset.select(self._lines) if len(self._lines) < len(dataset) else dataset)
 
     def parsed(self, raw: Mapping[str, Any], index: int) -> Mapping[str, Any]:
