@@ -145,7 +145,7 @@ async def test_long_tool_responses_are_cut() -> None:
 
 
 async def test_a_conversation_out_of_time_is_kept_if_it_has_a_turn() -> None:
-    one = await AgentRig(timeout_s=0.05).converse('[add {"x": 1}]', 60.0, "too late")
+    one = await AgentRig(timeout_s=0.5).converse('[add {"x": 1}]', 60.0, "too late")
     assert one.finish_reason is FinishReason.TIMEOUT
     assert len(one.turns) == 1 and one.scores == {"add": 1.0}
     assert one.rows[0].response_mask.all()

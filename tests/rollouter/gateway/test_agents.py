@@ -342,12 +342,12 @@ async def test_a_timeout_keeps_a_trajectory_that_has_a_reward() -> None:
             task.post_reward(0.5)
         await anyio.sleep_forever()
 
-    rig = GatewayRig("12", "12", timeout_s=0.3)
+    rig = GatewayRig("12", "12", timeout_s=1)
     with pytest.raises(TooLongError, match="no reward was posted"):
         await rig.converse(agent)
     one = await rig.agent.converse("s", 1, rig.prompt(), rig.ask)
     assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {"agent": 0.5}
-    rig = GatewayRig("12", timeout_s=0.3, config={"reward": {"function": "exact_match"}})
+    rig = GatewayRig("12", timeout_s=1, config={"reward": {"function": "exact_match"}})
     one = await rig.converse(agent)
     assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {}, "the reward function scores it"
     rig = GatewayRig(timeout_s=0.2)
@@ -357,7 +357,7 @@ async def test_a_timeout_keeps_a_trajectory_that_has_a_reward() -> None:
 
 async def test_the_deadline_cancels_the_turn_in_the_engine() -> None:
     cancelled = anyio.Event()
-    rig = GatewayRig("12", stuck(cancelled), timeout_s=0.4, config={"reward": {"function": "exact_match"}})
+    rig = GatewayRig("12", stuck(cancelled), timeout_s=1, config={"reward": {"function": "exact_match"}})
     one = await rig.converse(rig.talk)
     assert cancelled.is_set() and len(one.turns) == 1
 

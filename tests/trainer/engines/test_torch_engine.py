@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -214,3 +215,12 @@ def test_ddp_does_not_broadcast_buffers(path: Path) -> None:
         assert not engine.model.will_sync_module_buffers()
     finally:
         engine.close()
+
+
+def test_torch_has_the_internals_of_fsdp1_by_which_a_model_moves_to_another_device() -> None:
+    used = {
+        _runtime_utils: {"_lazy_init"},
+        _flat_param.FlatParamHandle: {"flat_param_to", "_use_sharded_views", "reshard"},
+    }
+    missing = sorted(name for owner, names in used.items() for name in names if not hasattr(owner, name))
+    assert not missing, f"torch {torch.__version__} lacks {missing}, which trainer/engines/sharded.py uses"

@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncrl.core.failures import ConfigError
 from trainer.engines.compute.optim import local_part
@@ -74,8 +73,8 @@ def dtype_name(tensor: Tensor) -> str:
 def box_of(tensor: Tensor) -> Box:
     """Return the part of `tensor` that this rank holds, which is all of it unless it is a DTensor."""
     if isinstance(tensor, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Box(tuple(offsets), tuple(sizes))
+        (chunk,) = tensor.__create_chunk_list__()
+        return Box(tuple(chunk.offsets), tuple(chunk.sizes))
     return Box((0,) * tensor.ndim, tuple(tensor.shape))
 
 
