@@ -79,7 +79,7 @@ def serve(arguments: tuple[str, ...]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the config, or None if the first argument is an override, and the overrides."""
+    """Return the config (None if the first argument is an override) and the overrides."""
     if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
         return arguments[0], tuple(arguments[1:])
     return None, tuple(arguments)

@@ -45,8 +45,8 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
       asyncrl report quickstart --json | jq '.findings[0]'
 
     It writes report/ in the run directory: index.html, a self-contained page, its figures as PNGs, and all their
-    numbers in report.json. It also prints the findings, ranked by the seconds that they cost the run in comparison with
-    a replica's peers, or with the median of the same calls.
+    numbers in report.json. It also prints the findings, alarms before hints, and those that cost the run the most
+    seconds first. A slow replica is compared with its peers, a slow call with the median of the same calls.
 
     It reads files only, so it works while the run is live, after it has ended, and after it was killed. It needs the
     events that a run records with profiler.level=summary (the default) or full; without events, the exit code is 2.
@@ -153,7 +153,7 @@ def _no_events(run_dir: Path, about: Mapping[str, Any], events: Events) -> str:
     elif read_liveness(run_dir).how == "live":
         return f"{run_dir} has no events to report yet: the run is starting. Try again in a minute."
     else:
-        why = "it has no events/ directory: the run recorded no events, or ended before it began"
+        why = "it has no events/ directory: the run recorded no events, or ended before its first one"
     return (
         f"{run_dir} has no events to report: {why}. Where its time went cannot be determined afterwards. Launch runs "
         "with profiler.level=summary (the default), or with profiler.level=full to also record the work inside steps "

@@ -30,7 +30,7 @@ SMALL_JOURNAL_BYTES = 8 << 20
 )
 @click.option("--tokens", is_flag=True, help="Print the id, mask, version, log-prob and text of each token.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print the dumped trajectories as a JSON array, or one with --trajectory."
+    "--json", "as_json", is_flag=True, help="Print the trajectories as a JSON array; with --trajectory, only that one."
 )
 @click.option("--no-color", is_flag=True, help="Print plain text, also on a terminal.")
 def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_json: bool, no_color: bool) -> int:
@@ -49,8 +49,8 @@ def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_js
 
     A run keeps its conversations if rollout.dump_dir is set. Otherwise, a sample can be shown as long as its payload is
     in the run directory. Sampled text is coloured, with alternating shades for versions; all other text is dim. Without
-    --trajectory, the command prints a table of all trajectories, and the first one. The exit code is 2 if the run or
-    the sample does not exist.
+    --trajectory, the command prints a table of all trajectories, then the first trajectory. The exit code is 2 if the
+    run or the sample does not exist.
     """
     if len(arguments) > 2:
         raise click.UsageError(f"expected [RUN] SAMPLE, got {len(arguments)} arguments: {' '.join(arguments)}")

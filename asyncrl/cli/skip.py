@@ -76,7 +76,7 @@ def verify(directory: Path, as_json: bool) -> int:
 @_dir
 @click.option("--older-than", metavar="AGE", help="Select records older than this: 90s, 30m, 12h, 14d, 2w.")
 @click.option("--max-bytes", metavar="SIZE", help="Select the oldest, until the rest fits into this: 500M, 10G, 1Gi.")
-@click.option("--steps", metavar="STEPS", help="Select records of these steps: 12, 1-128,200, all.")
+@click.option("--steps", metavar="STEPS", help="Select records of these steps, e.g. 12 or 1-128,200 or all.")
 @click.option("--damaged", is_flag=True, help="Select damaged records, and incomplete records of dead processes.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
 @_json

@@ -1,6 +1,6 @@
 """Composition of packaged YAML, a user's file and overrides into one typed Config; no other module sees a DictConfig.
 
-The composed tree has, in this order: the schema's defaults, the chosen groups and recipe, the user's file, overrides.
+Values come from the schema's defaults, the groups, the recipe, the user's file and the overrides; later ones win.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def _read_file(name: str, file: Path) -> _BaseConfig:
 def _complete_defaults(defaults: Any, name: str) -> list[Any]:
     """Return the file's defaults list as Hydra needs it.
 
-    It starts from `base` unless it names a recipe, its choices of packaged groups override those of the recipe, and
-    the file itself comes after the configs below it. Overrides must come last in Hydra's lists.
+    The list starts with `base` unless it names a recipe. `_self_` follows the configs, so that the file's own keys
+    override theirs. Choices of packaged groups become overrides, which Hydra requires at the end of the list.
     """
     if defaults is None:
         return [_BASE, "_self_"]
@@ -255,10 +255,10 @@ def _split_override(text: str) -> tuple[str, str]:
         raise _Refused(text, "?", "it is neither a config file nor an override", "write key=value")
     name = name.lstrip("+").strip()
     if name.partition(".")[0] == "hydra" or name.startswith("hydra/"):
-        consequence = "Hydra only composes here; its run and sweep settings have no effect"
+        consequence = "Hydra only composes the configuration, so its run and sweep settings have no effect"
         raise _Refused(name, raw, consequence, "leave it out")
     if "@" in name:
-        consequence = "groups have one place here, the section of the same name"
+        consequence = "a group always sets the section of the same name"
         raise _Refused(name, raw, consequence, f"write {name.partition('@')[0]}={raw}")
     return name, raw
 
@@ -273,7 +273,7 @@ def _check_option(group: str, raw: str, options: Sequence[str]) -> str:
 
 
 def _check_list_index(name: str, raw: str) -> None:
-    """Refuse a key below a list that names no entry; Hydra raises a bare ValueError or TypeError for it."""
+    """Refuse a key that continues below a list without an entry's number; Hydra raises a bare error for it."""
     *parts, _ = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])
@@ -348,7 +348,7 @@ def _remove_unknown(tree: Tree) -> Iterator[ConfigProblem]:
         key = ".".join(path)
         section, names = known_section(key)
         close = nearest(key)
-        fix = f"did you mean {close}?" if close else f"{section or 'the top'} has {', '.join(names)}"
+        fix = f"did you mean {close}?" if close else f"{section or 'the top level'} has {', '.join(names)}"
         yield ConfigProblem(key, value, "there is no such key, so it would have no effect", fix)
 
 

@@ -68,7 +68,7 @@ def _reference() -> Iterator[str]:
     yield from _table("Top level", "The whole run.", [key for key in keys if "." not in key.name and not key.section])
     for section in (key for key in keys if key.section is not None):
         children = [key for key in keys if key.name.rpartition(".")[0] == section.name and key.section is None]
-        # A field's docstring describes this use of the section, the class's the section in general.
+        # A field's docstring describes this use of the section; the class's docstring describes the section in general.
         text = section.doc or (section.section.__doc__ or "" if section.section else "").strip()
         yield from _table(f"`{section.name}`", text, children)
 

@@ -73,7 +73,7 @@ def check_environment(config: Config, *, serve_only: bool = False) -> list[Confi
 
 
 def num_prompts(config: Config) -> int | None:
-    """Return the rows of the training set before filtering, or None if counting them needs a library."""
+    """Return the number of rows of the training set before filtering, or None if counting them needs a library."""
     if config.data.reasoning_gym is not None:
         return config.data.reasoning_gym.train_size
     total = 0
@@ -332,7 +332,7 @@ def _model_directory(key: str, path: str, otherwise: str = "", *, is_model: bool
     elif local is None or not _HUB_NAME.fullmatch(path):
         yield _missing(key, path, "the directory", otherwise)
     elif os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on") and not _in_hub_cache(path):
-        consequence = "it is no directory here, not in the hub's cache, and HF_HUB_OFFLINE forbids a download"
+        consequence = "it is neither a directory here nor in the hub's cache, and HF_HUB_OFFLINE forbids a download"
         yield ConfigProblem(key, path, consequence, f"{_similar_path(local)}; or unset HF_HUB_OFFLINE{otherwise}")
 
 
@@ -345,8 +345,8 @@ def _in_hub_cache(name: str) -> bool:
 def _target_modules(config: Config) -> Iterator[ConfigProblem]:
     """Check that each name in `model.target_modules` is a matrix in the model's files.
 
-    Files may lack a prefix that the modules have (`transformer.h.0` is saved as `h.0`), so a name also matches if one
-    is a suffix of the other.
+    Files may lack a prefix that the modules have (`transformer.h.0` is saved as `h.0`), so a target also matches a
+    saved name that it ends with.
     """
     targets = config.model.target_modules
     if config.model.lora_rank == 0 or targets == _ALL_LINEAR:
@@ -402,7 +402,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _packages(config: Config) -> Iterator[ConfigProblem]:
-    """Check that metric sinks exist, and the packages of the built-in ones and of the OTLP export."""
+    """Check that metric sinks exist, and that built-in sinks and the OTLP export have the packages they need."""
     for name in config.logging.sinks:
         yield from _user_code("logging.sinks", name, BUILTIN_SINKS, "sink")
     needed: list[tuple[str, str, tuple[str, ...], str]] = [
@@ -517,7 +517,8 @@ def check_devices(config: Config) -> Iterator[ConfigProblem]:
         yield from _too_few_gpus(config, gpus)
     if gpus or config.trainer.device != "auto":
         return
-    no_gpu = "this machine shows no GPU, which trainer.device=auto would use"  # the rules report device=cpu
+    # With trainer.device=cpu, the rules report these keys.
+    no_gpu = "this machine shows no GPU, which trainer.device=auto would use"
     for key in ("activation_offload", "param_offload", "optimizer_offload"):
         if getattr(config.trainer, key):
             yield warning(f"trainer.{key}", True, f"{no_gpu}: on CPU it has no effect", "leave this key out")

@@ -22,11 +22,11 @@ def load_object(reference: str, key: str) -> Any:
 
     Raises:
         ConfigError: there is no such object.
-        UserCodeError: the module raised when it was imported.
+        UserCodeError: the module raised an error when it was imported.
     """
     location, colon, path = reference.rpartition(":")
     if not (colon and location and path):
-        raise ConfigError(f"{key}: {reference!r} names nothing; write module:name or path/file.py:name")
+        raise ConfigError(f"{key}: {reference!r} is not of the form module:name or path/file.py:name")
     target: Any = _import_file(location, key) if location.endswith(".py") else import_module(location, key)
     for part in path.split("."):
         if not hasattr(target, part):
@@ -37,7 +37,7 @@ def load_object(reference: str, key: str) -> Any:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return the end of a sentence about a name that does not exist: the nearest name, or all names."""
+    """Return the end of a sentence about a name that does not exist: the nearest name, or up to 8 existing names."""
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(sorted(names)[:8])}" if names else ""
 

@@ -130,8 +130,8 @@ def unknown_keys(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield paths and values in `tree` that are not in the schema.
 
-    A section whose name resembles a known one is yielded once. Of any other unknown mapping, every leaf is yielded,
-    because the leaves show more of the intention.
+    An unknown section whose name resembles a known one is yielded as a whole. Every other unknown mapping is yielded
+    leaf by leaf, because the leaves show better which keys the user meant.
     """
     known = all_keys()
     for name, value in tree.items():

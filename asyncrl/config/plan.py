@@ -29,7 +29,7 @@ def training_steps(config: Config, num_prompts: int) -> int:
         num_prompts: prompts per epoch, after filtering.
 
     Raises:
-        ConfigError: the prompts do not fill a step, or only the critic's warm-up.
+        ConfigError: the prompts do not fill one step, or fill only the critic's warm-up.
     """
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
@@ -41,11 +41,11 @@ def training_steps(config: Config, num_prompts: int) -> int:
 def total_samples(
     config: Config, total_steps: int, num_prompts: int | None, *, step: int = 0, trained_samples: int = 0
 ) -> int:
-    """Return the number of samples that the run trains on, including those before a resume; pacing admits no others.
+    """Return the number of samples that the run trains on, including those before a resume. No others are admitted.
 
     Every pass (`trainer.ppo_epochs`) over a lease uses the same samples. A run that stops in the middle of a lease may
-    skip its last passes. After a resume, new samples are used for these steps, so the run may need more samples than
-    planned, but never more than its epochs contain if they determine its length.
+    skip the last passes over it. After a resume, the steps of these passes use new samples, so the run may need more
+    samples than planned, but never more than its epochs contain if `trainer.total_epochs` sets its length.
 
     Args:
         num_prompts: prompts per epoch, after filtering; may be None with `trainer.total_training_steps`.
@@ -59,7 +59,7 @@ def total_samples(
 
 
 def validation_due(test_freq: int, *, validated_step: int, step: int) -> bool:
-    """Whether a multiple of `trainer.test_freq` lies after `validated_step`, the newest validated one, up to `step`."""
+    """Whether a multiple of `trainer.test_freq` is above the newest `validated_step` and at most `step`."""
     return test_freq > 0 and step // test_freq > validated_step // test_freq
 
 
@@ -169,7 +169,7 @@ def _processes(config: Config, machine: MachineResources, num_parameters: int | 
 
 
 def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator[PlannedProcess]:
-    """Yield the training processes of the policy, including the models that share them, and those of other models.
+    """Yield the training processes that the policy and other models share, and the processes of separate models.
 
     All models are assumed to have the size of the policy.
     """

@@ -71,7 +71,7 @@ class CallBatcher(Generic[Item, Result]):
         """Send one batch from the front of the queue."""
         self._sending = sending = anyio.Event()
         try:
-            # Items that other tasks submit during this turn of the loop are in the batch, too.
+            # Items that other tasks submit during this iteration of the event loop are in the batch, too.
             await anyio.lowlevel.checkpoint()
             batch = [self._queue.popleft()]
             weight = batch[0].weight
@@ -94,6 +94,6 @@ class CallBatcher(Generic[Item, Result]):
         except AsyncRLError as error:
             outcomes = [error] * len(batch)
         finally:
-            # Also after an error of another class, which the sending caller raises: no caller is left waiting.
+            # No caller may be left waiting, even after an error of another class, which the sending caller raises.
             for entry, outcome in zip(batch, outcomes, strict=True):
                 entry.done, entry.outcome = True, outcome

@@ -78,7 +78,7 @@ class PoisonError(DataError):
 
 
 class UserCodeError(AsyncRLError):
-    """A reward function, tool or data set of the user raised. `cause` is the original traceback."""
+    """The user's reward function, tool or data set raised an error. `cause` is the original traceback."""
 
 
 class DivergenceError(AsyncRLError):

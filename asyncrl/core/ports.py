@@ -21,7 +21,7 @@ from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Media, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
 
 PartName = Literal["rollouter", "trainer", "queue", "store", "replica"]
-"""Parts that can be restarted while the others continue. A rank that dies takes the Trainer with it."""
+"""Parts that can be restarted while the others continue. If a rank dies, the whole Trainer is restarted."""
 
 # ------------------------------------------------------------------------------------------------ sample queue
 
@@ -51,7 +51,7 @@ class SampleCounts:
 
 
 class Admission(NamedTuple):
-    """Granted permits. Without ids and not `closed`, no permit became free in time."""
+    """Granted permits. If there are no ids and `closed` is false, no permit became free in time."""
 
     sample_ids: tuple[SampleId, ...]
     closed: bool
@@ -65,7 +65,7 @@ class QueuedSample(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """Samples handed to the Trainer. Without samples and not `ended`, not enough became READY in time."""
+    """Samples handed to the Trainer. If there are none and `ended` is false, not enough became READY in time."""
 
     lease_id: int
     samples: tuple[QueuedSample, ...]
@@ -127,7 +127,7 @@ class TurnLog(Protocol):
     """Keeps completed turns of RUNNING samples, in case the Rollouter dies before their sample is READY."""
 
     async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        """Record a complete turn. `key` names it within the sample: `0` to `n-1`, `baseline`."""
+        """Record a complete turn. `key` names it within the sample, see `rollouter.group.turn_key`."""
 
     async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
         """Return the turns of a sample that earlier incarnations of the Rollouter completed, by key."""
@@ -257,11 +257,11 @@ class StoreStatus:
     newest: WeightsVersion | None
     """None: nothing was published, or the store was restarted since."""
     replicas: tuple[ReplicaReport, ...]
-    """The last report of each replica that reported in the last minutes, the longest silent first."""
+    """The last report of each replica that reported in the last minutes, the oldest report first."""
     informed: bool = True
     """False: the Trainer has not published since the store was restarted."""
     at: float = 0.0
-    """When the status was taken, by the store's wall clock, as are the times in `replicas`. See `on_clock` in
+    """Time of this status on the store's wall clock, which the times in `replicas` use, too. See `on_clock` in
     `asyncrl.weights.object_store`."""
     health: ProcessHealth | None = None
     """Health of the store's process."""
@@ -328,7 +328,7 @@ class EngineFleet(Protocol):
     def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[GenerationEvent, None]:
         """Run the requests on one replica and yield their events until every turn is finished.
 
-        The iterator resumes aborted requests, and also those of a failed engine, with the tokens that it had reported.
+        The iterator resumes aborted requests and requests of a failed engine after the tokens that were reported.
         Closing the iterator aborts the requests; the tokens of the last second may be missing from `TurnProgress` then.
 
         Args:

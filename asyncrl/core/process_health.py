@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ProcessHealth:
-    """Health of one process, which it measures itself; of an engine, all its processes together."""
+    """Health of one process, measured by that process; for an engine, of all its processes together."""
 
     rss_bytes: int
     """Resident memory, including shared pages such as those mapped from the object store."""
@@ -71,5 +71,5 @@ class RunHealth:
     """By replica."""
     machine: MachineHealth | None = None
     object_store_share: float | None = None
-    """Used share of the fullest node's object store, counting objects that cannot be evicted without spilling."""
+    """Used share of the fullest node's object store; only objects that cannot be evicted without spilling count."""
     problems: tuple[Problem, ...] = ()

@@ -75,8 +75,8 @@ class StreamSink:
 async def stream_records(part: str, run: Callable[[RecordSink], Awaitable[None]]) -> AsyncIterator[RunRecord]:
     """Yield the records that `run` puts into its sink, and raise its failure if it has one.
 
-    `run` is a task of its own, because a task group must not stay open across the yields of a generator that its
-    consumer may abandon. Closing the generator cancels `run` and waits for it to end.
+    `run` is called in a separate task, because a task group must not stay open across the yields of a generator whose
+    consumer may abandon it. Closing the generator cancels `run` and waits for it to end.
 
     Raises:
         AsyncRLError: `run` raised it; any other exception is converted to a `BugError` of `part`.

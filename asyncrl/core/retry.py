@@ -26,7 +26,7 @@ class RestartBudget:
         """Failures since the run last made progress."""
 
     def reached(self, step: int) -> None:
-        """Note that the run has taken this step, possibly again after a rewind."""
+        """Record that the run has completed this step, possibly again after a rewind."""
         if step > self._furthest:
             self._furthest, self._without_progress = step, 0
 

@@ -31,7 +31,7 @@ class Pacing:
     samples_per_version: int
     """`S`: samples that one published version consumes."""
     staleness_threshold: float
-    """Versions' worth of samples that generation may run ahead; 0: on-policy pacing."""
+    """How far generation may run ahead of training, as a multiple of `S`; 0: it does not run ahead."""
     total_samples: int | None = None
     """Number of samples that the run trains on; a dropped sample is replaced. None: no limit."""
     over_sample: float = 0.0

@@ -86,7 +86,7 @@ class Prompt:
     """One row of the data set, templated and tokenized once."""
 
     prompt_ids: TokenIds
-    """int32 `[P]`, with all placeholders of `media`, one per feature of the model."""
+    """int32 `[P]`, with all placeholders of `media`: one for each feature that the model computes from them."""
     messages: tuple[Mapping[str, Any], ...] = ()
     data_source: str = "default"
     ground_truth: Any = None
@@ -119,7 +119,7 @@ class Row:
     response_ids: TokenIds
     """int32 `[L]`: all turns of the policy, and the messages of tools and users between them."""
     response_mask: Mask
-    """bool `[L]`: True = sampled by the policy and trained on."""
+    """bool `[L]`: True = sampled by the policy."""
     rollout_log_probs: LogProbs
     """float32 `[L]`, nats; 0 where `response_mask` is False."""
     spans: tuple[Span, ...]

@@ -7,7 +7,7 @@ Rollouter  permit      an admission          slot        a place in generation
            tool, user, agent, inside `engine`: answers between turns, and user programs that request turns
            surplus     storage of surplus samples that were aborted    dump    files of trajectories
            reward      scores                weights     the next publication; delays nothing
-           records     files of recorded stages (`skip`); the Trainer's too
+           records     files of recorded stages (`skip`), also in the Trainer
            apply       replicas to load a version        validation  the validation set's answers
 Trainer    model       ranks to start and load           samples     a lease and its payloads
            experience, critic, train                     calls to the ranks
@@ -46,8 +46,8 @@ class WaitBoard:
 
     @contextmanager
     def waiting(self, edge: str, *, limit_s: float = 0.0) -> Iterator[None]:
-        """Count the block as waiting on `edge`. `limit_s`: time after which a deadline inside the block has ended it;
-        0: it has no deadline."""
+        """Count the block as waiting on `edge`. `limit_s`: time within which a deadline inside the block ends the wait;
+        0: there is no such deadline."""
         key, started = self._next, self._clock()
         self._next += 1
         self._open[key] = (edge, started, started + limit_s)

@@ -71,7 +71,7 @@ async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncGenerator
 
 
 async def kill(actor: Any, known: Collection[ProcessInfo], known_at: float) -> None:
-    """Kill an actor, so that Ray does not restart it, and its processes as known at `known_at` (wall clock).
+    """Kill an actor, which Ray then does not restart, and the processes that it had at `known_at` (wall clock).
 
     This is bounded in time and shielded from cancellation. A process that is stopped (SIGSTOP) does not react to Ray,
     so processes on this machine are killed by their ids.

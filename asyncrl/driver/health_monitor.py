@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class HealthMonitor:
-    """Watches the health of one run. `run` is a task, until cancelled; a failure in it does not end the run."""
+    """Watches the health of one run. The task `run` ends only when cancelled; a failure in it does not end the run."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.scope = anyio.CancelScope()
         self.on_first: Callable[[], Coroutine[Any, Any, None]] | None = None
-        """Stops the run in order; None: the first signal already cancels `scope`."""
+        """Requests an orderly stop; None: the first signal already cancels `scope`."""
         self.received = False
 
     async def listen(self, *, task_status: TaskStatus[None]) -> None:

@@ -2,7 +2,7 @@
 Files, JSON and SQLite only, so no torch is needed.
 
 <run_dir>/checkpoints/step_000050/manifest.json   `asyncrl.storage.checkpoint_manifest`
-<run_dir>/journal.db                              `asyncrl.queue.journal`: what happened to each sample since
+<run_dir>/journal.db                              `asyncrl.queue.journal`: every operation of the sample queue
 
 A run resumes only from a checkpoint that survives (`LineageHistory`), because the journal's counts belong to it. The
 journal records where training went back. Without a journal, a run resumes from the newest checkpoint of the newest
@@ -81,7 +81,7 @@ def find_resume(config: Config, *, root: Path = RUNS, warn: Callable[[str], None
 
 
 def resume_in_run(run_dir: Path, history: LineageHistory) -> Resume | None:
-    """Return what a replaced Trainer resumes from while its run lives on; None: the initial model.
+    """Return what a replacement of the Trainer resumes from while the run continues; None: the initial model.
 
     Args:
         history: the run's rewinds so far. They exclude checkpoints that a replaced Trainer wrote after its successor
@@ -221,8 +221,8 @@ def _named(config: Config) -> _ResumeSource:
         why = f": the run {found}" if found else ""
         raise ConfigError(
             f"resume={config.resume}: there is no checkpoint to continue from, and no journal of a run that died "
-            f"before its first one{why}. Give none, auto, a run directory that has {CHECKPOINTS}/step_*, or one of "
-            "those"
+            f"before its first checkpoint{why}. Give none, auto, a run directory that has {CHECKPOINTS}/step_*, or one "
+            "of these checkpoints"
         )
     return found
 

@@ -328,7 +328,7 @@ class Run:
             on_status(status)
 
         async def on_timeout(error: DeadlineError) -> None:
-            if self._status.phase != "starting":  # a start has a deadline of its own
+            if self._status.phase != "starting":  # the start of a part has a separate deadline
                 supervisor.replace_unresponsive(error)
 
         self._status.answered_at[part.name] = time.time()
@@ -360,7 +360,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------ end
 
     async def _stop(self) -> None:
-        """Ask Rollouter and Trainer to end in order; fail the run if they do not end within the limit."""
+        """Ask Rollouter and Trainer for an orderly end; fail the run if they do not end within the limit."""
         limit_s = self._config.timeouts.stop_s
         ending = (
             "with a checkpoint" if self._config.trainer.save_last else "without a checkpoint (trainer.save_last=false)"
@@ -399,7 +399,7 @@ def _resume_message(resume: Resume, before: SampleCounts, now: SampleCounts) -> 
 
     `before` counts samples trained after the checkpoint as trained."""
     at = resume.manifest.progress
-    where = f"step {at.step} (version {at.version})" if resume.checkpoint is not None else "its beginning"
+    where = f"step {at.step} (version {at.version})" if resume.checkpoint is not None else "the beginning"
     again = max(0, before.trained - now.trained)
     return (
         f"continuing from {where} in {resume.run_dir}: {now.trained} samples are trained, {again} are trained again, "

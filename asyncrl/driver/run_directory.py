@@ -145,7 +145,7 @@ def check_run_dir(config: Config, resume: Resume) -> None:
 
 
 def open_run_dir(config: Config, resume: Resume | None) -> RunDir:
-    """Return the directory to run in, a resumed run's own. Records that cannot be continued are set aside.
+    """Return the directory to run in; a resumed run keeps its own. Records that cannot be continued are set aside.
 
     Raises:
         ConfigError: `run_dir` cannot be used.
@@ -160,7 +160,7 @@ def open_run_dir(config: Config, resume: Resume | None) -> RunDir:
         return run_dir
     run_dir = reopen_run_dir(resume.run_dir, config)
     if config.journal == "off":
-        # New checkpoints have sample counts of their own, which an old journal and its samples would contradict.
+        # New checkpoints have other sample counts, which an old journal and its samples would contradict.
         _set_aside(run_dir, SAMPLES, *JOURNAL_FILES)
     return run_dir
 

@@ -39,7 +39,7 @@ class RunStatus:
         self.rollouter: Mapping[str, Any] = {}
         self.trainer: Mapping[str, Any] = {}
         self.resumed_at = resumed_at or ResumePoint(0, 0, "")
-        """Point from which training last continued; the run's position until the Trainer has loaded that checkpoint."""
+        """Point from which training last continued. Until the Trainer reports a later one, it is the run's position."""
         self.answered_at: dict[str, float] = {}
         """By part, the time of its last answer, or of the first request to it if it has not answered. Wall clock."""
         self.restarting: Mapping[str, float] = {}

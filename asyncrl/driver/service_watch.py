@@ -70,7 +70,7 @@ class RestartableActor:
         self.status.answered_at[self.part] = time.time()
 
     def on_answer(self, pid: int, detail: str) -> bool:
-        """Note an answer of process `pid`. Return whether it is a new process, whose restart is recorded with `detail`.
+        """Record an answer of process `pid`. Return whether the process is new; a restart is recorded with `detail`.
 
         Raises:
             InfraError: the budget is spent.
@@ -94,7 +94,7 @@ class RestartableActor:
         Raises:
             InfraError: the new process did not answer in time.
         """
-        if self._pid is None:  # the start of the run has a deadline of its own
+        if self._pid is None:  # the start of the run has a separate deadline
             return
         now_s = time.monotonic()
         if self._killed is not None and self._killed[0] == self._pid:

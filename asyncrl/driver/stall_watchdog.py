@@ -19,8 +19,8 @@ class StallError(InfraError):
 class Watchdog:
     """Watches the progress of a run: samples, versions, steps, tokens, replicas, restarts.
 
-    Operations with a deadline of their own (a call to the ranks, the start or restart of a part) count as progress: if
-    one hangs, its deadline ends it with a more specific message.
+    Operations that have a deadline (a call to the ranks, the start or restart of a part) count as progress: if one
+    hangs, its deadline ends it with a more specific message.
     """
 
     limit_s: float

@@ -62,7 +62,7 @@ class SupervisedPart(Protocol):
         """Yield the records of the running process until it ends."""
 
     async def stop(self) -> None:
-        """Ask the running process to end in order."""
+        """Ask the running process for an orderly end."""
 
 
 class _RunStopped(Exception):
@@ -80,7 +80,7 @@ class Supervisor:
     """Called when a restart begins, and again when the new process works."""
     incarnation: int = 1
     loss: str = ""
-    """The work that is lost if the process does not stop in order, for log messages."""
+    """The work that is lost without an orderly stop, for log messages."""
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     replacing_since: float | None = field(default=None, init=False)
@@ -129,7 +129,7 @@ class Supervisor:
             self._cancel()
 
     def mark_working(self) -> None:
-        """Note that the running process works, which completes a restart."""
+        """Record that the running process works, which completes a restart."""
         if self._restart is not None and self.replacing_since is None:
             self.on_restart(replace(self._restart, recovered_at=self.wall_clock()))
             self._restart = None
@@ -168,8 +168,7 @@ class Supervisor:
         return self._unresponsive
 
     async def _replace(self, error: InfraError) -> InfraError | None:
-        """Replace the process that failed with `error`. Return the failure of the new one to start; None: it
-        started."""
+        """Replace the process that failed with `error`. Return the error if the new one did not start, else None."""
         failed_at = self.wall_clock()
         self.replacing_since = failed_at
         spent = self.budget.spend(self.clock(), error)
@@ -216,7 +215,7 @@ async def probe(
     on_answer: Callable[[Answer], Awaitable[None]],
     on_timeout: Callable[[DeadlineError], Awaitable[None]],
 ) -> None:
-    """Ask a part for its status about once a second, until cancelled. Each part has a probe of its own.
+    """Ask a part for its status about once a second, until cancelled. Each part has a separate probe.
 
     Args:
         ask: returns the part's answer within the given seconds; None: there is no process at the moment.

@@ -25,13 +25,13 @@ class KlControlConfig(ConfigSection):
     """The coefficient of the KL divergence from the reference policy in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: the coefficient follows the measured KL towards `target_kl` (https://arxiv.org/abs/1909.08593)."""
+    """adaptive: the coefficient changes to keep the measured KL near `target_kl` (https://arxiv.org/abs/1909.08593)."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.001
     """The coefficient, or the first value of the adaptive one."""
     target_kl: Annotated[float, Field(gt=0)] = 0.1
     """Target of the adaptive controller, in nats per response."""
     horizon: Positive = 10000
-    """Responses over which an error of 20 % or more changes the adaptive coefficient by a factor of about 1.2."""
+    """Number of responses after which an error of 20 % or more has changed the coefficient by a factor of about 1.2."""
 
 
 class FilterGroupsConfig(ConfigSection):
@@ -134,7 +134,7 @@ class AlgorithmConfig(ConfigSection):
 
 
 def _biased_gradient(config: Config) -> Iterator[ConfigProblem]:
-    """Warn if a plain policy gradient has samples of older policies without importance weights, which biases it."""
+    """Warn if a plain policy gradient is biased: it uses samples of older policies without importance weights."""
     correction = config.algorithm.rollout_correction
     if config.algorithm.policy_loss != "reinforce" or correction.rollout_is != "none":
         return

@@ -43,7 +43,7 @@ class OverlongBufferConfig(ConfigSection):
     """Soft punishment of overlong responses (DAPO, https://arxiv.org/abs/2503.14476, eq. 13)."""
 
     enable: bool = False
-    """Subtract from the reward of responses that reach into the last `len` tokens before rollout.response_length."""
+    """Lower the reward of responses that reach into the last `len` tokens before rollout.response_length."""
     len: Positive = 64
     """Tokens over which the punishment rises from 0 to `penalty_factor`."""
     penalty_factor: Annotated[float, Field(gt=0)] = 1.0
@@ -91,8 +91,8 @@ class JudgeConfig(ConfigSection):
     max_concurrency: Positive = 16
     """Maximum number of concurrent requests."""
     max_attempts: Positive = 3
-    """Maximum number of requests for an answer while the endpoint fails, and of answers for a rating while they have no
-    valid number."""
+    """Maximum number of requests until the endpoint answers, and maximum number of answers until one has a valid
+    number."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further fields of each request, e.g. `temperature`, `max_tokens`."""
 
@@ -168,7 +168,7 @@ def _functions(config: Config) -> Iterator[ConfigProblem]:
             consequence = f"the reward may have a part {name!r} already, and one would overwrite the other"
             fix = f"give it another name than {', '.join(_BUILTIN_PARTS)}"
         elif count > 1:
-            consequence, fix = f"{count} functions have this name, and share one part", "give each a name of its own"
+            consequence, fix = f"{count} functions have this name, and share one part", "give each a different name"
         else:
             continue
         yield ConfigProblem("reward.functions.name", name, consequence, fix)

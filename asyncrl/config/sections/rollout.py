@@ -34,7 +34,7 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "worker_cls": "leave it out: weight updates need the engine's own worker class",
     "worker_extension_cls": "leave it out: weight updates need asyncrl's extension",
 }
-"""Engine arguments that other keys set, or that are fixed, each with the fix of the error that refuses it."""
+"""Engine arguments that other keys set or that are fixed, each with the fix that the error message gives."""
 
 
 def _check_top_k(value: int) -> int:
@@ -286,7 +286,7 @@ def _entries(config: Config) -> Iterator[ConfigProblem]:
     names = Counter(interaction.name for interaction in turns.interactions)
     for name in (name for name, count in names.items() if count > 1):
         consequence = "two interactions have this name, so a row could choose neither"
-        yield ConfigProblem(f"{_TURNS}.interactions", name, consequence, "give each a name of its own")
+        yield ConfigProblem(f"{_TURNS}.interactions", name, consequence, "give each a different name")
 
 
 ENGINE_RULES: tuple[RuleFunction, ...] = (

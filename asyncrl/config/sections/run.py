@@ -23,8 +23,8 @@ class AsyncTrainingConfig(ConfigSection):
     """How far generation may run ahead of training. docs/design.md §3 has the four usual modes."""
 
     staleness_threshold: Annotated[float, Field(ge=0)] = 1.0
-    """How far generation may run ahead of training, in versions (the samples that training consumes for one version);
-    0: on-policy pacing."""
+    """How far generation may run ahead of training, as a multiple of the samples that training consumes for one
+    version; 0: generation does not run ahead."""
     trigger_parameter_sync_step: Positive = 1
     """Leases that the Trainer trains on for each published version."""
     require_batches: Positive = 1
@@ -199,8 +199,8 @@ RULES: tuple[RuleFunction, ...] = (
     _watchdog,
     _sample_timeout,
     ConfigRule("timeouts.probe_s", lambda c: c.timeouts.probe_s >= c.timeouts.call_s,
-               "callers of a queue or weight store that hangs give up after {c.timeouts.call_s:g} s "
-               "(timeouts.call_s), before it is replaced, so that Rollouter and Trainer are restarted too",
+               "calls to a hung queue or weight store time out after {c.timeouts.call_s:g} s (timeouts.call_s), before "
+               "the hung process is replaced, so Rollouter and Trainer are restarted too",
                "set it to less than {c.timeouts.call_s:g}, or raise timeouts.call_s", "warning"),
     _disk_space,
 )  # fmt: skip

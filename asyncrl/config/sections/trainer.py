@@ -212,8 +212,8 @@ def check_length(config: Config, num_prompts: int) -> Iterator[ConfigProblem]:
             "trainer.partial_final_batch",
             config.trainer.partial_final_batch,
             f"{num_prompts} prompts in each of {config.trainer.total_epochs} epochs do not fill a lease, which is "
-            f"{config.samples_per_lease} (trainer.ppo_mini_batch_size x async_training.require_batches), so there "
-            "would be no step",
+            f"{config.samples_per_lease} samples (trainer.ppo_mini_batch_size x async_training.require_batches), so "
+            "there would be no step",
             "set it to train, add data or epochs, or lower trainer.ppo_mini_batch_size",
         )
 
@@ -243,7 +243,7 @@ def _warm_ups(config: Config, steps: int) -> Iterator[ConfigProblem]:
     alone = critic.warmup_steps if config.needs_critic else 0
     key = "critic.warmup_steps"
     if alone >= steps:
-        consequence = f"the run has {steps} steps, and only the critic would learn in all of them"
+        consequence = f"the run has {steps} steps, and in each of them only the critic would learn"
         yield ConfigProblem(key, alone, consequence, f"set it below {steps}")
     elif alone * 2 > steps:
         consequence = f"only the critic learns in {alone} of the run's {steps} steps, and the policy in {steps - alone}"
@@ -331,7 +331,7 @@ RULES: tuple[RuleFunction, ...] = (
     _idle_ranks,
     ConfigRule("trainer.ulysses_sequence_parallel_size",
                lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and not c.trainer.use_remove_padding,
-               "sequences are cut over ranks in packed form, and trainer.use_remove_padding is false",
+               "sequences are split across ranks in packed form, and trainer.use_remove_padding is false",
                "set trainer.use_remove_padding=true, or trainer.ulysses_sequence_parallel_size=1"),
     ConfigRule("ref.placement", lambda c: c.model.lora_rank and c.needs_reference and c.ref.placement == "own",
                "with LoRA the policy without its adapters is the reference already; this loads it a second time",

@@ -160,7 +160,7 @@ def test_null_unsets_a_text() -> None:
         ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n", "did you mean rollout.n?"),
         ("rollout.temperature=1", "rollout.temperature", "did you mean rollout.sampling.temperature?"),
         ("rolout.n=4", "rolout", "did you mean rollout?"),
-        ("nothing_like_it=4", "nothing_like_it", "the top has mode, "),
+        ("nothing_like_it=4", "nothing_like_it", "the top level has mode, "),
         ("data.reasoning_gym.tsk=x", "data.reasoning_gym.tsk", "did you mean data.reasoning_gym.task?"),
     ],
 )  # fmt: skip
@@ -199,7 +199,7 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(override: str, key: str
         ("rollout.n", "neither a config file nor an override"),
         ("ppo_critic", "put it first: ppo_critic KEY=VALUE"),
         ("rollout.n=[1", "cannot be read"),
-        ("algorithm@x=grpo", "groups have one place"),
+        ("algorithm@x=grpo", "a group always sets the section"),
         ("rollout.multi_turn.tools.class_name=a", "class_name is not the number of an entry"),
         ("rollout.multi_turn.tools.*.mcp.url=a", "give the whole list, rollout.multi_turn.tools=[...]"),
         ("logging.sinks.x=1", "logging.sinks is a list"),

@@ -91,7 +91,7 @@ def test_message_of_a_resumed_run() -> None:
     )
     resume.checkpoint = None
     assert _resume_message(resume, SampleCounts(), SampleCounts()).startswith(
-        "continuing from its beginning in runs/q: 0 samples are trained"
+        "continuing from the beginning in runs/q: 0 samples are trained"
     )
 
 

@@ -231,7 +231,7 @@ def test_the_page_escapes_names(tmp_path: Path) -> None:
     [
         ("off", None, False, "profiler.level was off"),
         ("'off'", None, False, "profiler.level was off"),  # YAML reads a bare `off` as false
-        ("summary", None, False, "ended before it began"),
+        ("summary", None, False, "ended before its first one"),
         ("summary", None, True, "Try again"),
         ("summary", '{"timest', False, "its 1 files hold no readable events"),
     ],
