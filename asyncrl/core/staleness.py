@@ -1,7 +1,7 @@
 """How far generation may run ahead, and how old a sample may be when it is trained on (docs/design.md §3).
 
-Pure: integers in, decisions out. Pacing and the bound are separate settings: pacing limits how many samples are in
-progress, the bound how stale a sample may be when the Trainer leases it.
+Pure: integers in, decisions out. Two separate settings apply. Pacing (`staleness_threshold`) limits how many samples
+are in progress. The bound (`max_staleness`) limits how stale a sample may be when the Trainer leases it.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class SupervisedRollouter(_SupervisedActor):
     """The answer of `RolloutActor.prepare`."""
 
     async def claim(self, incarnation: int) -> str:
-        """Requeue the samples that were RUNNING, and without a journal those that were READY, too."""
+        """Requeue the samples that were RUNNING and, without a journal, also those that were READY."""
         with attribute_failure_to("queue"):
             before = (await self.queue.status()).counts.fed
             await self.queue.attach("rollouter", incarnation)

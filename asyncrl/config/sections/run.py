@@ -193,8 +193,8 @@ RULES: tuple[RuleFunction, ...] = (
     ConfigRule("async_training.max_staleness", lambda c: c.async_training.max_staleness is not None
                and c.async_training.stale_action == "drop"
                and c.async_training.max_staleness < c.async_training.staleness_threshold,
-               "pacing lets samples get {c.async_training.staleness_threshold:g} versions old (staleness_threshold), "
-               "so some generated samples will be dropped", "raise it, or lower async_training.staleness_threshold",
+               "generation may run {c.async_training.staleness_threshold:g} versions ahead (staleness_threshold), so "
+               "some of its samples will be dropped as stale", "raise it, or lower async_training.staleness_threshold",
                "warning"),
     _watchdog,
     _sample_timeout,
