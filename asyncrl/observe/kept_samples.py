@@ -80,11 +80,11 @@ def _not_kept(run: ConfiguredRun, index: int, name: str, notes: Sequence[str]) -
     record = run.skip_record(index)
     if fate.scored:
         dump = f"It is not in rollout.dump_dir={run.dump_dir}" if run.dump_dir else "The run dumps no trajectories"
-        parts.append(f"{dump}, and its payload is not (or no longer) in the run directory")
+        parts.append(f"{dump}, and the sample's payload is not (or no longer) in the run directory")
     elif fate.record is not None:
         parts.append("None of its trajectories was scored, so none was kept")
     if record is not None:
-        parts.append(f"A record has its generation: asyncrl skip show {record}")
+        parts.append(f"Its generation was recorded: asyncrl skip show {record}")
     elif fate.scored and not run.dump_dir:
         parts.append(
             "Launch with rollout.dump_dir=DIR to keep every trajectory, or with skip.async_rollout.enable=true to "
@@ -219,7 +219,7 @@ def _describe_state(record: SampleRecord) -> str:
     return {
         "running": f"its generation began {at} and is not finished",
         "ready": f"it became READY {at} and waits to be trained on",
-        "leased": f"the Trainer has leased it since {_clock(record.leased_at)}",
+        "leased": f"the Trainer leased it at {_clock(record.leased_at)}",
         "trained": f"it was trained on {at}",
         "dropped": f"it was dropped ({record.reason}) {at}",
     }.get(record.state, "it waits to be generated again")

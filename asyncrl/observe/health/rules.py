@@ -18,7 +18,7 @@ from asyncrl.observe.health.alarms import GONE_S, AlarmLevel, Alarms, Condition,
 
 GIB = 1 << 30
 LONG_LAG_S = 2.0
-"""A longer lag is reported at once: it may be rare, and a process remembers it for 10 s only."""
+"""A longer lag is reported without hold time: a process reports a lag for 10 s only, which is less than that time."""
 GROWTH_OVER_S = 600.0
 """Window for memory growth: allocators need time to settle."""
 GROWTH_PARTS = 4
@@ -27,7 +27,7 @@ KV_PREEMPTIONS = 3
 """More preemptions than this within `KV_OVER_S` are a problem."""
 DISK_PART_S = (60.0, 450.0)
 """Limits of the length of the parts into which the disk's window is divided. A part is as long as the time between two
-checkpoints, clipped to these limits; writing a checkpoint takes less than the upper one."""
+checkpoints, clipped to these limits; writing a checkpoint takes less than the upper limit."""
 MAX_DISK_PARTS = 8
 BUSY_CPU = 0.8
 """A process counts as computing if it keeps at least this many CPUs busy."""
@@ -61,7 +61,8 @@ RULES: Mapping[str, HealthRule] = {
         hold_s=20.0,
         calm_s=300.0,
     ),
-    # A part is asked every second and answers within milliseconds. A clock change can falsify one measurement, not two.
+    # A process is polled every second and answers within milliseconds. A clock change can falsify one measurement, so a
+    # single one is not reported.
     "silence": HealthRule(
         10.0,
         5.0,
@@ -290,9 +291,8 @@ def _disk(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
     if machine is None or machine.disk_free_bytes is None:
         return
     free = machine.disk_free_bytes
-    # A checkpoint takes much space at once. The first `kept_checkpoints` of them keep it; each later one replaces an
-    # older one. The window has more parts than those first ones can fall into, so at least one part shows only steady
-    # growth.
+    # Each of the first `kept_checkpoints` checkpoints takes much space at once; each later one replaces an older one.
+    # The window has more parts than these first checkpoints, so at least one part shows only steady growth.
     parts = min(settings.kept_checkpoints + 3, MAX_DISK_PARTS)
     over_s = parts * min(max(snapshot.save_s, DISK_PART_S[0]), DISK_PART_S[1])
     trend = trends.add("disk", -free, over_s, parts)

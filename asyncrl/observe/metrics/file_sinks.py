@@ -98,7 +98,7 @@ class TensorBoardSink:
         return ()
 
     def _discard_after(self, unix_s: float, step: int) -> None:
-        """Start a session at a step, which makes TensorBoard discard earlier values of that step and later ones."""
+        """Start a session at the next step, which makes TensorBoard discard earlier values from that step on."""
         self._put(self._event(wall_time=unix_s, step=step + 1, session_log=self._start))
 
     def write(self, row: MetricsRow) -> None:

@@ -21,7 +21,7 @@ _PREFIX = "ray_"
 _WIDTH, _HEIGHT, _ACROSS = 8, 7, 3
 _STATISTICS = ("mean", "min", "max", "std", "p50", "p95", "p99")
 _TOGETHER = ("timing/", "queue/dropped/", "skip/<role>/", "throughput/", "idle/", "active/", "weight_sync/")
-"""Metrics with this prefix share a panel."""
+"""Prefixes of names; metrics with the same one of these prefixes share a panel."""
 _UNITS = {"s": "s", "bytes": "bytes", "tokens/s": "suffix: tokens/s"}
 _OVERVIEW = (
     ("Reward", ("reward/mean", "validation/reward/mean")),

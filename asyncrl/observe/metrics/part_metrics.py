@@ -13,7 +13,7 @@ from asyncrl.observe.metrics.rows import MetricsRow, queue_metrics
 
 
 class RestartableCounter:
-    """A counter that continues when its part is restarted and counts from 0 again."""
+    """The total of a counter over all incarnations of a part, each of which counts from 0."""
 
     def __init__(self) -> None:
         self._earlier = 0.0

@@ -1,6 +1,7 @@
 """Metrics for Prometheus, exported through Ray's metrics endpoint of the driver's node.
 
-A gauge that is not set for half a minute leaves Ray's endpoint, so the current values are set again until they change.
+A gauge that is not set for half a minute disappears from Ray's endpoint. While no rows come, the current values are
+therefore set again every `REFRESH_S` seconds.
 `prometheus.json` in the run directory holds the endpoint's address, in the form of Prometheus' `file_sd_configs`.
 """
 

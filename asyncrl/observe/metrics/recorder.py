@@ -126,7 +126,7 @@ class Recorder:
             await to_thread.run_sync(self._write, row)
 
     async def rewind(self, resumed: ResumePoint) -> None:
-        """Remove everything beyond the checkpoint to which training goes back from the files, the summary and the view.
+        """Remove from files, summary and view everything beyond the checkpoint to which training goes back.
 
         Counters of the running parts continue. Records of an earlier lineage that arrive later are ignored if they are
         beyond the checkpoint.
@@ -256,7 +256,7 @@ class Recorder:
     @asynccontextmanager
     async def trackers(self) -> AsyncIterator[None]:
         """At the end of the block, send all rows and the outcome of the run to wandb, Prometheus and other trackers,
-        while the processes that serve them still run. Trackers accept no later rows."""
+        while the processes that the trackers need still run. Trackers accept no later rows."""
         ok = False
         try:
             yield
@@ -374,5 +374,5 @@ def _reduced(row: MetricsRow) -> MetricsRow:
 
 
 def _last(rows: Sequence[MetricsRow], name: str) -> float:
-    """Return the newest value of a counter; 0: there is none."""
+    """Return the newest value of a counter; 0 if there is none."""
     return next((row.metrics[name] for row in reversed(rows) if name in row.metrics), 0.0)

@@ -1,8 +1,8 @@
 """The sinks that receive the rows of a run, as selected by `logging.sinks`.
 
 Sinks block, so the recorder calls them in threads. Each row is written at once to the files of the run directory
-(`file_sinks`), and a full disk ends the run. A library that may block on a network (`trackers`) runs on a thread of its
-own. If it blocks, fails or falls behind, only its rows are lost: they are counted, and the first loss is logged as a
+(`file_sinks`), and a full disk ends the run. Each library that may block on a network (`trackers`) runs on a separate
+thread. If it blocks, fails or falls behind, only its rows are lost: they are counted, and the first loss is logged as a
 warning. At the end, the run waits at most `CLOSE_S` for all these libraries together.
 """
 
@@ -30,7 +30,7 @@ TRACKERS: Mapping[str, str] = {
 }
 """Import paths of `Tracker` classes by name."""
 MAX_ROWS = 1_000
-"""A row is about 10 KB."""
+"""Limit of the queue of a tracker; a row is about 10 KB."""
 CLOSE_S = 10.0
 
 
@@ -98,7 +98,7 @@ class Tracker(Receiver[MetricsRow | None]):
         raise NotImplementedError
 
     def rewind(self) -> None:
-        """Called when training has gone back to a checkpoint; rows of the next lineage follow."""
+        """React to the return of training to a checkpoint; rows of the next lineage follow."""
 
     def send(self, items: Sequence[MetricsRow | None]) -> None:
         for row in items:
