@@ -46,7 +46,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
         "waste": waste_figures(events, histories),
         "lower_limits": limit_figures(events, histories, requests, about.get("response_length")),
     }
-    # Unknown without `started_at`, or if that is the time of a resumption.
+    # `starting_s` is unknown without `started_at`, or if that is the time of a resumption.
     started_at, run_s = about.get("started_at"), summary.get("wall_s")
     starting_s = start - started_at if started_at is not None and started_at <= start else None
     ending_s = max(0.0, started_at + run_s - end) if starting_s is not None and started_at and run_s else None
@@ -118,7 +118,7 @@ def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *
 
 
 def _unfinished(run: Mapping[str, Any], idle: Mapping[str, Any]) -> str:
-    why = "The run is live" if run.get("status") == LIVE else "The run did not end in good order"
+    why = "The run is live" if run.get("status") == LIVE else "The run did not shut down cleanly"
     sides = [("the Trainer's", idle["trainer"]), ("the Rollouter's", idle["rollouter"])]
     ends = " and ".join(f"{name} at {seconds(side['known_s'])}" for name, side in sides if side is not None)
     text = f"{why}, and no event shows what was still running at the end: idle figures end with the last "

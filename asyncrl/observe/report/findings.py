@@ -36,7 +36,7 @@ from asyncrl.observe.report.versions import waste_by_reason
 
 ALARM_S = (3.0, 10.0)
 ALARM_SHARE = 0.02
-"""An alarm loses this share of the run, clipped to these seconds; a finding that loses less is a hint."""
+"""A finding that costs less than this share of the run, clipped to these seconds, is a hint instead of an alarm."""
 MIN_LOST_S = 1.0
 SLOW_RATIO = 1.5
 """Least ratio of a slow replica's seconds per token, or of a slow rank's seconds, to those of its peers."""
@@ -137,7 +137,7 @@ _CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("checkpoint_hang", "A checkpoint", ("trainer.checkpoint",)),
     ("queue_hang", "The queue",
      ("queue.commit", "sample.payload", "sample.offer", "trainer.fetch", "trainer.commit")),
-    ("disk_hang", "A record", ("dump.write", "turnlog.write", "skip.read", "skip.write")),
+    ("disk_hang", "The disk", ("dump.write", "turnlog.write", "skip.read", "skip.write")),
 )  # fmt: skip
 """Kinds of calls with a common cause. Inner calls come first: time that an inner call explains is not reported again
 for an outer one."""
@@ -233,14 +233,14 @@ def rank_findings(run: RunData) -> list[dict[str, Any]]:
 
 
 def _slow_replicas(run: RunData) -> Iterator[Finding]:
-    """Compare each replica with the median of the others: by decoding, and if that finds none, by all of its work."""
+    """Compare each replica with the median of the others: by decoding, and if none is slow, by all of its work."""
     by = run.requests.groupby("replica", observed=True)
     sums = by[["decode_s", "response_tokens", "duration_s", "gate_s", "paused_s"]].sum()
     sums["work_s"] = sums["duration_s"] - sums["gate_s"] - sums["paused_s"]
     sums["busy"] = [total(spans(own)) for _, own in by]
     sums["pace"] = sums["response_tokens"] / sums["busy"].clip(lower=1e-9)
     sums = sums[(by.size() >= 5) & (sums["response_tokens"] >= 50)]
-    for column, verb in (("decode_s", "decodes a token in"), ("work_s", "takes a token's worth of work in")):
+    for column, verb in (("decode_s", "decodes a token in"), ("work_s", "does the work for a token in")):
         rates = sums[column] / sums["response_tokens"]
         usual = pd.Series({replica: rates.drop(replica).median() for replica in rates.index}, dtype="float64")
         slow = rates[(usual > 0) & (rates >= SLOW_RATIO * usual)]
@@ -266,7 +266,7 @@ def _slow_replicas(run: RunData) -> Iterator[Finding]:
 
 
 def _stuck_requests(run: RunData) -> Iterator[Finding]:
-    """Find requests whose time neither their tokens nor their replica's pace explain."""
+    """Find requests that took far longer than their tokens and the speed of their replica explain."""
     rows = run.requests
     if len(rows) < 10:
         return
@@ -287,7 +287,7 @@ def _stuck_requests(run: RunData) -> Iterator[Finding]:
         run.lost(union((rows["end"] - excess)[stuck].to_numpy(), rows["end"][stuck].to_numpy())),
         f"{count(int(stuck.sum()), 'request')} of {len(rows)} took far longer than their tokens explain. The worst, "
         f"{worst['request']} on replica {worst['replica']}, took {seconds(worst['duration_s'])} for "
-        f"{worst['response_tokens']:.0f} tokens." + (" They were its first." if is_first else ""),
+        f"{worst['response_tokens']:.0f} tokens." + (" Each was among the first of its replica." if is_first else ""),
         run.evidence(worst, "request", worst["duration_s"], usual), is_hint=is_first,
     )  # fmt: skip
 
@@ -378,7 +378,7 @@ def _late_calls(run: RunData) -> Iterator[Finding]:
 
 
 def _process_starts(run: RunData) -> NDArray[np.float64]:
-    """Return when processes may have started anew: after a part was replaced, an outage or a rewind."""
+    """Return when processes may have been restarted: after a part was replaced, an outage or a rewind."""
     steps = run.events["step"]
     lineages = steps.groupby(steps["lineage"].fillna(0)).agg(first=("timestamp", "min"), last=("end", "max"))
     # A lineage's first calls come before its first step, and after the last step of the lineage before.
@@ -413,7 +413,7 @@ def _idle_sides(run: RunData) -> Iterator[Finding]:
     text = f"{waited}: generation is the slower side."
     if shorter_s > LARGE_SHARE * wall and longer_s < SLOWER_SIDE_RATIO * shorter_s:
         kind = "sides_alternate"
-        text = f"The sides take turns waiting for each other. {waited}. {idled}. Pacing lets them overlap too little."
+        text = f"The two sides wait for each other alternately. {waited}. {idled}. Pacing lets them overlap too little."
     elif rollouter_s > trainer_s:
         kind, event, lost = "rollouter_idle", "sample.generate", rollouter_s
         text = f"{idled}: training is the slower side, or pacing holds generation back."

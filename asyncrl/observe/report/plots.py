@@ -1,6 +1,6 @@
 """The figures of a report: each has a caption with its numbers and a PNG, both made from report.json alone.
 
-Drawing blocks, for a second or two in all.
+Drawing is blocking and takes a second or two in all.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _lifetimes(report: Report) -> Iterator[Any]:
         kind = max(bar["seconds"], key=bar["seconds"].__getitem__)
         most = f"{seconds(bar['seconds'][kind])} {KINDS[kind]}"
         lifetimes.append(f"at the {names[bar['which']]} {seconds(bar['lifetime_s'])}, of which {most}")
-    yield f"The lifetime of a sample is {'; '.join(lifetimes)}. A sample counts by its longest trajectory."
+    yield f"The lifetime of a sample is {'; '.join(lifetimes)}. It is that of the sample's longest trajectory."
     figure, axes = _subplots(height=2.9)
     left, longest = np.zeros(len(bars)), max(bar["lifetime_s"] for bar in bars) or 1.0
     for kind, meaning in KINDS.items():
@@ -304,7 +304,7 @@ def _idle(report: Report) -> Iterator[Any]:
         )
         strips["nothing in generation"] = rollouter["strip"]
     is_known = not any(None in strip for strip in strips.values())
-    yield text + f". The darker, the more of that moment was idle.{'' if is_known else ' Grey: not known.'}"
+    yield text + f". Darker moments were idle for a larger share.{'' if is_known else ' Grey: not known.'}"
     if idle["down_s"]:
         strips["run was down"] = idle["down"]
     figure, axes = _subplots(height=0.9 + 0.55 * len(strips))
@@ -436,7 +436,7 @@ def _limits_caption(limits: Report, rows: Sequence[Report]) -> str:
     )
     if known:
         return text + f"The loss is computed from {limits['reward_from']}; a response that is cut is worth nothing."
-    why = "no event has a reward" if limits["reward_from"] is None else "no reward is worth more than another"
+    why = "no event has a reward" if limits["reward_from"] is None else "all rewards are equal"
     return text + f"Its cost is unknown: {why}."
 
 

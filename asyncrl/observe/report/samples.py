@@ -321,8 +321,10 @@ class CriticalPath:
 
 
 def _generation_chain(samples: pd.DataFrame, index: int) -> tuple[list[int], float]:
-    """Return this sample and those that had its slot before it, back to one that waited for a permit, and the time when
-    that one received the permit, or -inf if none waited for one."""
+    """Return this sample and those that had its slot before it, back to one that waited for a permit.
+
+    Also returns the time when that one received its permit; -inf if none waited for a permit.
+    """
     if index not in samples.index:
         return [], -np.inf
     begun, generated, admitted, permit_s = (samples[name].to_numpy() for name in samples.columns)

@@ -37,7 +37,7 @@ SIGMAS, MIN_RATIO = 5.0, 1.25
 MAX_OUTLIERS = 20
 NUM_BINS = 240
 OUTAGE_S = 60.0
-"""If no event covers a longer time than this, the run may have been down."""
+"""During a longer time without any event, the run may have been down."""
 _BUBBLE_S = 1.0
 _ROUNDING_S = 1e-3
 _PARTS = {
@@ -250,8 +250,8 @@ def find_outages(
 ) -> tuple[float, float, Intervals]:
     """Return the first sample's admission, the end of the last event, and when the run was down in between.
 
-    If the run has ended in good order, all of its work is recorded, so any time that no event covers is an outage. If
-    the run is live or died, work that did not end may fill that time. It is an outage only if the run began anew:
+    If the run has shut down cleanly, all of its work is recorded, so any time that no event covers is an outage. If the
+    run is live or died, work that did not end may fill that time. It is an outage only if the run was restarted:
 
     - the Trainer began an activity later; had it survived that time, an event of its earlier activity would cover it;
     - a sample that did not end is admitted again although the Rollouter was not replaced;
@@ -285,7 +285,7 @@ def idle_figures(events: Events, start: float, end: float, down: Intervals, *, c
     """Return the idle time of both sides. Shares refer to the time in which the run was up and the side is known.
 
     Args:
-        completed: the run has ended in good order, so nothing was running at its last event.
+        completed: the run has shut down cleanly, so nothing was running at its last event.
     """
     waits = events["trainer.wait_samples"]
     trainer = difference(clip(spans(waits), start, end), down)
@@ -339,7 +339,7 @@ def _unended_generation(events: Events, end: float, down: Intervals) -> tuple[In
 
 
 def _open_admissions(events: Events) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return admissions that no end of their sample follows, and when the sample was admitted again (inf: never)."""
+    """Return admissions of samples that did not end afterwards, and when each was admitted again (inf: never)."""
     times = [events["sample.admitted"][["index", "timestamp"]].assign(ends=False)]
     for name in _ENDS_OF_GENERATION:
         times.append(events[name][["index", "end"]].rename(columns={"end": "timestamp"}).assign(ends=True))

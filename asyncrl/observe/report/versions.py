@@ -30,7 +30,7 @@ FRACTIONS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
 def staleness_figures(events: Events, histories: TracedSamples) -> dict[str, Any]:
-    """Return how many versions old the finally trained samples are, and how many versions sampled each."""
+    """Return the staleness of the samples in the final lineage, and newest minus oldest version that sampled each."""
     trained = events["sample.trained"]
     trained = trained[trained["index"].isin(histories.trained_in.index)].drop_duplicates("index", keep="last")
     figures: dict[str, Any] = {"samples": len(trained)}
@@ -144,10 +144,10 @@ def limit_figures(
 ) -> dict[str, Any]:
     """Return what lower response limits would have cut, lost and saved, if a response that is cut were worth nothing.
 
-    A limit saves the decoding of what it cuts, but no waits, prefill or tools. Lengths count as rollout.response_length
-    does: tokens of a whole trajectory, with the tools' answers. The reward of a trajectory is that of its own
-    `reward.score`, or else the mean of its sample; its worth is the part above 0, or above the least reward if that is
-    negative. If no reward is known, or all are worth 0, `reward_lost_share` is None.
+    A limit saves the decoding of what it cuts, but no waits, prefill or tools. A length is, as for
+    rollout.response_length, the number of tokens of a whole trajectory, including tool results. The reward of a
+    trajectory is from its `reward.score` event, or else the mean of its sample; its worth is the part above 0, or above
+    the least reward if that is negative. If no reward is known, or all are worth 0, `reward_lost_share` is None.
     """
     rows = completed_trajectories(events)
     rows = rows[rows["tokens"] > 0].set_index(TRAJECTORY_KEYS)

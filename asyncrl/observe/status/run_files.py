@@ -88,7 +88,7 @@ def read_run(run_dir: Path) -> RunFiles:
     )
     if state is None and summary is None and not counts_from:
         reason = "; ".join(notes) or f"there is no {STATE_FILE}, {SUMMARY} or {JOURNAL} in it"
-        raise ConfigError(f"{run_dir} has nothing to show: {reason}. Its run ended before it began.")
+        raise ConfigError(f"{run_dir} has nothing to show: {reason}. The run may have ended before it wrote its state.")
     return files
 
 
@@ -128,7 +128,7 @@ class RunLiveness(NamedTuple):
 
 
 def read_liveness(run_dir: Path) -> RunLiveness:
-    """Return whether the run is live; cheaper than `read_run`, and never an error. Blocking."""
+    """Return whether the run is live; cheaper than `read_run`, and raises nothing. Blocking."""
     state = None
     with contextlib.suppress(ConfigError):
         state = read_state(run_dir)

@@ -205,7 +205,7 @@ class _Explanation:
         return (*stopping, *self._trainer())
 
     def _starting(self) -> tuple[WaitLink, ...]:
-        """Explain the start, in which ranks and engines start concurrently, by one that is not ready."""
+        """Explain the start by a rank or an engine that is not ready yet; they start concurrently."""
         if waits := self._waits("trainer"):
             return (self._blocked_trainer(waits[0]),)
         if self._state.replicas and (lagging := self._lagging_replica(self._state.replicas)):
@@ -224,7 +224,7 @@ class _Explanation:
                 return (WaitLink("Trainer", "is blocked on the queue"), silent)
             if "trainer" not in self._state.waits:
                 return (WaitLink("Trainer", "has not reported yet", None, "", "unknown"),)
-            detail = "between two calls, or working on its own event loop"
+            detail = "between two calls, or computing in its event loop"
             return (WaitLink("Trainer", "is not blocked", None, detail, "busy"),)
         longest = waits[0]
         if longest.edge == "served":
@@ -287,7 +287,7 @@ class _Explanation:
         for edge, wait in waits.items():
             if edge not in silent_edges:
                 return (WaitLink("Rollouter", f"is blocked on {edge}", wait.since_s, _tasks(wait), "unknown"),)
-        return (WaitLink("Rollouter", "is not blocked", None, "working on its own event loop", "busy"),)
+        return (WaitLink("Rollouter", "is not blocked", None, "computing in its event loop", "busy"),)
 
     def _cannot_fill_lease(self, counts: SampleCounts) -> bool:
         """Return whether the admitted samples are too few for a lease while the gate admits no more."""
@@ -403,7 +403,7 @@ class _Explanation:
             first = behind[0]
             detail = f"{first.phase}, {first.in_flight} requests in flight; pid {first.pid}"
             return (WaitLink(_name(first), f"still serves version {first.version}", None, detail, "replica"),)
-        return (WaitLink("replicas", "serve it", None, "the Rollouter is about to open the gate", "busy"),)
+        return (WaitLink("replicas", "serve the version", None, "the Rollouter is about to open the gate", "busy"),)
 
     # ------------------------------------------------------------------------------------------------ replicas
 

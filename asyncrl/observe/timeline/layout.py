@@ -58,7 +58,7 @@ PHASES = ("gate", "queued", "prefill", "decode", "paused")
 
 REQUEST = "request"
 SAMPLES, TRAJECTORIES = "samples", "trajectories"
-"""Samples and trajectories have blocks of their own, because hundreds may be in flight."""
+"""Samples and trajectories have separate blocks, because hundreds may be in flight."""
 
 _PART_GROUPS: dict[str, tuple[str, str]] = {
     "step": ("steps", "other"),
@@ -209,7 +209,7 @@ class Bar(NamedTuple):
 def request_phases(
     start: int, end: int, fields: Mapping[str, Any], pauses: Iterable[tuple[int, int]] = ()
 ) -> list[Bar]:
-    """Return the phases of a request, which touch and fill it.
+    """Return the phases of a request, which fill it without gaps.
 
     The event of a request contains how long it was paused, and the events of its replica contain when. A phase that is
     interrupted continues afterwards; the last phase takes the remaining time.
@@ -413,7 +413,7 @@ def merge_to_limit(bars: Bars, resolution: int, limit: int) -> tuple[Bars, int]:
 
 
 class Occupancy(NamedTuple):
-    """How many bars are in each state, by cell and then state; columns."""
+    """The number of bars in each state, as columns sorted by cell and then state."""
 
     start: Ints
     """The start of the cell."""

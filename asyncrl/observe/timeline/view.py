@@ -75,7 +75,7 @@ class Selection(NamedTuple):
 
     @property
     def events(self) -> Ints:
-        """Events with a bar of their own."""
+        """Return the events with at least one bar that is not merged."""
         return np.unique(self.bars.event[self.bars.event != MERGED])
 
 

@@ -422,7 +422,7 @@ def test_work_in_progress_when_a_run_was_killed_is_not_idle_time(runs: Runs, cut
     for side in ("trainer", "rollouter"):
         assert short["idle"][side]["idle_s"] <= long["idle"][side]["idle_s"]
         assert short["idle"][side]["known_s"] <= short["run"]["wall_s"]
-    assert any("did not end in good order" in note for note in short["notes"])
+    assert any("did not shut down cleanly" in note for note in short["notes"])
 
 
 def test_answering_the_validation_set_is_not_idle_time(runs: Runs) -> None:

@@ -194,7 +194,7 @@ def test_a_long_tail_costs_the_time_that_the_trainer_waits_for_it(tmp_path: Path
     [
         (9.0, 1.0, "trainer_waits", ", 39 s of that for the first samples: generation is the slower side"),
         (1.0, 9.0, "rollouter_idle", "training is the slower side"),
-        (6.0, 4.0, "sides_alternate", "take turns waiting for each other"),
+        (6.0, 4.0, "sides_alternate", "wait for each other alternately"),
     ],
 )
 def test_at_most_one_side_is_the_slower_one(
