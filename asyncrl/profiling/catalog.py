@@ -75,7 +75,7 @@ Generated from `asyncrl/profiling/events.toml` by `make docs`.
 
 If `profiler.level` is `summary` or `full`, every process of a run records events. The run directory contains them in
 `events/step_<step>/<part>.jsonl`, with one JSON object per line; parts are `rollouter`, `trainer`, `queue`, `driver`,
-`replica-<id>` and `rank-<role>-<number>`. `asyncrl report RUN` and `asyncrl timeline RUN` read these files.
+`replica-<id>` and `rank-<group>-<number>`. `asyncrl report RUN` and `asyncrl timeline RUN` read these files.
 
 Every line has `timestamp` (when the event started, in Unix seconds), `event` and `duration_s` (0 for an instant). If
 they apply, it also has `step` (the optimizer step that the process considered current), `version` (of the weights that

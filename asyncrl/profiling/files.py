@@ -48,7 +48,7 @@ def event_files(run_dir: Path) -> Iterator[Path]:
 class EventFiles:
     """Appends events to files. Blocking; one thread at a time.
 
-    A failed write is logged once, and its events are returned as lost, because events are no reason to end a run.
+    A failed write is logged once, and its events are returned as lost, because a lost event must not end a run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -186,7 +186,7 @@ def _is_event(event: dict[str, Any]) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether the value can have been counted or measured."""
+    """Return whether the value is a finite number below `MAX_NUMBER`, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 

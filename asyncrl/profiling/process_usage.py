@@ -108,7 +108,7 @@ class ProcessMeter:
 
 
 class ProcessMonitor:
-    """Measures one process, by default its own, for the status that it reports."""
+    """Measures one process, by default the current one, for the status that this process reports."""
 
     def __init__(self, part: str, pid: int | None = None) -> None:
         """`part`: name of the process in events."""

@@ -83,7 +83,7 @@ class RecordedEvent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ProfilerSpan:
-    """Times a `with` or `async with` block; `add` fields that are known only later."""
+    """Times a `with` or `async with` block; `add` sets fields that are known only later."""
 
     _profiler: Profiler
     _name: str

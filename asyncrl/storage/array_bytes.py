@@ -172,7 +172,7 @@ def _read_places(entries: Mapping[str, Any], checksums: Mapping[str, Any], data_
             case {"dtype": str(dtype), "shape": [int(length)], "data_offsets": [int(start), int(end)]}:
                 pass
             case _:
-                raise ValueError(f"its entry for {name} is not one of an array with one dimension")
+                raise ValueError(f"its entry for {name} does not describe an array with one dimension")
         size = _DTYPES[dtype].itemsize if dtype in _DTYPES else 0
         if not size or length < 0 or start != at or start % size or end - start != length * size:
             raise ValueError(f"{name}: {length} elements of {dtype} cannot lie at bytes {start} to {end}")

@@ -1,4 +1,4 @@
-"""Checkpoint manifests, and which checkpoints of a run survive. Files and JSON only, so no torch is needed.
+"""Checkpoint manifests, and which checkpoints of a run survive. This module does not import torch.
 
 <run_dir>/checkpoints/step_000050/manifest.json             written last, before the directory gets its name
 <run_dir>/checkpoints/abandoned_step_000060/manifest.json   training went back to an earlier step: abandoned
@@ -7,7 +7,7 @@ Training may go back to a checkpoint, in a new lineage:
 
     lineage 0   ──1──2──3──4──5          went back to step 3
     lineage 1            └──4──5──6      went back to step 5
-    lineage 2                  └──6──7   the line: 1 to 3 of lineage 0, 4 and 5 of lineage 1, 6 and 7 of lineage 2
+    lineage 2                  └──6──7   surviving: 1 to 3 of lineage 0, 4 and 5 of lineage 1, 6 and 7 of lineage 2
 
 A step alone does not identify a checkpoint: step 4 of lineage 0 was trained on other samples and then abandoned. Its
 samples have been handed out again since, so resuming from it would train some of them twice and others never.
@@ -52,7 +52,7 @@ class LineageHistory:
     """The rewinds of a run that determine which checkpoints survive."""
 
     starts: tuple[LineageStart, ...] = ()
-    """In ascending order of lineage and step: a rewind to an earlier step removes the entries beyond it."""
+    """In ascending order of lineage and step: a rewind to a step removes the entries from that step on."""
 
     @property
     def lineage(self) -> int:
@@ -64,7 +64,7 @@ class LineageHistory:
         return LineageHistory((*earlier, LineageStart(self.lineage + 1 if lineage is None else lineage, step)))
 
     def contains(self, step: int, lineage: int) -> bool:
-        """Whether a checkpoint of `step` that was written in `lineage` survives."""
+        """Return whether a checkpoint of `step` that was written in `lineage` survives."""
         return self.abandoned_by(step, lineage) is None
 
     def abandoned_by(self, step: int, lineage: int) -> LineageStart | None:
@@ -138,8 +138,8 @@ class Resume:
 def run_identity(config: Config) -> dict[str, Any]:
     """Return the settings that define feed indices and samples per version; checkpoints record them.
 
-    How the model is spread over ranks may change: engines load checkpoints of any number of ranks. So may settings that
-    only shape the steps to come: the optimizer, the passes over a lease, and the algorithm.
+    How the model is spread over ranks may change: engines load checkpoints of any number of ranks. Settings that affect
+    only later steps may change, too: the optimizer, the passes over a lease, and the algorithm.
     """
     data = config.data.model_dump(mode="json", exclude={"val_files", "max_val_samples"})
     return {

@@ -113,14 +113,14 @@ def load_processor(model: ModelConfig) -> ProcessorMixin | None:
     except (OSError, ValueError, ImportError) as error:
         why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError.wrap(
-            f"model.path={model.path}: the data has images or videos, and its processor cannot be loaded: {why}",
+            f"model.path={model.path}: the data has images or videos, but the processor cannot be loaded: {why}",
             error,
         ) from None
     return processor if getattr(processor, "image_processor", None) is not None else None
 
 
 def takes_videos(processor: ProcessorMixin) -> bool:
-    """Whether the processor handles videos."""
+    """Return whether the processor handles videos."""
     return getattr(processor, "video_processor", None) is not None
 
 

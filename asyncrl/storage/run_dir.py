@@ -222,8 +222,8 @@ def _point_latest(link: Path, name: str) -> None:
     try:
         temporary.symlink_to(name)
     except OSError as error:
-        # A file system without symbolic links fails with EPERM, on some network file systems with EOPNOTSUPP. A run
-        # works without them. A directory that cannot be written to has failed before this point.
+        # A file system without symbolic links refuses them with EPERM, or with EOPNOTSUPP if it is on a network. A run
+        # works without the link. For a directory that cannot be written to, an earlier call has failed.
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
             raise
         return

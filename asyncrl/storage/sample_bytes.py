@@ -1,9 +1,9 @@
 """Packs samples into few arrays for shared memory or a file, and unpacks them. Pure.
 
-A group of 8 trajectories is 32 small arrays in 9 objects, and pickling those costs several times what moving the bytes
-of a 100 KB sample does. Packed, any number of small samples is four arrays end to end and plain values; large arrays
-travel as they are. Unpacking makes views. Through shared memory, pickle protocol 5 carries the arrays out of band; in a
-file (`asyncrl.storage.array_bytes`) the plain values are JSON, because nothing on disk is ever unpickled.
+A group of 8 trajectories is 32 small arrays in 9 objects, and pickling those takes several times as long as moving the
+bytes of a 100 KB sample. Packed, any number of small samples becomes four concatenated arrays and plain values; large
+arrays stay separate. Unpacking makes views. Through shared memory, pickle protocol 5 carries the arrays out of band; in
+a file (`asyncrl.storage.array_bytes`) the plain values are JSON, because nothing on disk is ever unpickled.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _CHUNK_DTYPES = Chunk(np.int32, np.int32, np.bool_, np.float32)  # type: ignore[
 class Packed(NamedTuple):
     samples: tuple[PackedSample, ...]
     chunks: tuple[Chunk, ...]
-    """Chunk 0 joins the short trajectories; each long one is a chunk of its own."""
+    """Chunk 0 joins the short trajectories; each long one is a separate chunk."""
     media: tuple[bytes, ...]
     """Media that several samples share are stored once."""
 

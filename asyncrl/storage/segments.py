@@ -1,4 +1,4 @@
-"""Writes, reads, lists and deletes the payload files in `samples/` of a run directory. Blocking.
+"""Writes, reads, lists and deletes segments, the payload files in `samples/` of a run directory. Blocking.
 
 A segment has its final name from the start. Its name is announced only once it is complete and on disk, and a torn
 one is recognized by its lengths and checksums (`asyncrl.storage.array_bytes`).

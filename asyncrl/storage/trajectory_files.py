@@ -353,10 +353,10 @@ def find(directory: Path, index: int, run_dir: Path) -> DumpedSample:
         if len(others) > 1 or os.path.isdir(others[0]):
             return DumpedSample((), (*notes, f"{path} has this sample of another run only: {', '.join(others)}"))
         of_run = found
-        notes.append(f"it was dumped by the run in {others[0]}, which no longer exists; assuming that it is this run")
+        notes.append(f"it was dumped by a run in {others[0]}, which no longer exists; that is assumed to be this run")
     last = {one.number: one for one in of_run if one.at == of_run[-1].at}
     if last and len(last) < of_run[-1].num_trajectories:
-        notes.append(f"{len(last)} of its {of_run[-1].num_trajectories} trajectories could be read")
+        notes.append(f"{len(last)} of the sample's {of_run[-1].num_trajectories} trajectories could be read")
     return DumpedSample(tuple(last[number] for number in sorted(last)), tuple(notes))
 
 

@@ -1,7 +1,7 @@
 """The weight store in Ray's object store: the Trainer publishes versions, and every replica maps them.
 
 The actor holds references only; the bytes never pass through its mailbox. Ray ties an object's life to the process that
-put it, so a version lives as long as the Trainer that published it; a restarted Trainer publishes its checkpoint
+put it, so a version exists as long as the Trainer that published it; a restarted Trainer publishes its checkpoint
 again, in a new lineage. A restarted store is empty until the Trainer publishes again (`republish`).
 
 The store also collects the replicas' reports about themselves, for the driver.
@@ -55,8 +55,8 @@ class WeightStoreActor:
     async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef], again: bool = False) -> None:
         """Make a version the newest.
 
-        If the previous newest version has not reached the Rollouter (`acknowledge`), its request for validation passes
-        to this one. After a rewind to a lower version it does not, because training reaches the previous one again.
+        If the previous newest version has not reached the Rollouter (`acknowledge`), this version takes over its
+        request for validation, except after a rewind to a lower version: training reaches the previous one again.
 
         Args:
             publication: description of the version.
@@ -76,7 +76,7 @@ class WeightStoreActor:
                 if weights_version.lineage < newest.lineage:
                     raise FencedError(
                         f"version {weights_version.version} was published by a Trainer of lineage "
-                        f"{weights_version.lineage}, which one of lineage {newest.lineage} has replaced"
+                        f"{weights_version.lineage}, which a Trainer of lineage {newest.lineage} has replaced"
                     )
                 if weights_version <= newest:
                     raise BugError(
@@ -92,7 +92,7 @@ class WeightStoreActor:
             self._changed.notify_all()
 
     async def nothing_published(self) -> None:
-        """Note that the publisher has published nothing, so an empty store is up to date."""
+        """Record that the publisher has published nothing, so an empty store is up to date."""
         async with self._changed:
             self._informed = True
             self._changed.notify_all()
@@ -119,7 +119,7 @@ class WeightStoreActor:
         return await self.latest()
 
     async def acknowledge(self, weights_version: WeightsVersion) -> None:
-        """Note that the answer of `wait_newer` has arrived."""
+        """Record that the answer of `wait_newer` has arrived."""
         self._delivered = weights_version if self._delivered is None else max(self._delivered, weights_version)
 
     async def start_with(self, timeout_s: float, lost: WeightsVersion | None = None) -> Publication | None:
@@ -181,7 +181,7 @@ def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHand
 
     Args:
         namespace: The run's Ray namespace.
-        max_restarts: How often Ray may start it again; the handle stays good.
+        max_restarts: How often Ray may start it again; the handle stays valid.
     """
     return (
         ray.remote(WeightStoreActor)
@@ -206,8 +206,8 @@ def find_store(namespace: str) -> ray.actor.ActorHandle | None:
 
 
 class ObjectStorePublisher:
-    """The Trainer's side (`ports.WeightPublisher`). It is pickled to the process that has the weights; use it on one
-    loop."""
+    """The Trainer's access to the store (`ports.WeightPublisher`). It is pickled to the process that has the weights.
+    Use it on one event loop."""
 
     def __init__(self, store: ray.actor.ActorHandle, *, call_s: float, lineage: int = 0) -> None:
         self._store = store
@@ -286,7 +286,7 @@ class ObjectStorePublisher:
 
 
 class ObjectStoreFeed:
-    """The Rollouter's side (`ports.WeightFeed`)."""
+    """The Rollouter's access to the store (`ports.WeightFeed`)."""
 
     def __init__(self, store: ray.actor.ActorHandle, *, call_s: float) -> None:
         self._store = store

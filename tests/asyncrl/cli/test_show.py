@@ -333,7 +333,7 @@ def test_a_damaged_line_of_a_dump_is_a_note(run_dir: Path, cli: CommandLine) -> 
     path.write_bytes(lines[0] + lines[1][:-200])
     out, err = cli("show", 42)
     assert plain(out) == CONVERSATION
-    assert "line 2 of" in err and "was cut off" in err and "1 of its 2 trajectories could be read" in err
+    assert "line 2 of" in err and "was cut off" in err and "1 of the sample's 2 trajectories could be read" in err
     path.write_bytes(lines[0][:-200])
     out, err = cli("show", 42, code=BAD_CONFIG)
     assert out == "" and "there are no trajectories of sample 42 to show" in err and "was cut off" in err

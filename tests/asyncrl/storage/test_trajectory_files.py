@@ -180,7 +180,7 @@ def test_a_run_that_was_moved_keeps_its_dump(tmp_path: Path) -> None:
     write(tmp_path, *whole(run=str(tmp_path / "before")))
     found = find(tmp_path, 42, tmp_path / "after")
     assert len(found.trajectories) == 2
-    assert "which no longer exists; assuming that it is this run" in found.notes[0]
+    assert "which no longer exists; that is assumed to be this run" in found.notes[0]
     (tmp_path / "before").mkdir()
     assert find(tmp_path, 42, tmp_path / "after").trajectories == ()
 
@@ -204,7 +204,7 @@ def test_the_complete_lines_of_a_torn_write_are_read(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     found = find(tmp_path, 42, Path(RUN))
     assert [(one.number, one.at) for one in found.trajectories] == [(0, 2.0)]
-    assert found.notes == (f"line 4 of {path} was cut off", "1 of its 2 trajectories could be read")
+    assert found.notes == (f"line 4 of {path} was cut off", "1 of the sample's 2 trajectories could be read")
 
 
 def test_a_sample_is_appended_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

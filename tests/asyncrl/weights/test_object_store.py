@@ -160,7 +160,7 @@ async def test_a_newer_lineage_is_newer_than_any_version_of_an_older_one(store: 
     assert await feed.wait_newer(WeightsVersion(0, 3), timeout_s=10) == back
     # Training reaches version 2 again, whose validation was requested.
     assert not back.validate
-    with pytest.raises(FencedError, match="lineage 0, which one of lineage 1 has replaced"):
+    with pytest.raises(FencedError, match="lineage 0, which a Trainer of lineage 1 has replaced"):
         await publish(store, 4)
     await publish(store, 2, lineage=1)
     assert await newer(store, back.weights_version) == (WeightsVersion(1, 2), True)
