@@ -33,7 +33,7 @@ class Receiver(Generic[Item]):
         """End after the last item. `ok`: the run completed."""
 
     def abandon(self) -> None:
-        """Stop a method that takes too long at the end of the run. Another thread calls this; it must return at once."""
+        """Stop a method that takes too long at the end of the run. Called from another thread; must return at once."""
 
 
 class BackgroundSender(Generic[Item]):
