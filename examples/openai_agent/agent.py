@@ -18,7 +18,7 @@ CALCULATOR: Any = {
     },
 }
 MAX_TURNS = 3
-CLIENT = OpenAI(base_url="http://of-each-task", api_key="of each task")
+CLIENT = OpenAI(base_url="http://set-for-each-task", api_key="set for each task")
 """The client that each trajectory copies: creating one takes 50 ms of CPU time, a copy almost none. Copies share
 connections."""
 
