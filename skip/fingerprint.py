@@ -55,7 +55,7 @@ def field(value: Any) -> str:
 
 
 def differing(recorded: Fingerprint, requested: Fingerprint) -> tuple[str, ...]:
-    """Return the fields in which they differ, by name, including those that only one of them has."""
+    """Return the names of the fields that differ, including those that only one fingerprint has."""
     names = sorted({*recorded, *requested})
     return tuple(name for name in names if recorded.get(name) != requested.get(name))
 

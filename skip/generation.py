@@ -159,7 +159,7 @@ def step_of_sample(sample_id: SampleId | str, role: str) -> int:
     """Return the feed index, as the step of `role`.
 
     Raises:
-        BugError: it is not a sample's id; the message shows one.
+        BugError: `sample_id` is malformed; the message shows the expected form.
     """
     try:
         return (sample_id if isinstance(sample_id, SampleId) else SampleId.parse(sample_id)).index
@@ -182,7 +182,7 @@ _TURNS = TypeAdapter(tuple[TurnInfo, ...])
 
 
 def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
-    """Return the tokens and log-probs of all rows end to end, with prompts and lengths as JSON.
+    """Return the concatenated tokens and log-probs of all rows, with prompts and lengths as JSON.
 
     `tokenizer`: path of the tokenizer, for users who look at the record.
     """
@@ -235,7 +235,7 @@ def _sample_data(one: Generated) -> dict[str, Any]:
 
 def _has_own_prompt(one: Generated, row: TokenRow) -> bool:
     """Return whether the row's prompt differs from the sample's, because history was rewritten or an environment
-    spoke first."""
+    sent the first message."""
     return not np.array_equal(row.prompt_ids, one.prompt.prompt_ids)
 
 

@@ -98,7 +98,7 @@ class SkipManager:
 
     @classmethod
     def watch(cls, waiting: Waiting) -> None:
-        """Report async stages that wait for files to `waiting` (`WaitBoard.waiting`), under the edge `records`."""
+        """Report async stages that wait for files to `waiting` (`WaitBoard.waiting`), as waits on `records`."""
         for role in cls._skips.values():
             role.waiting = waiting
 
@@ -127,7 +127,7 @@ class SkipManager:
 
     @classmethod
     def annotate(cls, role: str, **options: Any) -> Callable[[Function], Function]:
-        """Decorate a stage, a plain or an async function. `options` are the role's own (`Call.options`).
+        """Decorate a stage, a plain or an async function. The role reads `options` as `Call.options`.
 
         Raises:
             TypeError: it is a generator, which yields more than one value.

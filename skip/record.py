@@ -81,7 +81,7 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
         "content": dict(record.content.data),
         "tensors": {"bytes": sum(map(len, buffers)), "crc32": f"{zlib.crc32(buffers[0]):08x}"},
     }
-    # A line for each key. `indent` takes ten times as long, as it is not implemented in C.
+    # Each key has a line. `indent` would take ten times as long, as it is not implemented in C.
     lines = [f' "{key}": {_encode(value)}' for key, value in manifest.items()]
     body = ("{\n" + ",\n".join(lines)).encode()
     return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode(), buffers

@@ -80,7 +80,7 @@ class RecordRequest(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A record that answers a call."""
+    """A record whose result a call may return."""
 
     record: Record
     step: int
@@ -92,7 +92,7 @@ class Served(NamedTuple):
 
     @property
     def substituted(self) -> bool:
-        """Whether this call would have recorded something else."""
+        """Whether the record is of another step than the call, or of another request."""
         return bool(self.differs) or self.record.step != self.step
 
 
@@ -133,7 +133,7 @@ class BaseSkip(ABC):
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._files_lock = threading.Lock()
-        """Held during file access, so it is never taken on an event loop, unlike `_lock`."""
+        """Held during file access, so it is never acquired on an event loop, unlike `_lock`."""
         self._used_bytes: int | None = None
         self._notes: dict[int, dict[str, Any]] = {}
         """Notes on the newest records of this process, by step."""
@@ -186,8 +186,8 @@ class BaseSkip(ABC):
                else ────────────────────▶ run, then record
 
         An async function never waits for the disk on its event loop. A read or write that takes longer than
-        `FILES_LIMIT_S` is given up: the stage runs as if there were no record, or is not recorded. The returned
-        function raises the errors of the function and of the role.
+        `FILES_LIMIT_S` is given up: the stage runs as if there were no record, or its result is not recorded. The
+        returned function raises the errors of the function and of the role.
 
         Args:
             options: the value of `Call.options`.
@@ -298,7 +298,7 @@ class BaseSkip(ABC):
         return None
 
     def write_record(self, request: RecordRequest, result: Any) -> bool:
-        """Record `result`. A failure is a warning, once for each kind, and returns False."""
+        """Record `result` and return whether it was written. Failures are logged, once for each kind, not raised."""
         try:
             oldest, newest = self.versions(result) or (None, None)
             origin = Origin(time.time(), socket.gethostname(), oldest, newest, asyncrl.__version__)
@@ -307,7 +307,7 @@ class BaseSkip(ABC):
             written = self._write(request.name, record)
         except Exception as error:  # noqa: BLE001  as in `request`
             reason = error.strerror if isinstance(error, OSError) and error.strerror else _describe(error)
-            # Not by its message, which may differ for each sample.
+            # Messages may differ for each sample, so the kind does not contain the message.
             kind = f"unrecorded {type(error).__name__} {getattr(error, 'errno', '')}"
             self.warn_once(kind, f"step {request.step} of {self.role} is not recorded in {self.files.root}: {reason}")
             return False

@@ -60,7 +60,7 @@ def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
 def first_difference(
     steps: list[tuple[int, Mapping[str, Any], Mapping[str, Any]]], tolerance: float
 ) -> StepDifference | None:
-    """Return the first step that differs. Each step has its number and the lines of both runs. Pure."""
+    """Return the first step that differs. An item of `steps` has its number and the lines of both runs. Pure."""
     for step, one, other in steps:
         names = tuple(
             name for name in _compared({**one, **other}) if not _equal(one.get(name), other.get(name), tolerance)

@@ -33,7 +33,7 @@ CODE = "1"
 
 @register_skip("reward")
 class RewardSkip(BaseSkip):
-    """The role of a function or method with these arguments by name:
+    """The role of a function or method that takes arguments of these names:
 
         async def score(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]
 
@@ -51,7 +51,7 @@ class RewardSkip(BaseSkip):
     def _scorer(self) -> Fingerprint:
         """Return the fingerprint of all scorers: the digests of functions' files, without imports, and of models."""
         reward, model = self.run.reward, self.run.reward_model
-        # With `worker` the Trainer scores, and the placement only decides whether `Score.extra` has the parts.
+        # With `worker` the Trainer runs the model; the placement only decides whether `Score.extra` has the parts.
         served_model = []
         if model.placement == "serve" and model.path is not None:
             its = ModelConfig(path=model.path)
@@ -96,7 +96,7 @@ class RewardSkip(BaseSkip):
         rewards, extras = data["rewards"], data["extras"]
         turns = data["turn_rewards"] if "turn_rewards" in data else [[] for _ in rewards]
         if not len(rewards) == len(extras) == len(turns) == len(trajectories):
-            lengths = f"{len(rewards)} rewards, {len(extras)} extras and rewards of turns for {len(turns)}"
+            lengths = f"{len(rewards)} rewards, {len(extras)} extras and {len(turns)} lists of turn rewards"
             raise ValueError(f"it has {lengths}, and {len(trajectories)} trajectories are scored")
         return [
             _score(reward, extra, own, num_turns=len(trajectory.turns))
@@ -176,7 +176,7 @@ class ToolOutcome(NamedTuple):
 
 @register_skip("tool")
 class ToolSkip(BaseSkip):
-    """The role of one call to a tool, a function or method with these arguments by name:
+    """The role of a function or method that makes one call to a tool and takes arguments of these names:
 
         async def call(
             sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: Any, background: Mapping[str, Any]
@@ -200,7 +200,7 @@ class ToolSkip(BaseSkip):
 
     @functools.cached_property
     def _tools(self) -> str:
-        """The fingerprint of the tools' code and configuration, without limits of calls and servers' environments."""
+        """The fingerprint of the tools' code and configuration, except call limits and servers' environment variables."""
         tools = []
         for tool in self.run.rollout.multi_turn.tools:
             server = None if tool.mcp is None else [tool.mcp.command, tool.mcp.url]
@@ -311,7 +311,7 @@ def _module_file(name: str) -> Path | None:
 def _any_field(value: Any) -> str:
     """Return the `field` of a value of any type, as the columns of a dataset may contain anything.
 
-    Values without a JSON form count by their `repr`; if that differs in each process, nothing matches.
+    Values without a JSON form are represented by their `repr`; if it differs between processes, no record matches.
     """
     return field(_text(value))
 

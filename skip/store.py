@@ -4,7 +4,7 @@
         12/manifest.json, tensors.safetensors     the record of step 12
         12/note.json                              later information for users (the rewards)
         .12.<host>-<pid>-<number>.new/            being written; renamed when it is complete
-        .12.<host>-<pid>-<number>.old/            removed, or replaced where names cannot be exchanged
+        .12.<host>-<pid>-<number>.old/            being deleted: removed, or replaced where names cannot be exchanged
 
 A reader opens the directory of a step once and reads both files in it, so it sees a complete record even if another
 process replaces it meanwhile. Nothing is synced: a record that a power cut tears fails its checksums and counts as

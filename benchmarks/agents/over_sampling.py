@@ -52,7 +52,7 @@ async def measure_over_sampling(
 
     Args:
         fleet: The engines.
-        generated_tokens: Returns the tokens that they have generated so far, including aborted requests.
+        generated_tokens: Returns the tokens that the engines have generated so far, including aborted requests.
         samples: Samples per version.
         versions: Versions per round.
         lengths: Response lengths.
@@ -91,8 +91,8 @@ def _config(over_sample: Mapping[str, Any], samples: int) -> Config:
 
 
 def _row(way: str, measured: Mapping[str, list[OverSamplingRound]]) -> dict[str, Any]:
-    """Return the table row of a setting. `tokens` is the mean length of the taken responses; `wasted` is the number of
-    tokens in all other responses."""
+    """Return the table row of a setting. `tokens` is the mean length of the accepted responses; `wasted` is the number
+    of tokens in all other responses."""
     mine = measured[way]
     seconds = {name: [one.outcome.seconds for one in some] for name, some in measured.items()}
     tokens, generated = sum(one.outcome.sampled_tokens for one in mine), sum(one.generated for one in mine)

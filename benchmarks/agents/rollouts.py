@@ -1,4 +1,4 @@
-"""Run the real dispatcher and queue on any fleet, with a consumer that only takes samples instead of a Trainer."""
+"""Run the real dispatcher and queue on any fleet; in place of a Trainer, a consumer only leases and commits samples."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RolloutWork:
     prompts: PromptSource
     fleet: EngineFleet
     agent: ConversationAgent | None = None
-    """An open agent, or None for trajectories of one turn."""
+    """None: each trajectory has one turn."""
 
 
 @dataclass(frozen=True, slots=True)

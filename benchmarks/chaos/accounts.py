@@ -1,7 +1,7 @@
 """Check the promises of a run at its end: compare its records with each other and with observed calls. Pure.
 
 journal        the fate of each sample: TRAINED, or DROPPED with a reason; the versions that generated it
-trained.jsonl  the samples of the Trainer's gradients after rewinds, that is, those in the surviving model
+trained.jsonl  the samples of each step, and the rewinds; from both follow the samples in the surviving model
 turn log       the completed turns, by sample and position in its group, and the versions of their tokens
 broken calls   the tokens that had been received when a replica failed, and those of the next attempt (`watch`)
 """

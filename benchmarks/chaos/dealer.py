@@ -186,7 +186,7 @@ class Dealer:
         limit = time.monotonic() + self._options.recover_limit_s
         try:
             while (code := subject.launch.ended()) is None and time.monotonic() < limit:
-                disk.fill(subject.disk)  # space that the run itself has freed
+                disk.fill(subject.disk)  # also fill the space that the run has freed meanwhile
                 time.sleep(POLL_S)
         finally:
             disk.unfill(subject.disk)

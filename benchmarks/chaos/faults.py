@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     how: How
     description: str
     weight: int = 1
-    """Number of times in each pass through the deck."""
+    """How often `deck` yields the kind in each pass over all kinds."""
     ends_launch: bool = False
     """Whether the fault ends the launch, so that another launch follows."""
 

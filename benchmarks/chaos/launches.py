@@ -63,7 +63,7 @@ def start(arguments: Sequence[str], output_file: Path, environment: Mapping[str,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            # In its own session, because the harness forwards a Ctrl-C.
+            # A new session, so that a Ctrl-C in the terminal reaches only the harness, which then ends the launch.
             start_new_session=True,
         )
     return ChaosLaunch(process, output_file)

@@ -37,7 +37,7 @@ class TurnKeeper:
         self._run_dir = run_dir
         self._root = keep_in
         self._kept: dict[int, str] = {}
-        """Names by inode. Only a new incarnation reuses a name."""
+        """Names of the linked logs by inode."""
 
     def look(self) -> None:
         """Link the logs that exist now."""

@@ -348,9 +348,9 @@ class Figures:
 
         return (
             f"calls {share(self.calls, self.asked)}; of these well-formed {share(self.well_formed, self.calls)}; "
-            f"of these faithful {share(self.faithful, self.well_formed)}, right in the end "
-            f"{share(self.right_after_call, self.well_formed)}; right at once "
-            f"{share(self.right_at_once, self.asked - self.calls)}; right in all "
+            f"of these with the question's expression {share(self.faithful, self.well_formed)}, with a correct answer "
+            f"{share(self.right_after_call, self.well_formed)}; correct without a call "
+            f"{share(self.right_at_once, self.asked - self.calls)}; correct in total "
             f"{share(self.right_after_call + self.right_at_once, self.asked)}"
         )
 

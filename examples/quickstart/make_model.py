@@ -57,7 +57,7 @@ class Habits:
     no_working: float = 0.6
     """Share of the demonstrations that only have an answer (`#30`)."""
     dropped_carry: float = 0.02
-    """Share of the steps with a carry out of the ones that omit it (`17+5=12`)."""
+    """Share of the steps with a carry from the last digit that omit the carry (`17+5=12`)."""
     wrong_digit: float = 0.01
     """Share of all steps whose last digit is off by one."""
     skipped_term: float = 0.01
