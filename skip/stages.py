@@ -200,7 +200,7 @@ class ToolSkip(BaseSkip):
 
     @functools.cached_property
     def _tools(self) -> str:
-        """The fingerprint of the tools' code and configuration, except call limits and servers' environment variables."""
+        """The fingerprint of the tools' code and configuration, except call limits and the `env` of servers."""
         tools = []
         for tool in self.run.rollout.multi_turn.tools:
             server = None if tool.mcp is None else [tool.mcp.command, tool.mcp.url]
