@@ -1,4 +1,4 @@
-"""The Rollouter as a Ray actor: adapters around `rollouter.rollouter`, without decisions."""
+"""The Ray actor that runs the Rollouter. It connects `rollouter.rollouter` to Ray and makes no decisions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_CONCURRENCY = 16
 FLUSH_S = 5.0
 """Maximum time that `run` waits at its end for profiler events to reach the disk."""
 AGENT_REQUESTS = 10_000
-"""Additional concurrent calls for agents. `rollouter.serving.http` forwards fewer at a time."""
+"""Additional concurrent calls for agents. `rollouter.serving.http` forwards fewer requests at a time than this."""
 
 
 class RolloutActor:

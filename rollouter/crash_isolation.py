@@ -1,6 +1,7 @@
 """Decides which sessions are blamed for engine crashes, and which may run again after a crash.
 
-An engine crash fails all requests of the engine. The prompt of one of them may have caused it, or none did. This
+A session is the requests of one sample or, with an agent, of one trajectory; they run on one replica at a time. An
+engine crash fails all requests of the engine. The prompt of one of them may have caused the crash, or none did. This
 module decides as follows:
 
     crash ─▶ a strike for every session in flight there ─▶ below the limit: all are tried again at once
@@ -100,8 +101,8 @@ class CrashBlame:
             self._sessions_on[replica].add(session)
 
     def report(self, session: str, message: str, replica: str, at_s: float) -> ReplicaCrash:
-        """Record that the engine of `replica` crashed with the session in flight. Each replica name crashes at most
-        once."""
+        """Record that the engine of `replica` crashed with the session in flight. Each replica crashes at most once,
+        because the replica that replaces it has another name."""
         crash = self._crashes.get(replica)
         if crash is None:
             crash = self._crashes[replica] = ReplicaCrash(replica, at_s)

@@ -66,7 +66,7 @@ class DropPolicy:
         self._user_errors = 0
         self._kinds: Counter[str] = Counter()
         self.messages: list[str] = []
-        """For the user: why the first sample of each kind was dropped."""
+        """Messages for the user, which say why the first sample of each kind of failure was dropped."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -110,5 +110,5 @@ class DropPolicy:
     def _drop(self, sample_id: SampleId | str, reason: DropReason, kind: str, error: AsyncRLError) -> DropDecision:
         self._kinds[kind] += 1
         if self._kinds[kind] == 1:
-            self.messages.append(f"{sample_id} was dropped ({reason}), {kind}: {error.brief}; more are only counted")
+            self.messages.append(f"{sample_id} was dropped ({reason}), {kind}: {error.brief}; others are only counted")
         return DropDecision(reason, kind, first=self._kinds[kind] == 1)

@@ -64,7 +64,7 @@ class GroupRequest:
 
 
 def turn_key(trajectory: str, number: int, context: TokenIds, prompt: Prompt) -> str:
-    """Return the name of a turn within its sample, for the turn log: `3` for the first turn, then `3.1.8f0e…`.
+    """Return a turn's name within its sample, for the turn log: `3` for trajectory 3's first turn, then `3.1.8f0e…`.
 
     The names of later turns contain a digest of their context: a logged turn is reused only if tools and users give
     the same answers again.

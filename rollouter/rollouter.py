@@ -1,7 +1,7 @@
 """The Rollouter: runs the dispatcher and the weight update loop in one task group.
 
-    run ──┬─ dispatcher      admit ─▶ generate ─▶ score ─▶ offer      until the queue is closed
-          └─ versions  wait ─▶ apply ─▶ validate                until the dispatcher has ended, then the newest
+    run ──┬─ dispatcher   admit ─▶ generate ─▶ score ─▶ offer   until the queue is closed
+          └─ versions     wait ─▶ apply ─▶ validate             until the dispatcher has ended and the newest is applied
 
 This module depends on Protocols only, so that tests can run it with fakes; `rollouter.actor` connects it to Ray.
 """

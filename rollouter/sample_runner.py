@@ -90,7 +90,7 @@ class RolloutCounts:
     """Sum over samples of the time from dispatch to the last token of the group."""
     max_generate_s: float = 0.0
     reward_s: float = 0.0
-    """Sum over samples."""
+    """Sum over samples of the time from the end of generation to the last score."""
 
 
 def ask_for(

@@ -75,7 +75,7 @@ class Validator:
         may serve the right version. The metrics never mix versions. Returns None and logs an error if no prompt was
         answered and the reason may be temporary.
 
-        Raises (the first alone, others inside an exception group):
+        Raises (`SupersededError` directly, the others inside an exception group):
             SupersededError: replicas of another version keep answering.
             InfraError, UserCodeError, DataError: as for training samples.
             DataError: no prompt can ever be answered.

@@ -10,7 +10,7 @@ a replica is replaced meanwhile and starts with a newer version, every replica i
 is validated instead. If it starts with an older one, it is updated to the current version, and the validation is
 repeated. If training goes back to a checkpoint, the validation is cancelled at once.
 
-If a requested validation was not recorded (its process died, or the store lost the request), the next version that is
+If a requested validation was not recorded (the Rollouter died, or the store lost the request), the next version that is
 applied is validated.
 
 A publication or `finish()` wakes the loop.
@@ -186,7 +186,7 @@ class WeightUpdateLoop:
             except SupersededError as error:
                 newest = None
                 if error.other > error.version:
-                    # The replica received it from the store. If the store was restarted since, it receives it again.
+                    # The replica received it from the store. A restarted store receives it again from the Trainer.
                     newest = await self._feed.wait_newer(self.weights_version, timeout_s=self._timeouts.call_s)
                 if newest is None:
                     # A replica that was replaced during an apply may have started with the previous version.

@@ -14,8 +14,8 @@
         ids = [*ids, *turn.response_ids, *more.ids]
     problem = chat.difference(row_ids, messages)         # at the end; None if the template gives the same tokens
 
-Messages before the assistant's first one come from the data set, and special tokens in them are special. In later
-messages they are escaped: a tool's `<|im_end|>` stays text.
+Messages before the assistant's first one come from the data set, and the special tokens in them keep their meaning. In
+later messages they are escaped (in the assistant's, only those that end a turn): a tool's `<|im_end|>` stays text.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def cut_text(
 
 
 MARK = "\ufdd0"
-"""A noncharacter of Unicode; it is removed from messages."""
+"""The mark that `SpecialTokenEscaper` inserts: a noncharacter of Unicode, which it first removes from messages."""
 _PLAIN_KEYS = frozenset({"role", "type", "id", "tool_call_id"})
 """Keys of a message that the template uses for decisions, and whose values the model does not write."""
 
@@ -94,7 +94,7 @@ class SpecialTokenEscaper:
     """Escapes the names of special tokens in messages, so that they stay plain text.
 
     A tool's answer may contain `<|im_end|>`. Templates paste it unchanged, and a tokenizer would turn it into the very
-    token that ends a turn. To prevent this, the escaper inserts a mark that no tokenizer knows behind the first
+    token that ends a turn. To prevent this, the escaper inserts a mark that no tokenizer knows after the first
     character of every lookalike, before the template renders the message. `TemplateTextEncoder` encodes the pieces of
     text between the marks separately; no piece contains a lookalike.
     """
@@ -139,10 +139,10 @@ class TemplateTextEncoder:
         return [*encode_text(self._tokenizer, head), *self._pieces(rest, self._anchor)]
 
     def behind(self, text: str, token: str = "") -> list[int]:
-        """Return the tokens of `text` behind the special token of that name.
+        """Return the tokens of `text` after the special token named `token`, or after the anchor if `token` is empty.
 
         The tokens depend on the special token: some tokenizers put a space before the first text of a sequence only,
-        and some special tokens absorb the blanks behind them.
+        and some special tokens absorb the blanks after them.
         """
         return self._pieces(text.split(MARK), token or self._anchor)
 
@@ -212,10 +212,10 @@ class ChatTokenizer:
         return len(ids) > 0 and int(ids[-1]) in self._end_ids
 
     def extend(self, before: Sequence[Message], new: Sequence[Message], sampled: Sequence[int]) -> ChatExtension:
-        """Return the tokens of `new` messages behind an assistant's turn.
+        """Return the tokens of `new` messages after an assistant's turn.
 
         The row continues if the template still renders everything that the model has seen, including its last turn.
-        The text that the template writes behind the end of that turn may change, since it is no longer the last turn.
+        The text that the template writes after the end of that turn may change, since it is no longer the last turn.
 
         Args:
             before: The conversation up to and including the assistant's parsed turn.
@@ -266,7 +266,7 @@ class ChatTokenizer:
         """Describe position and surroundings of the first token that differs, or return None.
 
         All end-of-turn tokens count as equal. `expected` may continue with an end-of-turn token and the template's
-        text behind it, because generation stops before them.
+        text after it, because generation stops before them.
         """
         row, expected = [int(token) for token in row_ids], [int(token) for token in expected]
         pairs = enumerate(zip(row, expected, strict=False))
@@ -365,7 +365,7 @@ class ChatTokenizer:
             stop -= len(name)
 
     def _probe_end_token(self) -> set[int]:
-        """Return the token that the template writes behind a turn, even if the tokenizer does not list it as an end."""
+        """Return the token that the template writes after a turn, even if the tokenizer does not list it as an end."""
         answer = "bbbb"
         try:
             rendered = self._template([_USER, {"role": "assistant", "content": answer}, _USER], generation_prompt=False)

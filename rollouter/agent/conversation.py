@@ -91,7 +91,7 @@ class TrajectoryStateMachine:
     """Phase, counts and finish reason of one trajectory.
 
         PENDING ─▶ RUNNING ─▶ TOOL_CALLING ─▶ RUNNING ─▶ … ─▶ COMPLETED(stop | length | tool_call | max_turns | timeout)
-                      │  ▲                                    FAILED(aborted)
+                      │  ▲                                    FAILED(aborted | timeout)
                       ▼  │
                   INTERACTING      a user or environment answers a turn that calls no tool
 
@@ -102,7 +102,7 @@ class TrajectoryStateMachine:
         self.limits = limits
         self.phase = TrajectoryPhase.PENDING
         self.finish_reason: FinishReason | None = None
-        """None while the trajectory runs, or if it failed for another reason than `aborted`."""
+        """None while the trajectory runs, or if an exception ended it."""
         self.assistant_turns = 0
         self.user_turns = 0
         self.context_tokens = 0
@@ -117,7 +117,7 @@ class TrajectoryStateMachine:
         return min(limits.max_response_tokens - self.response_tokens, limits.max_model_len - self.context_tokens)
 
     def start(self, prompt_tokens: int) -> None:
-        """PENDING → RUNNING."""
+        """The prompt is complete: PENDING → RUNNING."""
         self._require(TrajectoryPhase.PENDING)
         self.context_tokens = prompt_tokens
         self.phase = TrajectoryPhase.RUNNING
@@ -125,9 +125,9 @@ class TrajectoryStateMachine:
     def sampled(self, num_tokens: int, finish_reason: FinishReason, *, num_calls: int) -> None:
         """The policy has completed a turn: RUNNING → TOOL_CALLING, INTERACTING or COMPLETED.
 
-        A turn that was cut by its length ends the trajectory: its calls may be cut as well. Calls also end it if the
-        policy has no turn left to read their results. An environment judges every turn that calls no tool, including
-        the last one.
+        A turn that was truncated at its token limit ends the trajectory: its calls may be truncated too. Calls also end
+        it if the policy has no turn left to read their results. An environment judges every turn that calls no tool,
+        including the last one.
         """
         self._require(TrajectoryPhase.RUNNING)
         if finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -209,7 +209,7 @@ class TrajectoryStateMachine:
     def _require(self, *phases: TrajectoryPhase) -> None:
         if self.phase not in phases:
             raise BugError(
-                f"a trajectory that is {self.phase} cannot do that; it would have to be {' or '.join(phases)}"
+                f"a trajectory that is {self.phase} cannot make this transition; it must be {' or '.join(phases)}"
             )
 
 

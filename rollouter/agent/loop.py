@@ -212,7 +212,7 @@ class BuiltInAgent:
             scores,
             dict(conversation.metrics),
         )
-        # A turn that was cut by its length is only partly in the messages, so its tokens cannot be compared.
+        # A turn that was truncated at its token limit is only partly in the messages, so its tokens cannot be compared.
         comparable = reason is not FinishReason.LENGTH and not conversation.has_media
         if comparable and self.settings.tokenization_sanity_check_mode != "off":
             await self._check_tokens(trajectory)

@@ -42,7 +42,7 @@ class ParsedTurn:
     """A parsed turn of the model."""
 
     content: str
-    """The text without reasoning, calls and end-of-turn token. With `malformed`, all of it."""
+    """The text without reasoning, calls and end-of-turn token. With `malformed`, the text of the calls stays in it."""
     calls: tuple[ParsedCall, ...] = ()
     malformed: bool = False
     """Whether the turn contains text that looks like a call but cannot be parsed."""

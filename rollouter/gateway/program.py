@@ -65,7 +65,7 @@ class FunctionProgram:
         self._threads = anyio.CapacityLimiter(max_concurrency)
 
     async def run(self, task: AgentTask) -> Any:
-        """See `AgentProgram`. A cancelled thread cannot be ended: it is abandoned, and its key no longer works.
+        """See `AgentProgram`. A cancelled thread cannot be ended: it is abandoned, and the task's key no longer works.
 
         Raises:
             UserCodeError: the function raised. Every `AsyncRLError` passes through; a `DataError` drops the sample.
@@ -200,7 +200,7 @@ async def _end(process: Process) -> None:
 
 
 def _signal(process: Process, number: signal.Signals) -> None:
-    # While a process of the group exists, its number is not reused.
+    # While the group has a process, the kernel does not reuse the group's id.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 

@@ -68,7 +68,7 @@ def engines_failed() -> RequestError:
 
 def no_room(context_tokens: int, max_model_len: int, response_length: int) -> RequestError:
     return RequestError(
-        f"there is no room for another turn behind these {context_tokens} tokens: a conversation may have "
+        f"there is no room for another turn after these {context_tokens} tokens: a conversation may have "
         f"{max_model_len} tokens (rollout.max_model_len), of which at most {response_length} may follow its prompt "
         "(rollout.response_length)",
         code=NO_ROOM,
@@ -83,7 +83,7 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 def to_template(messages: Any) -> list[Message]:
-    """Convert a request's messages for chat templates: contents become strings, and arguments of calls objects.
+    """Convert a request's messages for chat templates: contents become strings, and call arguments become objects.
 
     A tool's message gets the name of the call that it answers. Fields that no template knows are dropped.
 
@@ -312,7 +312,7 @@ def read_reward(body: Mapping[str, Any]) -> PostedReward:
     """Read the body of `POST /v1/reward`.
 
     Raises:
-        RequestError: a value is not a finite number.
+        RequestError: a number is not finite, `metrics` is not an object, or `done` is not a bool.
     """
     reward = body.get("reward")
     metrics = body.get("metrics") or {}
@@ -328,7 +328,7 @@ def checked_reward(reward: Any, metrics: Mapping[str, Any], done: Any) -> Posted
     """Check a reward and metrics.
 
     Raises:
-        ValueError: a value is not a finite number.
+        ValueError: a value is not a finite number, or `done` is not a bool.
     """
     numbers = {str(name): _finite(value, f"metrics.{name}") for name, value in metrics.items()}
     if not isinstance(done, bool):

@@ -2,7 +2,7 @@
 
     request ─▶ find: which turn do these messages continue? ─▶ TurnPosition: the tokens to ask with ─▶ turn ─▶ add
 
-    messages that continue the end of a row      the same row: masked tokens behind it, and the turn
+    messages that continue the end of a row      the same row: masked tokens after it, and the turn
     … a turn in the middle of a row              a new row; its prompt repeats the earlier tokens
     … no recorded turn                           a new row; its prompt is the template's
 
@@ -163,7 +163,7 @@ class TrajectoryRecording:
         return (*others, *(self._infos[number] for number in sorted(main)))
 
     def ended_by_length(self) -> bool:
-        """Return whether the last turn of the main conversation was cut by its length."""
+        """Return whether the last turn of the main conversation was truncated at its token limit."""
         turns = self.turns()
         return bool(turns) and turns[-1].finish_reason is FinishReason.LENGTH
 

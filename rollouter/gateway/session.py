@@ -1,4 +1,4 @@
-"""Sessions at the endpoint: turn the requests of one trajectory's agent into recorded turns.
+"""The sessions of the endpoint. A session answers the requests of one trajectory's agent and records its turns.
 
 A session requests turns from the engines in the trajectory's task group (`begin`), so that the trajectory's deadline,
 cancellation and engine failures also apply to them. A client that disconnects cancels its turn.
@@ -111,7 +111,7 @@ class ChatCache:
     ) -> None:
         """Load the parser of `format`, so that the first request need not wait for vLLM. Blocks for some seconds.
 
-        If the parser does not fit the tokenizer, only the first request with tools fails: a run may have no tools.
+        If the parser does not fit the tokenizer, requests with tools fail, but not this call: a run may have no tools.
         """
         self._tokenizer = tokenizer
         self._format = format

@@ -81,7 +81,7 @@ class AnswerScorer:
         try:
             self._function = load_reward_function(RewardConfig(function=function, kwargs=dict(kwargs)))
         except ConfigError as error:
-            # The loader names the keys of the run's own reward.
+            # The loader's message begins with the section `reward`, which does not contain these keys.
             raise ConfigError(error.message.removeprefix("reward."), error.cause) from error
         if "trajectory" in self._function.arguments:
             raise ConfigError(

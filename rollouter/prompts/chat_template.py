@@ -1,4 +1,4 @@
-"""Renders chat messages and tokenizes them. This happens once; all later stages work with token ids."""
+"""Renders and tokenizes chat messages: each prompt once, when it is loaded, and conversations after each turn."""
 
 from __future__ import annotations
 

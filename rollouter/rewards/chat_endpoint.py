@@ -1,7 +1,7 @@
 """A client of one model behind an OpenAI-compatible endpoint, with deadlines and retries.
 
 ask ─▶ limiter ─▶ one try, within timeout_s ─▶ text
-          ▲              │ no connection, no answer in time, 429, 5xx
+          ▲              │ no connection, no answer in time, 408, 409, 429, 5xx
           └── 1 s, 2 s, … (or Retry-After) ◀──┘   max_attempts tries in all
 """
 

@@ -1,4 +1,4 @@
-"""The built-in reward functions, and how the configured functions are loaded, called, and their results checked."""
+"""Defines the built-in reward functions, loads and calls the configured functions, and checks their results."""
 
 from __future__ import annotations
 

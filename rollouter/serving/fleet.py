@@ -61,7 +61,7 @@ class ServeFleet:
                 # The time starts at the end of a try, so that a try that used all of its time is repeated.
                 until = anyio.current_time() + self._timeouts.start_s
             for report in outcomes:
-                # A replica that serves the version already answers at once, and that report has no timings.
+                # A replica that already serves the version answers at once, with a report without timings.
                 if isinstance(report, ApplyReport) and not (
                     report.replica in reports and reports[report.replica].weights_version == report.weights_version
                 ):

@@ -43,7 +43,7 @@ def app_name(namespace: str, part: str = "rollout") -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
-    """One deployment of rollout servers."""
+    """The options of the deployment of the engines (`RolloutReplica`)."""
 
     llm_config: dict[str, Any]
     """Keyword arguments of `ray.serve.llm.LLMConfig`, including resources and environment."""

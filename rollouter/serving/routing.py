@@ -17,7 +17,7 @@ MAX_AFFINITY_KEYS = 100_000
 
 
 def affinity_key(session: str) -> str:
-    """Return the key whose sessions share a replica: `sample_0_7` for `sample_0_7/3`, as they share a prompt."""
+    """Return the key of a session, `sample_0_7` for `sample_0_7/3`. Sessions of one key share prompt and replica."""
     return session.partition("/")[0]
 
 

@@ -371,7 +371,7 @@ def _checked(result: Any, name: str) -> ToolOutcome:
     if not isinstance(result, ToolResponse):
         raise UserCodeError(f"{about} returned {shown(result)}; return a text or a ToolResponse")
     if not isinstance(result.text, str) or not isinstance(result.metrics, Mapping):
-        raise UserCodeError(f"{about} returned {shown(result)}; its text is a string, its metrics a mapping")
+        raise UserCodeError(f"{about} returned {shown(result)}; its text must be a string, its metrics a mapping")
     metrics = {str(key): _number(item, f"{about}, metric {key!r}") for key, item in result.metrics.items()}
     return ToolOutcome(result.text, _number(result.reward, f"{about}, reward"), metrics, "ok", bool(result.done))
 

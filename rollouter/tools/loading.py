@@ -32,7 +32,7 @@ class FunctionSchema:
     """The schema of a tool that the model sees. It also checks arguments.
 
     Raises:
-        ValueError: the value is not an OpenAI function schema; the message begins with the wrong key.
+        ValueError: the value is not an OpenAI function schema; the message begins with the invalid key.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ def _checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
         jsonschema.Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
         place = ".".join(["function.parameters", *(str(part) for part in error.absolute_path)])
-        raise ValueError(f"{place}: no JSON schema: {shorten(error.message)}") from None
+        raise ValueError(f"{place}: not a JSON schema: {shorten(error.message)}") from None
     if not isinstance(parameters, dict) or parameters.setdefault("type", "object") != "object":
         raise ValueError('function.parameters: arguments have names, so it must be {"type": "object", ...}')
     return {"type": "function", "function": function}

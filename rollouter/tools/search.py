@@ -100,7 +100,8 @@ def _count(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
     """Count the words of all texts.
 
-    Return the numbers of word and text and the occurrences of each pair, and the length of each text in words.
+    Return three arrays with one item per pair of a word and a text that contains it: the word's number, the text's
+    number, and the number of occurrences. The fourth array is the length of each text in words.
     """
     parts: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
     lengths: list[int] = []

@@ -16,7 +16,7 @@ OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "det
 
 
 class RolloutReplica:
-    """Starts a `RolloutServer`, and then has the methods of it that other processes call."""
+    """Starts a `RolloutServer` and offers those of its methods that other processes call."""
 
     async def __init__(self, options: ServingOptions, *, openai: bool = False) -> None:  # type: ignore[misc]  # Serve awaits it
         """Start the engine, with vLLM's OpenAI front end if `openai`.

@@ -24,7 +24,7 @@ class EngineGauges(StatLoggerBase):
         """Requests that a cache reset for a new version has preempted and that vLLM has not counted yet."""
 
     def clear(self, in_flight: int) -> None:
-        """Note that the KV cache was reset under `in_flight` requests, whose preemption shows no lack of memory."""
+        """Record that the KV cache was reset under `in_flight` requests, whose preemption shows no lack of memory."""
         self._cleared = min(in_flight, self._cleared + self.load.running)
 
     def record(

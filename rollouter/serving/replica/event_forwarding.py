@@ -1,8 +1,8 @@
 """Forwards a replica's profiler events to the Rollouter, which writes them: a replica has no run directory.
 
 Events are sent with the answers to generate calls: about once a second, because a message costs a millisecond, and when
-the last open call ends. If a consumer stops reading before Ray has taken a batch of events, the next answer contains
-them. If Ray has taken them already, they are lost. Each batch contains the number of events sent so far, so the
+the last open call ends. If a consumer stops reading before Ray has accepted a batch of events, the next answer contains
+them. If Ray has accepted them already, they are lost. Each batch contains the number of events sent so far, so the
 Rollouter can count the missing ones (`Profiler.ingest`).
 """
 
@@ -73,8 +73,8 @@ class EventForwarder:
 
     @contextmanager
     def _returned_on_failure(self, batch: EventBatch) -> Iterator[None]:
-        """Keep the events if Ray does not request the next item, which means that Ray has not taken them. Events that
-        Ray has taken may still be lost."""
+        """Keep the events if Ray does not request the next item, which means that Ray has not accepted them. Events
+        that Ray has accepted may still be lost."""
         try:
             yield
         except BaseException:

@@ -62,7 +62,7 @@ class RunningRequest:
     request_id: str
     collector: RequestOutputCollector | None = None
     state: RequestState | None = None
-    """None if the request is not in the engine yet, or has ended already."""
+    """None until the engine has the request, and if the request ended before its state was read."""
     output: RequestOutput | None = None
     """The engine's last output."""
     num_reported: int = 0
@@ -232,7 +232,7 @@ class TokenGeneration:
             raise InfraError(health.broken)
         recorder.note_admitted(len(prompt_ids))
         # The salt separates versions in the prefix cache: a request admitted under version v never reads a block that
-        # an older version computed, even if running requests (`keep`) prevent that the cache is emptied.
+        # an older version computed, even if running requests (`keep`) prevent the cache from being emptied.
         salt = f"{health.weights_version.lineage}-{health.weights_version.version}"
         prompt: EngineInput = tokens_input(prompt_ids, cache_salt=salt)
         if request.media:
@@ -258,7 +258,7 @@ class TokenGeneration:
         except Exception as error:
             dead = isinstance(error, EngineDeadError)
             if run.collector is None and not dead:
-                raise InfraError.wrap(f"request {request.request_id}: the engine did not take it", error) from error
+                raise InfraError.wrap(f"request {request.request_id}: the engine did not accept it", error) from error
             health.give_up("its engine is dead" if dead else f"its engine's client failed: {error!r}", crash=True)
             message = f"{health.broken}; the cause is in {own_log()}, in logs/ray of the run directory"
             if not health.crashed or run.collector is None:
@@ -302,7 +302,7 @@ class TokenGeneration:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
         except (TypeError, ValueError) as error:
-            raise DataError.wrap(f"request {request.request_id}: sampling parameters", error) from error
+            raise DataError.wrap(f"request {request.request_id}: invalid sampling parameters", error) from error
 
 
 def _deltas(runs: Sequence[RunningRequest]) -> list[Delta]:

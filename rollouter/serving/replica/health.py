@@ -62,7 +62,7 @@ class StatusReporter:
             try:
                 self.newest = ray.get(self._store.report.remote(self._describe()), timeout=REPORT_ANSWER_S)
             except Exception as error:  # noqa: BLE001  the next report replaces a lost one
-                logger.debug("the weight store did not take a report: %r", error)
+                logger.debug("the weight store did not accept a report: %r", error)
             self._changed.wait(REPORT_EVERY_S)
             self._changed.clear()
 
@@ -81,7 +81,7 @@ class ReplicaHealth:
         """Whether the requests in the engine may be the cause of the failure."""
         self.paused = False
         self.up = False
-        """Whether the replica has started. During a weight update, its requests wait."""
+        """Whether the start is complete: a weight update then ends in the phase `serving`, and before in `starting`."""
         self._node_id = node_id
         self._engine_s = engine_s
         self._engine: OpenAIEngine | None = None

@@ -117,7 +117,7 @@ class RequestRecorder:
         self._fields: dict[str, Any] = {}
 
     def note_admitted(self, prompt_tokens: int) -> None:
-        """Note that the request has passed the gate."""
+        """Record that the request has passed the gate."""
         if profile.records("request"):
             self._moments.admitted = time.monotonic()
             self._fields = {

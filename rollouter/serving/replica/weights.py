@@ -1,6 +1,6 @@
 """Live weight updates of one replica.
 
-    fetch (during decoding) → close gate → pause → load → name the version → resume → open gate → verify
+    fetch (during decoding) → close gate → pause → load → set the version number → resume → open gate → verify
 
 After an update, the replica is in one of three states. It serves the new version. Or it still serves the old version
 and reports this, because the update failed before the load. Or it is broken, because its engine did not answer or the

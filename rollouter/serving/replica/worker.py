@@ -109,7 +109,7 @@ def connect(address: str, namespace: str, *, limit_s: float = -1) -> None:
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker; every method is called through `collective_rpc` and blocks decoding while it runs."""
+    """A mixin of vLLM's worker. Every method is called through `collective_rpc` and blocks decoding while it runs."""
 
     model_runner: Any
 

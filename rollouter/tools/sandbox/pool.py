@@ -87,7 +87,7 @@ class CodeOutcome:
 
 
 class ConfinedProcess:
-    """An isolated process that runs codes one after the other."""
+    """An isolated process that runs pieces of code one after the other."""
 
     def __init__(self, process: Process, directory: str, limits: CodeLimits, threads: anyio.CapacityLimiter) -> None:
         self._process = process
@@ -223,7 +223,7 @@ class CodeSandbox:
             shared_files: Accept that the code can access the files of the run's user if this machine cannot prevent it.
             import_paths: Directories of packages, searched after the standard library.
             read_paths: Files and directories that the code may read.
-            keep: Let a process run several codes, which share their variables.
+            keep: Let a process run several pieces of code, which share their variables.
             mechanisms: The items of `MECHANISMS` to use.
 
         Raises:
@@ -340,8 +340,8 @@ def _parsed(report: str) -> ConfinementReport:
 def _lacking(walls: list[str]) -> str:
     """Return advice about missing walls."""
     waivers = {"network": "{network: allowed}", "files": "{files: shared}"}
-    advice = "this requires Linux with seccomp, and Landlock (6.2 or newer) or namespaces"
-    return "; ".join([advice, *(f"config: {waivers[wall]} accepts that" for wall in walls if wall in waivers)])
+    advice = "this requires Linux with seccomp, and Landlock (Linux 6.2 or newer) or namespaces"
+    return "; ".join([advice, *(f"config: {waivers[wall]} allows this access" for wall in walls if wall in waivers)])
 
 
 def _environment(directory: str) -> dict[str, str]:

@@ -174,7 +174,7 @@ def test_a_call_that_takes_too_long_times_out(method: str, on_error: Any) -> Non
     [
         (7, "returned 7; return a text or a ToolResponse"),
         (None, "returned None"),
-        (ToolResponse(b"x"), "its text is a string"),  # type: ignore[arg-type]
+        (ToolResponse(b"x"), "its text must be a string"),  # type: ignore[arg-type]
         (ToolResponse("", float("nan")), "reward: nan is not a finite number"),
         (ToolResponse("", "1"), "reward: '1' is not a finite number"),  # type: ignore[arg-type]
         (ToolResponse("", 0.0, {"hits": float("inf")}), "metric 'hits': inf"),

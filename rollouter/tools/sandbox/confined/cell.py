@@ -1,7 +1,7 @@
 """Entry point of the confined process: executes code from standard input like cells of a notebook.
 
     in   <mark> <length>\n<code, UTF-8>
-    out  the report of the walls, an empty line; then for each code: its output, \0<mark> <ok|error>\n
+    out  the report of the walls, an empty line; then for each piece of code: its output, \0<mark> <ok|error>\n
 
 Standard output and standard error of the code are one stream. Output beyond `output_bytes` is dropped here. The reader
 of the stream bounds the output of code that bypasses `sys.stdout`.
@@ -71,7 +71,7 @@ class BoundedOutput(io.RawIOBase):
 
 
 class CodeCell:
-    """Runs all codes of a process in one module `__main__`."""
+    """Runs all code of a process in one module `__main__`."""
 
     def __init__(self, settings: ConfinementSettings) -> None:
         self._settings = settings

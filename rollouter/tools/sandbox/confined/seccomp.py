@@ -58,7 +58,7 @@ def install(pid: int, *, network: bool, attributes: bool) -> None:
 
     Args:
         pid: The process's own pid in its namespace.
-        network: Allow internet sockets, but not sockets of the file system, which lead to other services.
+        network: Allow internet sockets, but not Unix sockets, which connect to other services of this machine.
         attributes: Allow changes of file attributes, as far as file system and user allow them.
 
     Raises:

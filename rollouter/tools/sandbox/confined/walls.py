@@ -38,7 +38,7 @@ class ConfinementSettings:
     network: bool
     """Whether the network is allowed."""
     keep: bool
-    """Whether the process runs several codes, which share their variables."""
+    """Whether the process runs several pieces of code, which share their variables."""
     cpu_s: int
     memory_mib: int
     file_mib: int
@@ -121,7 +121,7 @@ def confine(settings: ConfinementSettings) -> ConfinementReport:
                 "root", namespaces.own_root, settings.work_dir, read_paths, disk_bytes
             ):
                 work_dir, own_root = namespaces.WORK_DIR, True
-                # Sockets in the file system lead out of a network namespace, but not out of this root.
+                # Unix socket files reach processes outside of a network namespace, but not from within this root.
                 report.stand("root", "files", *network)
             namespaces.descend()
         except OSError as error:
@@ -171,7 +171,7 @@ def _become_nobody(outer_pid: int, paths: list[str]) -> None:
             os.setgroups([])
             os.chown(".", user, user)
             os.setresgid(user, user, 0)
-            os.setresuid(user, user, 0)  # with a way back
+            os.setresuid(user, user, 0)  # the saved id 0 allows a return to root
             for path in (".", os.__file__, *paths):
                 os.close(os.open(path, os.O_RDONLY))
             os.setresgid(user, user, user)
