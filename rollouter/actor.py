@@ -135,7 +135,7 @@ class RolloutActor:
         await turns.aclose()
 
     async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
-        """Answer a request with a trajectory's key, see `Gateway.answer`."""
+        """Answer a request with a trajectory's key, see `AgentGateway.answer`."""
         agent = self._task.agent if self._task is not None else None
         if not isinstance(agent, ExternalAgent):
             refusal = unknown_key()
