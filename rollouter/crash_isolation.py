@@ -41,7 +41,7 @@ from rollouter.drop_policy import TooLongError
 logger = logging.getLogger(__name__)
 
 REMEMBERED_CRASHES = 16
-"""Assessed crashes that are kept for sessions that report them late."""
+"""Number of assessed crashes that are kept for sessions that report them late."""
 SETTLE_S = 1.0
 """Delay before a crash is assessed: an `Accepted` event of the replica may still be on its way."""
 LONGEST_S = 30.0
@@ -209,7 +209,7 @@ class CrashBlame:
             return
         for other, strikes in self._strikes.items():
             explained = [crash for crash in strikes if crash in crashes and crash is not last]
-            # Keep so many strikes that one more crash makes the session a possible cause again.
+            # Keep enough strikes that one more crash makes the session a possible cause again.
             surplus = len(strikes) - (self._max_crashes - 1)
             withdrawn = explained[: max(0, surplus)]
             self._strikes[other] = [crash for crash in strikes if crash not in withdrawn]

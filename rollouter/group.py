@@ -44,7 +44,7 @@ class GroupRequest:
     """The trajectories to generate for one prompt."""
 
     name: str
-    """Name of the session; the requests are `name/k` and `name/baseline`."""
+    """The session's name. The requests are `name/k` and `name/baseline`; with an agent, each of them is a session."""
     sample_id: SampleId | str
     prompt: Prompt
     sampling: Mapping[str, Any]

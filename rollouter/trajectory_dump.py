@@ -64,7 +64,7 @@ class TrajectoryDump:
             self._log_error(sample, error)
 
     def _log_error(self, sample: Sample, error: Exception) -> None:
-        # The kind of error decides, not its message, which may differ for each sample.
+        # Errors are compared by kind, not by message, which may differ for each sample.
         kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
         if kind in self._logged_errors:
             return

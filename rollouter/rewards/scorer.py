@@ -201,7 +201,7 @@ class CombinedScorer(WeightedScorer):
 
     If a run has more than one source, `Score.extra` contains each part before its weight: `rule`, the names of further
     functions, `tools`, `turns`, `judge`, `model`. With `reward_model.placement: worker` the Trainer adds the model's
-    part to the rewards it trains on; it is missing here, and so in validation.
+    part to the rewards it trains on; this scorer, and so validation, lacks it.
     """
 
     def __init__(self, functions: RewardScorer, config: Config, decode: Decode, model: RewardModelPort | None) -> None:

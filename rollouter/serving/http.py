@@ -4,7 +4,7 @@
     other requests ────▶ the API key, if there is one ──▶ `openai_app` ──▶ replicas
 
 Importing `ray.serve.llm` imports vLLM, which takes 7 s on CPU and prints messages on the terminal. The driver uses this
-module without importing it; only the processes that Serve starts import it.
+module without importing vLLM; only the processes that Serve starts import it.
 """
 
 from __future__ import annotations

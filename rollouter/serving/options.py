@@ -19,7 +19,7 @@ ROUTER = "rollouter.serving.routing.SessionRouter"
 
 
 UNANSWERED_CHECKS = 3
-"""Serve replaces a replica after so many consecutive unanswered health checks. This is a constant of Serve."""
+"""Serve replaces a replica after this many consecutive unanswered health checks. This is a constant of Serve."""
 PATIENCE = 1.5
 """Serve replaces a replica that is silent for `PATIENCE` times `probe_s`. When a stream of answers ends, Ray blocks the
 replica's event loop until the caller has acknowledged all answers (`WaitAllObjectsReported`), so a caller that hangs

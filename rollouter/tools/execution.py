@@ -1,4 +1,4 @@
-"""Executes tool methods in worker threads, with deadlines and rate limits, and manages a tool's state per trajectory.
+"""Executes tool methods (sync ones in threads) with deadlines and rate limits, and keeps a state per trajectory.
 
 capacity, rate ─▶ create, once ─▶ repeat calls that were replayed from records ─▶ execute ─▶ outcome
                                                                   at the end ─▶ calc_reward ─▶ release

@@ -4,7 +4,7 @@
        ▲                                                        │
        └────────────── a call that finds it lost requests another connection
 
-The client's cancel scopes must be left in the task that entered them, so this task does nothing else. If a server has
+The client's cancel scopes must be exited in the task that entered them, so this task does nothing else. If a server has
 died, the next call restarts it or reconnects to it. All calls that were lost with it use the new connection.
 """
 

@@ -1,7 +1,7 @@
 """Restricts system calls with a BPF program that the kernel runs on each system call.
 
-It denies sockets, access to other processes (starting, signalling, tracing, inspecting), leaving the process group, and
-memory outside the address space. Threads work, and so does `socketpair`, which asyncio needs.
+It denies sockets, access to other processes (starting, signalling, tracing, inspecting), a change of the process group,
+and memory outside the address space. Threads work, and so does `socketpair`, which asyncio needs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REFUSED = (
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
     # memory that no limit of the process counts, and that may outlive it
     *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open"),
-    # other views of the system, and calls with a long history of security holes in the kernel
+    # namespaces and mounts, and calls with a long history of security holes in the kernel
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "mount_setattr", "open_tree", "move_mount"),
     *("fsopen", "fsconfig", "fsmount", "fspick", "name_to_handle_at", "open_by_handle_at", "fanotify_init", "quotactl"),
     *("bpf", "perf_event_open", "add_key", "request_key", "keyctl", "userfaultfd"),

@@ -70,7 +70,7 @@ _NETWORK_PATHS = (
     *("/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/usr/share/ca-certificates"),
 )
 _FIRST_OWN_USER = 0x6000_0000
-"""The lowest number of the users for code. No real user has such a number, so these users own no files."""
+"""The lowest of the user ids for code. No real user has such an id, so these users own no files."""
 _NOBODY = 65534
 _OUR_PROCESSES = 8
 """An upper bound for the helper processes around the code."""
