@@ -5,7 +5,7 @@
                   └─ SampleMeta + reference ─▶ QueueActor ──┘ lease of references
 
 The actor sees metadata and references. Payload bytes go from the producer to a disk or into shared memory, and from
-there to the consumer; they pass neither the actor's mailbox nor its heap.
+there to the consumer; they pass through neither the actor's mailbox nor its heap.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ MAX_OFFERS = 256
 class QueueActor:
     """`LocalSampleQueue` behind Ray calls.
 
-    With a journal Ray may restart its process: the state is rebuilt, and the handle stays good. If the journal
-    cannot be used, every call raises the reason.
+    With a journal, Ray may restart the actor's process: the state is rebuilt, and the handle stays valid. If the
+    journal cannot be used, every call raises the reason.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class QueueActor:
             case CoverCheckpoint():
                 await self._remove(self._queue.state.take_idle_files())
             case AttachPart(part="rollouter", incarnation=incarnation):
-                # Segments that were never offered; calls of their writers are refused from now on.
+                # Remove segments that were never offered; calls of their writers are refused from now on.
                 state = self._queue.state
                 old = [file for file in await self._segments() if (segment_incarnation(file) or 0) < incarnation]
                 await self._remove([file for file in old if not state.is_file_needed(file)])
@@ -170,8 +170,7 @@ class QueueActor:
             await anyio.to_thread.run_sync(remove_segments, self._run_dir, files)
 
     async def _forget_turns(self, incarnation: int) -> None:
-        """Forget the turns of samples that were READY, or had ended, when the previous incarnation of the Rollouter
-        died."""
+        """Forget the turns of samples whose payload is stored, or that have ended for good."""
         if self._run_dir is not None:
             await forget_old_turns(self._run_dir, incarnation, self._queue.state.needs_no_turns)
 
@@ -287,16 +286,16 @@ class QueueClient(SampleQueue):
                     try:
                         return await sent[-1]
                     except ActorUnavailableError:
-                        # The queue's process or the network failed, so the result of the call is unknown. Ray holds
-                        # the next call until the process is back, and may repeat it; but not one that parks, which Ray
-                        # would park again after it was abandoned.
+                        # The queue's process or the network failed, so the result of the call is unknown. With
+                        # retries, Ray holds the next call until the process is back, and may repeat it. A call that
+                        # parks has no retries, because Ray would park it again after it was abandoned.
                         sent.clear()
                         caller = caller._replace(retried=True)
                         method = self._actor.call.options(max_task_retries=-1 if timeout_s is None else 0)
         except TimeoutError as error:
             state = "did not come back and answer" if caller.retried else "did not answer"
             raise DeadlineError(
-                f"the sample queue {state} {_name(operation)} within {limit_s:g} s; it may have granted something. A "
+                f"the sample queue {state} {_name(operation)} within {limit_s:g} s; the call may have had an effect. A "
                 f"larger timeouts.call_s helps if the machine is overloaded"
             ) from error
         except RayTaskError as error:

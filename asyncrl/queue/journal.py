@@ -98,15 +98,16 @@ class Journal:
         """Rebuild the state from the journal, or begin a new one. Blocking.
 
         Args:
-            restore: counts of the checkpoint that the run resumes from. If the journal is damaged or does not reach it,
-                a new one begins with them, and the old one is set aside.
+            restore: counts of the checkpoint that the run resumes from. If the journal is damaged or lacks this
+                checkpoint, it is set aside, and a new journal begins with these counts.
             continuing: the run is alive, and only the queue's process was replaced. A checkpoint is no substitute
-            for the journal then, because the other parts hold samples that the queue granted.
+                for the journal then, because the other parts hold samples that the queue granted.
 
         Raises:
-            ConfigError: another version of asyncrl wrote it, or it belongs to other data.
-            DiskFullError, InfraError: see above; or another process has it open; or it is missing or damaged, with
-                `continuing`.
+            ConfigError: another version of asyncrl wrote the journal, or it belongs to other data.
+            DiskFullError: no space is left.
+            InfraError: the disk fails, or another process has the journal open; with `continuing` also if the journal
+                is missing or damaged.
         """
         lock = _take_lock(path.with_suffix(".lock"))
         try:
@@ -167,7 +168,7 @@ class Journal:
         try:
             # Shielded: the rows belong to all waiting callers, not only to the one that commits them.
             with anyio.CancelScope(shield=True):
-                # Rows that other tasks append during this turn of the loop are committed, too.
+                # Rows that other tasks append during this iteration of the event loop are committed, too.
                 await anyio.lowlevel.checkpoint()
                 rows, self._pending = self._pending, []
                 snapshot, self._snapshot = self._snapshot, None
@@ -207,7 +208,7 @@ class Journal:
         self._crc = crc
 
     def _trained_since_blocking(self, step: int) -> tuple[SampleId, ...] | None:
-        """Read all rows without verifying them, because this run was built on them. Blocking."""
+        """Read the rows without checking their checksums, because this run's state was built from them. Blocking."""
         num_prompts = self.state.prompts_per_epoch
         kinds = "('MarkCheckpoint', 'RewindTraining', 'CommitSamples', 'DropSamples')"
         rows = self._connection.execute(f"SELECT kind, body FROM operations WHERE kind IN {kinds} ORDER BY seq")
@@ -245,7 +246,8 @@ def _find_journal(
             )
         if restore is not None and restore.seq:
             return None, (
-                f"the journal is gone: there is no {path}, in which the checkpoint is at operation {restore.seq}. "
+                f"the journal is gone: there is no {path}, which should contain the checkpoint at operation "
+                f"{restore.seq}. "
                 f"The run continues from the sample counts of the checkpoint{_FORGOTTEN}",
             )
         return None, ()
@@ -261,21 +263,22 @@ def _find_journal(
         )
     if rebuilt.state.prompts_per_epoch != num_prompts:
         raise ConfigError(
-            f"{path} belongs to a run over {rebuilt.state.prompts_per_epoch} prompts, this one has {num_prompts}: feed "
-            f"indices would name other prompts. Restore the data, or start anew with another run_dir and resume=none."
+            f"{path} belongs to a run over {rebuilt.state.prompts_per_epoch} prompts; this run has {num_prompts}, so "
+            "feed indices would name other prompts. Restore the data, or start anew with another run_dir and "
+            "resume=none."
         )
     if restore is not None and not continuing and not rebuilt.contains(restore):
         aside = _set_aside(path, "behind")
         return None, (
-            f"the journal ends at operation {rebuilt.seq} and does not contain the checkpoint's, "
-            f"{restore.seq or 'which was written without a journal'}. It was set aside as {aside}; the run "
-            f"continues from the sample counts of the checkpoint{_FORGOTTEN}",
+            f"the journal ends at operation {rebuilt.seq} and does not contain the checkpoint, which was written "
+            f"{f'at operation {restore.seq}' if restore.seq else 'without a journal'}. It was set aside as {aside}; "
+            f"the run continues from the sample counts of the checkpoint{_FORGOTTEN}",
         )
     return rebuilt, (rebuilt.notice,) if rebuilt.notice else ()
 
 
 def _set_aside(path: Path, why: str) -> Path:
-    """Rename the journal and its log; return the new name."""
+    """Rename the journal and its write-ahead log; return the journal's new path."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     names = (f"{path.stem}-{why}-{stamp}{f'-{number}' if number else ''}{path.suffix}" for number in itertools.count())
     aside = next(found for found in map(path.with_name, names) if not found.exists())

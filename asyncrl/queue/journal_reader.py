@@ -150,7 +150,7 @@ def _rebuild(connection: sqlite3.Connection) -> RebuiltJournal:
     except UNREADABLE as error:
         raise JournalDamage(f"its marks cannot be read ({type(error).__name__}: {error})") from None
     began_with = None
-    with suppress(JournalDamage):  # few runs need it
+    with suppress(JournalDamage):  # only checkpoints that were written without a journal need this snapshot
         first, _, begin = read_snapshot(connection, "ASC", num_prompts)
         if first == 0 and not begin.is_new:
             began_with = begin.snapshot()
@@ -265,7 +265,7 @@ def read_head(run_dir: Path) -> JournalHead | None:
 def incarnation_of_files(run_dir: Path) -> int:
     """Return the last incarnation of the Rollouter that wrote into `samples/`; 0: none did.
 
-    The next one needs new file names, even if the journal has no record of it."""
+    The next incarnation needs new file names, even if the journal has no record of the last one."""
     directory = run_dir / SAMPLES
     names = os.listdir(directory) if directory.is_dir() else []
     return max((segment_incarnation(name) or log_incarnation(name) or 0 for name in names), default=0)

@@ -112,7 +112,7 @@ def trained_since(
     rewind abandoned it.
 
     A rewind to a checkpoint before the newest one needs this, because the state has forgotten the ends of these
-    samples. Samples in the answer that are live or remembered by now have been rewound since.
+    samples. The answer may name samples that a later rewind revived; `QueueState.ended_for_good` leaves them out.
 
     Args:
         operations: the run's operations in order; marks, rewinds, commits and drops are enough.

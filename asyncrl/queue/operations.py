@@ -186,7 +186,8 @@ def apply(operation: Operation, state: QueueState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdmitSamples(Operation):
-    """Wait for permits; answered with an `Admission`, which is not `closed` while a drop could admit a replacement."""
+    """Wait for permits, also when every sample is fed, because a drop admits a replacement; answered with an
+    `Admission`."""
 
     max_samples: int
     request_id: str = ""
@@ -555,7 +556,8 @@ class CloseQueue(Operation):
 
 @dataclass(frozen=True, slots=True)
 class AttachPart(Operation):
-    """A new incarnation of a part begins; the samples that the old one held go back."""
+    """A new incarnation of a part begins; samples that the old one was generating are fed again, leased ones are
+    READY."""
 
     part: PartName
     incarnation: int
@@ -589,7 +591,7 @@ class RewindTraining(Operation):
     """Training continues from the checkpoint of `step`, and a closed queue is open again.
 
     Samples that are LEASED, TRAINED since that step or DROPPED(shutdown) → READY, at their places in completion order;
-    those without a payload, and `trained_since`, → to be fed again.
+    those without a payload, and the samples in `trained_since`, → to be fed again.
     """
 
     step: int

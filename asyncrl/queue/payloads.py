@@ -56,8 +56,8 @@ class FilePayloads:
         self._directory = run_dir / SAMPLES
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
-        # One segment is written at a time. Two at once would be smaller, which costs more than the waiting time that
-        # it saves.
+        # One segment is written at a time. Two concurrent segments would each be smaller, and their overhead exceeds
+        # the waiting time that they save.
         self._puts = CallBatcher(self._put_many, max_weight=MAX_SEGMENT_BYTES)
         self._reported: set[str] = set()
         self._open_segments: dict[str, tuple[PackedBlob, set[int]]] = {}

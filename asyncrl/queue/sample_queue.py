@@ -62,7 +62,7 @@ class SampleQueue(ABC):
     async def call(self, operation: Operation, *, timeout_s: float | None = None) -> Any:
         """Send the operation to the queue and return its answer; one that may park waits up to `timeout_s`."""
 
-    # The Rollouter's
+    # The Rollouter's calls
 
     async def admit(self, max_samples: int, *, timeout_s: float) -> Admission:
         """Wait for permits and feed up to `max_samples` samples: fresh RUNNING ids in feed order."""
@@ -81,11 +81,11 @@ class SampleQueue(ABC):
             raise error
 
     async def set_applied_version(self, version: int, *, lineage: int = 0) -> None:
-        """Note that every replica serves `version`, which opens the staleness gate. A version of an older lineage is
+        """Record that every replica serves `version`, which opens the staleness gate. A version of an older lineage is
         ignored."""
         await self.call(SetAppliedVersion(version, lineage))
 
-    # The Trainer's
+    # The Trainer's calls
 
     async def lease(self, num_samples: int, *, trainer_version: int, timeout_s: float) -> Lease:
         """Wait for `num_samples` READY samples and lease them; samples that are too stale are dropped first, if
@@ -112,16 +112,16 @@ class SampleQueue(ABC):
         """Check that the checkpoint of `step`, which is written, may be renamed into place.
 
         Raises:
-            FencedError: a rewind to before its mark abandoned the checkpoint, or the caller was replaced. It must not
-                become the run's newest checkpoint.
+            FencedError: a rewind to before its mark abandoned the checkpoint, or the caller was replaced. Then the
+                checkpoint must not become the run's newest.
         """
         await self.call(ConfirmCheckpoint(step))
 
     async def covered(self, step: int) -> None:
-        """Note that the checkpoint of `step` is on disk; payloads of samples that ended before it may be deleted."""
+        """Record that the checkpoint of `step` is on disk; payloads of samples that ended before it may be deleted."""
         await self.call(CoverCheckpoint(step))
 
-    # Either side's
+    # Calls of either side
 
     async def drop(self, sample_id: SampleId, reason: DropReason) -> None:
         """Drop a sample in any live state."""
@@ -134,7 +134,7 @@ class SampleQueue(ABC):
     async def status(self) -> QueueStatus:
         return await self.call(ReadStatus())
 
-    # The Supervisor's; both are idempotent: a second call with the same numbers changes nothing
+    # The Supervisor's calls; both are idempotent: a second call with the same numbers changes nothing
 
     async def attach(self, part: PartName, incarnation: int) -> None:
         """Begin a new incarnation of a part; calls of older ones raise `FencedError` from now on.

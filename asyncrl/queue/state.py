@@ -99,8 +99,9 @@ class QueueState:
         """By step, the value of `num_commits` when its checkpoint began."""
         self.covered_step = -1
         self.admissions: dict[str, tuple[SampleId, ...]] = {}
-        """Remembered grants by request id, as are `leases`."""
+        """Remembered grants of permits by request id."""
         self.leases: dict[str, GrantedLease] = {}
+        """Remembered leases by request id."""
         self.entries: dict[SampleId, QueuedSample] = {}
         self.payload_bytes = 0
         self._samples_in_file: dict[str, int] = {}
@@ -217,7 +218,7 @@ class QueueState:
         )
 
     def needs_no_turns(self, sample_id: SampleId) -> bool:
-        """Whether its payload is stored, or it has ended for good."""
+        """Whether the sample's payload is stored, or the sample has ended for good."""
         return sample_id in self.entries or bool(self.ended_for_good((sample_id,)))
 
     def ready_in_feed_order(self, *, skip_missing: bool = False) -> Collection[SampleId]:
@@ -406,7 +407,7 @@ def indices(sample_ids: Iterable[SampleId]) -> list[int]:
 
 
 def entry_of(sample: QueuedSample) -> list[Any]:
-    """Return a READY sample as JSON values; `sample_of` reads it."""
+    """Return a sample's metadata and payload reference as JSON values; `sample_of` reads them."""
     meta, payload = sample
     return [meta.sample_id.index, *meta[1:], payload]
 

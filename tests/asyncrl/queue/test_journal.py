@@ -344,7 +344,7 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path)
     behind = QueueSnapshot(61, (), SampleCounts(60, trained=60), 3, seq=300)
     state, seq, [notice] = reopen(path, behind)
     assert (seq, state.counts().trained) == (300, 60)
-    assert "ends at operation 200 and does not contain the checkpoint's, 300" in notice
+    assert "ends at operation 200 and does not contain the checkpoint, which was written at operation 300" in notice
     assert "samples generated or dropped since then are generated again" in notice
     assert len(list(broken.glob("journal-behind-*.db"))) == 1
     # The new journal begins at the checkpoint, so it contains it.
@@ -358,8 +358,8 @@ def test_a_missing_journal_is_reported(tmp_path: Path) -> None:
     state, seq, [notice] = reopen(tmp_path / "journal.db", at_mark)
     assert (seq, state.counts().trained) == (200, 40)
     assert (
-        f"the journal is gone: there is no {tmp_path / 'journal.db'}, in which the checkpoint is at operation 200"
-        in notice
+        f"the journal is gone: there is no {tmp_path / 'journal.db'}, which should contain the checkpoint at "
+        "operation 200" in notice
     )
     assert (
         "continues from the sample counts of the checkpoint: samples generated or dropped since then are "
@@ -392,7 +392,7 @@ async def test_a_journal_that_begins_at_a_checkpoint_written_without_a_journal_i
     five = QueueSnapshot(4, (SampleId(0, 3),), SampleCounts(3, ready=1, trained=1, dropped={"failed": 1}), 1)
     for other in (five, replace(ten, version=2)):
         journal = open_journal(path, other)
-        assert "does not contain the checkpoint's, which was written without a journal" in journal.notices[0]
+        assert "does not contain the checkpoint, which was written without a journal" in journal.notices[0]
         await end(journal)
     aside = [name for name in os.listdir(tmp_path) if name.startswith("journal-behind-") and name.endswith(".db")]
     assert len(aside) == 2
@@ -425,7 +425,7 @@ async def test_a_run_can_rewind_to_the_checkpoint_at_which_its_journal_begins(tm
 
 
 def test_a_journal_of_other_data_is_refused(broken: Path) -> None:
-    with pytest.raises(ConfigError, match="belongs to a run over 7 prompts, this one has 8"):
+    with pytest.raises(ConfigError, match="belongs to a run over 7 prompts; this run has 8"):
         Journal.open(broken / "journal.db", num_prompts=8, identity={})
 
 
