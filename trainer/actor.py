@@ -95,7 +95,7 @@ class TrainerActor:
             async for record in stream_records("trainer", run):
                 yield record
         finally:
-            with anyio.move_on_after(CLOSE_S, shield=True):  # the failure may be that of the disk
+            with anyio.move_on_after(CLOSE_S, shield=True):  # a failing disk may be what ended the run
                 await to_thread.run_sync(profile.flush, abandon_on_cancel=True)
 
     async def served(self) -> None:
@@ -110,14 +110,14 @@ class TrainerActor:
             self._trainer.stop()
 
     async def republish(self) -> None:
-        """See `Trainer.republish`. Does nothing until `start` has returned, since `start` publishes itself."""
+        """See `Trainer.republish`. Does nothing until `start` has returned, because `start` publishes the weights."""
         if self._trainer is not None:
             await self._trainer.republish()
 
     async def status(self) -> Mapping[str, Any]:
         """Return `step`, `version`, `trained_samples`, `trained_tokens`; `waits`, the longest first; `pid`, `node_id`
         (Ray's) and `health` (`ProcessHealth`) of this process; `ranks`: `group`, `rank`, `pid`, `node_id` and `health`
-        of each; `skip` (`SkipManager.status`) and `profiler` (`Profiler.status`)."""
+        of each; `skip` (`SkipManager.status`), `profiler` (`Profiler.status`), `messages` (`SkipManager.messages`)."""
         progress = self._trainer.progress if self._trainer is not None else Progress()
         return {
             "step": progress.step,

@@ -71,7 +71,7 @@ class CheckpointScheduler:
     ) -> None:
         """
         Args:
-            step: the step that the loop begins with, which has a checkpoint.
+            step: the step that the loop begins with: that of a checkpoint, or 0.
             save_freq: `trainer.save_freq`.
             call_limit_s: deadline of one call to the ranks.
         """
@@ -154,7 +154,7 @@ class RoleCheckpoints:
             ConfigError: the run directory is not writable.
         """
         if self._begun is not None:
-            raise BugError(f"a checkpoint begun before {self._begun[0]} was finished")
+            raise BugError(f"a checkpoint was begun before {self._begun[0]} was finished")
         building = await to_thread.run_sync(self._files.open, progress.step, tuple(self._roles))
         for role, group in self._roles.items():
             await group.save_checkpoint(building / role, hf=building / HF_DIRECTORY if role == "actor" else None)
@@ -163,8 +163,8 @@ class RoleCheckpoints:
     async def finish(self) -> Path:
         """Wait until every role has written its part, then give the checkpoint its final name.
 
-        The checkpoint of a Trainer that was replaced, which it may not have noticed, is not part of the run's history.
-        The queue refuses its `confirm` call, so that is made first.
+        A Trainer may not have noticed that it was replaced; its checkpoint is then not part of the run's history.
+        Therefore `confirm` is called first: the queue refuses this call of a replaced Trainer.
 
         Raises:
             FencedError: this Trainer was replaced.
@@ -257,7 +257,7 @@ class CheckpointDirectory:
 
     def _set_abandoned_aside(self) -> None:
         for step, path in checkpoint_steps(self._run_dir).items():
-            lineage = read_lineage(path) or 0  # for an unreadable one only the step is known
+            lineage = read_lineage(path) or 0  # of an unreadable checkpoint, only the step is known
             if (left := self._history.abandoned_by(step, lineage)) is not None:
                 aside = path.with_name(f"{ABANDONED}{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)

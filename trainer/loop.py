@@ -179,7 +179,7 @@ class TrainLoop:
         """
         failure: Exception | None = None
         try:
-            # Its only task writes a checkpoint in the background.
+            # The group's only task writes a checkpoint in the background.
             async with anyio.create_task_group() as tasks:
                 try:
                     await self._train_all(sink, tasks)
@@ -188,7 +188,7 @@ class TrainLoop:
                     await self._checkpoints.wait_after_failure()
                     raise
         except BaseExceptionGroup as failures:
-            # A checkpoint may fail as well while an earlier failure waits for it; the earlier one is the cause.
+            # After a failure the loop waits for the checkpoint, which may fail too; the first failure is raised.
             raise failure or first_failure(failures) from None
 
     async def _train_all(self, sink: RecordSink, tasks: TaskGroup) -> None:
@@ -207,8 +207,8 @@ class TrainLoop:
         """
         settings, progress = self._settings, self.progress
         to_next_version = (progress.version + 1) * settings.samples_per_version - progress.trained_samples
-        # A stop may have skipped passes over its last samples. The resumed run takes these steps with other samples,
-        # and its pacing admits them.
+        # A stop may have skipped passes over the last samples before it. The resumed run takes these steps with other
+        # samples, which its pacing admits.
         to_end = math.ceil((settings.total_steps - progress.step) / settings.ppo_epochs) * settings.mini_batch_samples
         return max(0, min(settings.samples_per_lease, to_next_version, to_end))
 

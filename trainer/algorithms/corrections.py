@@ -152,7 +152,8 @@ _LEVELS: dict[str, Callable[[Rows, Tensor], Tensor]] = {
 
 
 def weight_means(weighted: Weighted) -> dict[str, Tensor]:
-    """Return values `[N]` to average over tokens; `with_sample_size` needs the mean square."""
+    """Return the values `[N]` whose means over tokens are the metrics of the weights; `with_sample_size` needs the mean
+    square."""
     return {
         "correction/is_weight_mean": weighted.weights,
         "correction/is_weight_mean_square": weighted.weights.square(),

@@ -151,7 +151,7 @@ def gspo(
     advantage and are averaged (`seq-mean-token-mean`). There is no dual clip.
     """
     sequence = rows.mean((log_probs - old_log_probs).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # sg[log s] last: log_probs - sg[log_probs] is exactly 0 and must not round the ratio.
+    # Add sg[log s] last: the difference log_probs - sg[log_probs] is then exactly 0 and does not round the ratio.
     return _clipped(torch.exp(log_probs - log_probs.detach() + rows.spread(sequence)), advantages, algorithm)
 
 

@@ -74,7 +74,7 @@ class Trajectories:
 
 
 MAX_KL_ERROR = 0.2
-"""Bound of the relative error that the adaptive controller follows (Ziegler et al., §2.2)."""
+"""Bound of the relative error of the KL in one update of the adaptive coefficient (Ziegler et al., §2.2)."""
 
 
 def combined_scores(scores: Tensor, model_scores: Tensor, *, model_weight: float) -> Tensor:

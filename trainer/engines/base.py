@@ -98,7 +98,7 @@ class Loss(Protocol):
     """Whether the loss depends on the gradient of the entropies, for which the backward pass needs another `[N, V]`."""
 
     def needs_gradient(self, batch: TensorDict) -> Tensor:
-        """Return bool `[B]`: False where the gradient is exactly 0, so that no backward pass is needed."""
+        """Return which rows need a backward pass, bool `[B]`: False where the gradient is exactly 0."""
 
     def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts: ...
 

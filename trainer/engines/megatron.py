@@ -85,7 +85,8 @@ class MegatronModel(ForeignModel):
         self._joined = _Joined(config)
         with torch.device("meta"):
             self.inner = _build_gpt(config, source.dtype)
-        # Its padding token has no gradient as an input. Megatron-Core's embedding is for ranks that share a vocabulary.
+        # In Hugging Face's embedding, the padding token has no gradient as an input. Megatron-Core's embedding is for
+        # ranks that share a vocabulary.
         self.inner.embedding.word_embeddings = copy.deepcopy(source.get_input_embeddings())
         self.inner.output_layer = _HiddenStates()
         self._positions = _Positions()

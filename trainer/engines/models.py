@@ -173,7 +173,8 @@ def quiet() -> Iterator[None]:
 
 
 def _sees(settings: PretrainedConfig) -> bool:
-    """Whether it is a vision-language model, which transformers does not count among the language models."""
+    """Whether these are the settings of a vision-language model, which transformers does not count among the language
+    models."""
     kind = type(settings)
     return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 

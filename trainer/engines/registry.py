@@ -26,7 +26,7 @@ BUILT_IN = {
 
 
 class EngineRegistry:
-    """(backend, model type, device) → engine class. A backend's module is imported on its first use."""
+    """The engine class for each backend, model type and device. A backend's module is imported on its first use."""
 
     _engines: ClassVar[dict[tuple[str, ModelType, DeviceType], type[BaseEngine]]] = {}
 
@@ -53,7 +53,7 @@ class EngineRegistry:
             if not issubclass(engine, BaseEngine):
                 raise TypeError(f"engine {backend}: {engine.__name__} is no BaseEngine")
             if missing := missing_methods(engine):
-                raise TypeError(f"engine {backend}: {engine.__name__} is abstract, it lacks {', '.join(missing)}")
+                raise TypeError(f"engine {backend}: {engine.__name__} is abstract: it lacks {', '.join(missing)}")
             cls._engines.update({(backend, name, kind): engine for name in model_types for kind in devices})
             return engine
 

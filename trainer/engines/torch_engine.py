@@ -283,7 +283,7 @@ class TorchEngine(BaseEngine, abstract=True):
         return nullcontext()
 
     def _settle(self) -> None:
-        """Called after the passes of a call: restore the parameters that the optimizer and checkpoints use."""
+        """Restore the parameters that the optimizer and checkpoints use, after the passes of a call."""
 
     def _move_model(self, device: torch.device) -> None:
         self._model.to(device)

@@ -413,8 +413,8 @@ class TrainerGroups:
         return cls([groups[plan.name] for plan in plans], profiling)
 
     async def end_traces(self, step: int) -> None:
-        """Write the traces of `step`, if it is one of `profiler.steps`. One group after the other, so that the machine
-        is not busy with all at once.
+        """Write the traces of `step`, if it is one of `profiler.steps`. Groups write one after the other, so that the
+        machine is not busy with all at once.
 
         Raises:
             InfraError, DeadlineError: see `WorkerGroup.end_traces`.

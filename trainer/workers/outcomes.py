@@ -14,7 +14,7 @@ import anyio
 from asyncrl.core.failures import AsyncRLError, ConfigError, DataError, DeadlineError, DivergenceError
 
 GRACE_S = 5.0
-"""How long the other ranks have to report their failure after the first one."""
+"""Time limit for the other ranks to report their failure after the first one."""
 AGREED = (DataError, DivergenceError, ConfigError)
 """Failures that ranks decide on together, and that leave them unchanged."""
 

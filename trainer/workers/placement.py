@@ -44,7 +44,7 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Ranks that share one process group, and the models that live in each of them."""
+    """Ranks that share one process group, and the models that each of them has."""
 
     name: str
     num_ranks: int

@@ -35,9 +35,9 @@ from trainer.workers.tracing import DIRECTORY, NO_PROFILING, RankProfiling, nsig
 logger = logging.getLogger(__name__)
 
 TERMINATE_S = 1.0
-"""How long processes have to end on Ray's signal, which a stopped process does not receive."""
+"""Time limit for processes to end on Ray's signal, which a stopped process does not receive."""
 CLOSE_S = 10.0
-"""How long killed processes have to end."""
+"""Time limit for killed processes to end."""
 _numbers = itertools.count()
 
 

@@ -103,7 +103,7 @@ class TorchTool:
 
     def has(self, step: int) -> bool:
         """Return whether the trace of `step` exists, or was attempted."""
-        return any(os.path.exists(path) for path in self._paths(step))  # which, unlike Path.exists, never raises
+        return any(os.path.exists(path) for path in self._paths(step))  # unlike Path.exists, it never raises
 
     def start(self) -> None:
         if not self._run_dir.is_dir():  # the profiler must not create it on another machine

@@ -58,7 +58,7 @@ def test_an_abstract_engine_cannot_be_registered() -> None:
 
     register = EngineRegistry.register("language_model", "half", "cpu")
     for engine in (Base, TorchEngine):
-        with pytest.raises(TypeError, match=f"engine half: {engine.__name__} is abstract, it lacks "):
+        with pytest.raises(TypeError, match=f"engine half: {engine.__name__} is abstract: it lacks "):
             register(engine)
     with pytest.raises(TypeError, match="is no BaseEngine"):
         register(Path)  # type: ignore[type-var]

@@ -72,7 +72,8 @@ class Packing:
         """Number of attention layers that have used it."""
 
     def inputs(self) -> dict[str, Any]:
-        """Return keyword arguments of the model. Transformers does not change a mask of four dimensions."""
+        """Return keyword arguments of the model. The mask has four dimensions, because transformers leaves such masks
+        unchanged."""
         return {"attention_mask": self.cu_seqlens.new_ones((1, 1, 1, 1), dtype=torch.bool), "packing": self}
 
 
@@ -159,7 +160,8 @@ def _difference(model: PreTrainedModel) -> str:
         return "it uses its own attention"
     expected, got = torch.cat(alone), output.last_hidden_state[0]
     error = float((got - expected).abs().max() / expected.abs().max())
-    # At least that of float32, because many models compute norms and rotations in float32, even with float64 weights.
+    # The limit is at least that of float32, because many models compute norms and rotations in float32 even if their
+    # weights are float64.
     limit = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
     return "" if error <= limit else f"sequences in one row change each other by {error:.1e}"
 
@@ -202,7 +204,7 @@ def _varlen(
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    # split instead of slices: its backward pass is one concatenation, while each slice's fills a whole row with zeros
+    # split, not slices: its backward pass is one concatenation; that of each slice would fill a whole row with zeros
     parts = zip(*(part.split(packing.lengths, dim=2) for part in (query, key, value)), strict=True)
     return torch.cat([_causal(q, k, v, scaling, window) for q, k, v in parts], dim=2)
 

@@ -115,7 +115,7 @@ class ModelShape(NamedTuple):
                 counts, experts_seen = size * routed, True
             parameters += counts
             trained += counts * trains
-        if num_experts > 1 and not experts_seen:  # under another name, all of them would count for each token
+        if num_experts > 1 and not experts_seen:  # experts under another name would all count for each token
             return None
         return cls(parameters, trained, layers * heads * head_size)
 

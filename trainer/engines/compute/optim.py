@@ -81,7 +81,7 @@ def move_gradients(model: nn.Module, device: torch.device) -> None:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             gradient._local_tensor = gradient._local_tensor.to(device)
-        elif gradient is not None:  # in place: a new one must be on the parameter's device
+        elif gradient is not None:  # in place, because torch accepts a new gradient only on the parameter's device
             gradient.data = gradient.data.to(device)
 
 

@@ -25,8 +25,8 @@ from trainer.engines.base import AggMode, Tokens
 class MicroBatch:
     """Some rows of a batch laid out for one forward pass, on CPU.
 
-    Padded: `B` rows padded on the right to `T`. Causal attention never looks right, so padding needs no mask. Packed:
-    one row of `T` positions; attention has to keep the sequences apart (`trainer.engines.compute.attention`).
+    Padded: `B` rows padded on the right to `T`. Causal attention never sees later positions, so padding needs no mask.
+    Packed: one row of `T` positions; attention has to keep the sequences apart (`trainer.engines.compute.attention`).
     """
 
     input_ids: Tensor
@@ -177,7 +177,7 @@ def cut_rows(
     Args:
         lengths: positions to compute for each row, at least 1.
         overhead_tokens: the fixed cost of one pass, in tokens. It decides how finely padded rows are cut.
-        num_parts: the minimum number of micro-batches, as far as there are rows, because other ranks have as many;
+        num_parts: the minimum number of micro-batches (at most one for each row), because other ranks have as many;
             None: the cheapest number.
         packed: sequences are concatenated, so micro-batches are balanced by cost. Otherwise rows are padded to the
             longest of their micro-batch, so rows of similar length are grouped.

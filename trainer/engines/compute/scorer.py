@@ -90,7 +90,7 @@ class Scorer:
         self._head: nn.Module = head
         self._hooks = [
             head.register_forward_pre_hook(self._pick_scored),
-            # It runs first, while FSDP still holds the head's gathered weights.
+            # This hook runs before FSDP's, which free the head's gathered weights.
             head.register_forward_hook(self._take_scores, prepend=True),
         ]
 

@@ -243,7 +243,7 @@ def rows_without_a_gradient_may_skip_the_backward_pass(setting: Setting) -> None
     close(take_step(engine, batch)[1].grad_norm, 0.0, 0.0, "norm of a gradient of 0")
     after = weights_of(engine)
     if dist.rank() == 0:
-        true(any((after[name] != before[name]).any() for name in before), "momentum moves the weights all the same")
+        true(any((after[name] != before[name]).any() for name in before), "momentum must move the weights")
 
 
 @check()
@@ -256,7 +256,7 @@ def bfloat16_computes_and_float32_keeps(setting: Setting) -> None:
     take_step(half, batch)
     if dist.rank() == 0:
         fine = any((tensor != tensor.bfloat16().float()).any() for tensor in weights_of(half).values())
-        true(fine, "weights after a step hold more than bfloat16 can")
+        true(fine, "weights after a step must be more precise than bfloat16")
     else:
         weights_of(half)
 
@@ -281,7 +281,7 @@ def scores_in_bfloat16_come_from_a_float32_head(setting: Setting) -> None:
 def _finer_than_bfloat16(got: Tensor, full: Tensor) -> None:
     error = float((got - full).abs().max())
     true(0 < error < 0.2, f"values in bfloat16 are off by {error:.1e}; expected more than 0 and less than 0.2")
-    true(bool((got != got.bfloat16().float()).any()), "values hold more than bfloat16 can")
+    true(bool((got != got.bfloat16().float()).any()), "values must be more precise than bfloat16")
 
 
 @check()
@@ -292,7 +292,7 @@ def gradients_in_bfloat16_add_up_in_float32(setting: Setting) -> None:
     for times in (2, 32):
         engine = setting.engine(dtype="bfloat16", ppo_max_token_len=1)
         norms.append(take_step(engine, TensorDict.cat([row] * times))[1].grad_norm)
-    close(norms[1] / norms[0], 1.0, 1e-5, "gradient norm of 32 like rows against that of 2")
+    close(norms[1] / norms[0], 1.0, 1e-5, "gradient norm of 32 equal rows against that of 2")
 
 
 class _AllRows(PolicyLoss):
@@ -318,7 +318,7 @@ def a_step_that_is_not_finite_changes_nothing(setting: Setting) -> None:
     raises(DivergenceError, "step 2", lambda: engine.optim_step(figures["loss"]))
     figures = engine.forward_backward(share_of(engine, batch), loss)
     raises(DivergenceError, "step 2", lambda: engine.optim_step(math.inf if dist.rank() == 0 else figures["loss"]))
-    true(engine.step == 1, "the step is not counted")
+    true(engine.step == 1, "a step that is not taken must not be counted")
     same_weights(weights_of(engine), before, 0.0, "after a step that was not taken")
     for one in (engine, same):
         take_step(one, batch)
@@ -366,7 +366,7 @@ def what_one_rank_cannot_read_is_refused_on_both(setting: Setting) -> None:
     other = setting.engine(float64=True)
     for rank in range(2):
         raises(ConfigError, "empty", partial(other.load, empty if dist.rank() == rank else whole))
-    true(other.step == 0, "nothing was loaded")
+    true(other.step == 0, "a refused load must not change the step count")
     other.load(whole)
     same_weights(weights_of(other), stepped.weights, 0.0, "loaded at last")
 
@@ -378,7 +378,7 @@ def reset_is_a_fresh_engine(setting: Setting) -> None:
     gc.collect()
     models = _num_models()
     engine.reset()
-    true(engine.step == 0, "no step was taken")
+    true(engine.step == 0, "a reset must set the step count to 0")
     true(_num_models() == models, f"after a reset there are {_num_models()} models, before it {models}")
     same_step(two_steps(engine, batch), one_step(setting))
 
@@ -391,8 +391,8 @@ def exported_weights_are_those_of_the_files(setting: Setting) -> None:
     half = dict(engine.weights("bfloat16"))
     if dist.rank() == 0:
         for name, tensor in half.items():
-            true(tensor.dtype == torch.bfloat16 and tensor.is_contiguous(), f"{name} is bfloat16 and contiguous")
-            true(torch.equal(tensor, saved[name].bfloat16()), f"{name} is the rounded weight")
+            true(tensor.dtype == torch.bfloat16 and tensor.is_contiguous(), f"{name} must be bfloat16 and contiguous")
+            true(torch.equal(tensor, saved[name].bfloat16()), f"{name} must be the rounded weight")
 
 
 @check()
@@ -408,8 +408,8 @@ def adapters_learn_and_switch_off(setting: Setting) -> None:
     tuned = engine.infer(share)["log_probs"]
     merged, before = weights_of(engine), weights_of(plain)
     if dist.rank() == 0:
-        true(float((tuned - base).abs().max()) > 1e-3, "two steps change the log-probs")
-        true(merged.keys() == before.keys(), "merged weights have the model's own names")
+        true(float((tuned - base).abs().max()) > 1e-3, "two steps must change the log-probs")
+        true(merged.keys() == before.keys(), "merged weights must have the model's own names")
         model = plain_model(model_paths(setting.directory)["language_model"], "language_model", torch.float32)
         model.load_state_dict(merged, strict=False)
         with torch.no_grad():

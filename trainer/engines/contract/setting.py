@@ -186,7 +186,7 @@ def close(got: float | Tensor, expected: float | Tensor, tolerance: float, what:
 
 
 OPTIM = OptimConfig(lr=1e-2, clip_grad=0.7)
-"""With this learning rate, three steps change weights by a few percent. Most gradients here exceed the norm."""
+"""With this learning rate, three steps change weights by a few percent. Most gradient norms exceed `clip_grad`."""
 
 EXACT = 5e-7
 """Tolerance for float64 arithmetic in another order, in models of which some compute norms in float32."""

@@ -72,8 +72,8 @@ def full_weights(
     """Yield checkpoint names with whole, contiguous CPU tensors on rank 0 and empty tensors on other ranks. Collective:
     iterate to the end on every rank.
 
-    Adapters are merged in, into copies. A tied head appears once, under the embedding's name. No rank holds more than
-    one decoder layer of whole tensors on its device. Unsharded float32 tensors on CPU are the live weights.
+    Adapters are merged into copies of the weights. A tied head appears once, under the embedding's name. No rank holds
+    more than one decoder layer of whole tensors on its device. Unsharded float32 tensors on CPU are the live weights.
     """
     inner = unwrapped(model)
     for weights in _layers(model):
