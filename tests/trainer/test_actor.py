@@ -1,4 +1,4 @@
-"""The Trainer's Ray shell with the real queue, payloads, weight store and a tiny model; the tests feed samples."""
+"""The Trainer's Ray actor with the real queue, payloads, weight store and a tiny model; the tests feed samples."""
 
 from __future__ import annotations
 

@@ -390,7 +390,7 @@ def test_the_checkpoint_of_another_model_is_refused_before_anything_is_loaded(tm
 # ------------------------------------------------------------------------------------------------ resume=
 
 
-def test_resume_none_and_auto(tmp_path: Path) -> None:
+def test_resume_none_finds_no_checkpoint_and_auto_the_newest_run(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for name in ("20260101-000000", "20260102-000000"):
         save(runs / "quickstart" / name, 5)
@@ -413,7 +413,7 @@ def test_resume_auto_with_a_run_dir_looks_only_there(tmp_path: Path) -> None:
     assert found is not None and found.manifest.progress.step == 7
 
 
-def test_resume_from_a_path(tmp_path: Path) -> None:
+def test_resume_accepts_the_path_of_a_run_or_of_a_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 5, 6)
     for text, step in [("", 6), ("checkpoints", 6), ("checkpoints/step_000005", 5)]:
         found = find_resume(Config(resume=str(tmp_path / text)))

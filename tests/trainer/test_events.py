@@ -211,7 +211,7 @@ async def run_some_calls(spec: EngineSpec, **options: Any) -> None:
     await group.close()
 
 
-async def test_events_of_calls_to_a_rank(recorded: Recorded, spec: EngineSpec) -> None:
+async def test_calls_to_a_rank_are_recorded_as_events(recorded: Recorded, spec: EngineSpec) -> None:
     await run_some_calls(spec)
     events = recorded.all()
     check_fields(events)

@@ -184,7 +184,7 @@ async def test_a_fixed_coefficient_comes_from_the_configuration_and_not_from_a_c
     assert experience.kl_coef is None
 
 
-async def test_generalized_advantages_with_a_critic() -> None:
+async def test_gae_uses_the_values_of_the_critic() -> None:
     gamma, lam = 0.9, 0.8
     config = config_of(algorithm={"adv_estimator": "gae", "gamma": gamma, "lam": lam})
     critic = answers("values", 6, offset=0.3)
@@ -272,7 +272,7 @@ async def test_rows_have_the_trained_tokens_of_their_trajectory_after_rejection(
     assert "trajectory_tokens" not in (await make(config, actor=answers("log_probs", 3))).batch
 
 
-async def test_turn_rewards_with_a_critic_in_a_forked_trajectory() -> None:
+async def test_gae_uses_turn_rewards_in_a_forked_trajectory() -> None:
     """The reward is 0.5, of which -0.25 is on token 0 of the first row and 1.0 on token 0 of the second row."""
     gamma, lam = 0.9, 0.8
     config = config_of(algorithm={"adv_estimator": "gae", "gamma": gamma, "lam": lam})

@@ -25,7 +25,7 @@ from tests.fakes.trainer_rig import TrainerRig
 from trainer.loop import LoopSettings
 
 
-async def test_a_run_from_the_first_lease_to_the_last_checkpoint() -> None:
+async def test_a_run_trains_publishes_and_saves_from_the_first_lease_to_the_last_checkpoint() -> None:
     rig = TrainerRig()
     records = await rig.run(8)
     assert [(record.step, record.version) for record in records] == [(1, 1), (2, 2), (3, 3), (4, 4)]
@@ -85,7 +85,7 @@ async def test_experience_belongs_to_the_first_step_of_its_batch(tmp_path: Path)
     assert steps == [1, 3, 5]
 
 
-async def test_a_lease_of_several_mini_batches_and_a_version_of_several_leases() -> None:
+async def test_a_lease_may_have_several_mini_batches_and_a_version_several_leases() -> None:
     rig = TrainerRig(total_steps=10, samples_per_lease=4, samples_per_version=8)
     records = await rig.run(20)
     assert [record.version for record in records] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
@@ -103,7 +103,7 @@ async def test_the_first_version_at_or_after_each_multiple_is_validated(test_fre
     assert [step for _, step, _, validate in rig.actor.published if validate] == expected
 
 
-async def test_no_validation_without_a_validation_set() -> None:
+async def test_nothing_is_validated_without_a_validation_set() -> None:
     rig = TrainerRig(has_validation=False, test_freq=1)
     await rig.run(8)
     assert not any(validate for *_, validate in rig.actor.published)
@@ -145,7 +145,7 @@ async def test_a_partial_last_batch_is_given_back_with_drop(num_fed: int, traine
 
 
 @pytest.mark.parametrize("num_samples", range(1, 13))
-async def test_passes_over_a_partial_last_batch(num_samples: int) -> None:
+async def test_a_partial_last_batch_is_trained_in_every_pass(num_samples: int) -> None:
     """`config.plan` counts the steps, pacing admits no more samples, and the stream stays open."""
     rig = TrainerRig(
         total_samples=num_samples, total_steps=2 * math.ceil(num_samples / 2), ppo_epochs=2, samples_per_lease=4,
@@ -390,7 +390,7 @@ async def test_a_run_stopped_between_passes_can_resume(stop_after: int) -> None:
     [(progress, snapshot)] = first.checkpoints.saved
     assert progress.step == stop_after
     second = TrainerRig(progress=progress, restore=snapshot, **settings)
-    # Each remaining mini-batch takes two steps (passes over two samples), the last of which may be left out.
+    # Every two remaining steps are two passes over one mini-batch of two samples; the last pass may be left out.
     wanted = math.ceil((8 - stop_after) / 2) * 2
     await feed(second.queue, wanted)
     await second.run()

@@ -155,7 +155,7 @@ def test_rows_that_do_not_form_trajectories_are_refused() -> None:
         prepared(replace(sample, rows=(first, third, second)))
 
 
-def test_metrics_of_a_step_with_turns() -> None:
+def test_metrics_of_a_step_count_a_response_of_several_rows_once() -> None:
     """Two rows of 3 and 2 tokens are one response of 5 tokens, of which 4 were sampled."""
     sample = forked(make_sample(SampleId(0, 1), (0.5, 1.0)), 0, [1, 1, 0], [1, 1])
     extras: list[dict[str, float]] = [{"format": 1.0}, {"format": 1.0}, {"format": 0.0, "calls": 3.0}]
@@ -184,7 +184,7 @@ def test_metrics_of_a_step_with_turns() -> None:
         describe(name)
 
 
-def test_metrics_of_a_step() -> None:
+def test_metrics_of_a_step_equal_their_definitions() -> None:
     samples = [
         prepared(make_sample(SampleId(0, 1), (1.0, 0.0), spans=[Span(0, 0)])),
         prepared(make_sample(SampleId(0, 2), (0.5,), spans=[Span(0, 2)], length=10)),
@@ -215,7 +215,7 @@ def test_metrics_of_a_step() -> None:
     )
 
 
-def test_metrics_of_staleness_versions_and_processing_time() -> None:
+def test_metrics_describe_staleness_versions_and_processing_time() -> None:
     """The Trainer is at version 3. In one sample, the second trajectory continued from version 0 to version 2."""
     whole = make_sample(SampleId(0, 1), spans=[Span(0, 3)])
     mixed = make_sample(SampleId(0, 2), spans=[Span(0, 2)])

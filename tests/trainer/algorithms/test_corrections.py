@@ -149,7 +149,7 @@ def test_weights_are_computed_before_rejection() -> None:
     assert torch.equal(both.loss_mask, run(rollout_rs="token_k1", rollout_rs_threshold=0.25).loss_mask)
 
 
-def test_metrics_of_the_mismatch_between_the_policies() -> None:
+def test_metrics_measure_the_mismatch_between_the_policies() -> None:
     metrics = run().metrics
     tokens = [(row, t) for row in range(5) for t in trained(row)]
     kl = {(row, t): STATISTICS["k3"](RATIOS[row][t]) for row, t in tokens}

@@ -63,7 +63,7 @@ def test_extreme_differences_give_finite_results(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KL_ESTIMATES))
-def test_gradients_of_the_estimates(kind: str) -> None:
+def test_gradients_of_the_estimates_equal_finite_differences(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     current = torch.randn(12, generator=generator, dtype=torch.float64, requires_grad=True)
     ref = torch.randn(12, generator=generator, dtype=torch.float64)

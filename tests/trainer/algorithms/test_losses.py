@@ -106,7 +106,7 @@ def test_reinforce_follows_its_formula() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
-def test_gradients_of_the_objectives(name: str) -> None:
+def test_gradients_of_the_objectives_equal_finite_differences(name: str) -> None:
     """A stop-gradient makes the gradient differ from that of the loss, so the check uses a constant for that factor."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(12, generator=generator, dtype=torch.float64)

@@ -45,7 +45,7 @@ def test_overlong_punishment_is_dapos_equation_13() -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6), numbers=st.randoms(use_true_random=False))
-def test_sums_over_the_rows_of_trajectories(sizes: list[int], numbers: object) -> None:
+def test_values_are_summed_over_the_rows_of_trajectories(sizes: list[int], numbers: object) -> None:
     labels = [7 * number for number, size in enumerate(sizes) for _ in range(size)]
     values = [numbers.uniform(-2, 2) for _ in labels]  # type: ignore[attr-defined]
     rows_of = {label: [row for row, one in enumerate(labels) if one == label] for label in dict.fromkeys(labels)}

@@ -72,7 +72,7 @@ def test_a_backend_meets_the_contract(
     assert result["passed"], result["detail"]
 
 
-def test_an_unknown_backend_ends_with_2_and_names_the_nearest(
+def test_an_unknown_backend_exits_with_2_and_an_error_that_names_the_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
@@ -81,7 +81,7 @@ def test_an_unknown_backend_ends_with_2_and_names_the_nearest(
 
 
 @pytest.mark.slow
-def test_a_backend_without_its_library_ends_with_2_and_one_line() -> None:
+def test_a_backend_without_its_library_exits_with_2_and_one_line() -> None:
     program = (
         "import sys; sys.modules['megatron'] = None\n"
         "from trainer.engines.selfcheck import main\n"
@@ -102,7 +102,7 @@ def test_a_backend_that_cannot_run_on_two_ranks_is_reported_once() -> None:
     assert "exitcode  : 2" in run.stderr
 
 
-def test_a_missing_device_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_exits_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
         main(["--device", "cuda"])

@@ -78,7 +78,7 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("backend", "end", "expected"), [("fsdp2", "dies", "InfraError"), ("ddp", "hangs", "DeadlineError")]
 )
-def test_a_dead_or_hung_rank_is_a_typed_error_within_the_deadline(
+def test_a_dead_or_hung_rank_raises_a_typed_error_within_the_deadline(
     backend: str, end: str, expected: str, tmp_path: Path
 ) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
@@ -113,7 +113,7 @@ def test_a_process_group_can_be_joined_again_after_leaving(tmp_path: Path) -> No
     assert run.returncode == 0, run.stderr[-4000:]
 
 
-def test_the_gpu_is_also_chosen_in_a_process_group_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_also_chosen_if_other_code_created_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

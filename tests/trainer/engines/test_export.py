@@ -107,7 +107,7 @@ def test_a_large_model_is_written_in_several_files(tmp_path: Path, monkeypatch: 
     assert all(torch.equal(again[name], value) for name, value in model.named_parameters())
 
 
-def test_the_chat_template_of_the_configuration_wins(tmp_path: Path) -> None:
+def test_the_chat_template_of_the_configuration_is_exported(tmp_path: Path) -> None:
     source, target = write_model(tmp_path / "source"), tmp_path / "target"
     (source / "chat_template.jinja").write_text("its own")
     (source / "model.safetensors.index.json").write_text("not a tokenizer's")
@@ -121,7 +121,7 @@ def test_the_chat_template_of_the_configuration_wins(tmp_path: Path) -> None:
     }
 
 
-def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
+def test_names_of_weights_do_not_depend_on_wrappers(tmp_path: Path) -> None:
     model = load_model(str(write_model(tmp_path)))
     assert unwrapped(model) is model
     assert unwrapped(torch.compile(model, backend="eager")) is model  # type: ignore[arg-type]

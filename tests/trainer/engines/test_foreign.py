@@ -199,7 +199,7 @@ def twin() -> tuple[LlamaForCausalLM, Twin]:
     return source, Twin(other)
 
 
-def test_attention_goes_through_transformers_interface_and_packs(twin: tuple[LlamaForCausalLM, Twin]) -> None:
+def test_attention_uses_transformers_interface_and_takes_packed_rows(twin: tuple[LlamaForCausalLM, Twin]) -> None:
     source, model = twin
     ids = torch.randint(0, 64, (2, 11))
     torch.testing.assert_close(model(ids).logits, source(ids).logits)

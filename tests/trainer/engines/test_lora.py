@@ -122,7 +122,9 @@ def test_adapters_are_added_to_the_target_modules(path: Path) -> None:
         ("embed_tokens", ""),
     ],
 )
-def test_an_unknown_layer_names_the_nearest(path: Path, targets: str | tuple[str, ...], nearest: str) -> None:
+def test_the_error_for_an_unknown_layer_names_the_nearest(
+    path: Path, targets: str | tuple[str, ...], nearest: str
+) -> None:
     wrong = targets if isinstance(targets, str) else targets[-1]
     with pytest.raises(ConfigError, match=f"model.target_modules={wrong}: .*did you mean {nearest}") as caught:
         adapted(path, target_modules=targets)

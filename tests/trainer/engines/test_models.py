@@ -162,7 +162,7 @@ def test_missing_and_torn_model_files_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ speed
 
 
-def test_liger_names_its_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_about_liger_name_its_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, engine = load_model(str(write_model(tmp_path))), EngineConfig(use_liger=True)
     with pytest.raises(ConfigError, match=r"use_liger=true: Liger kernels run on GPUs only"):
         speed_up(model, engine, torch.device("cpu"))

@@ -35,7 +35,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
         ("zzz", "[a-z0-9]+"),
     ],
 )
-def test_an_unknown_backend_names_the_nearest(wrong: str, near: str) -> None:
+def test_the_error_for_an_unknown_backend_names_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.strategy={wrong}: .*did you mean {near}\? Known: .*fsdp2"):
         EngineRegistry.new(make_spec("/nowhere", strategy=wrong))
 

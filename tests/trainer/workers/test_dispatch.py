@@ -85,7 +85,7 @@ def test_padding_rows_are_not_trained(num_rows: int, num_ranks: int) -> None:
     assert torch.equal(batch["loss_mask"], before), "padding is masked in a copy of the batch"
 
 
-def test_calls_of_all_ranks_and_of_rank_zero() -> None:
+def test_calls_go_to_all_ranks_or_to_rank_zero() -> None:
     call, ranks = RankCall(("x",), {}), layouts(3)
     assert scatter(Dispatch("all", "first"), ranks, call) == ({0: call, 1: call, 2: call}, [])
     assert scatter(Dispatch("rank_zero", "first"), ranks, call) == ({0: call}, [])

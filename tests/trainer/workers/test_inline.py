@@ -240,7 +240,7 @@ async def test_training_continues_while_files_are_written(
     assert await group.step() == 0
 
 
-def test_out_of_memory_names_the_keys_to_change() -> None:
+def test_an_out_of_memory_error_names_the_keys_to_change() -> None:
     error = as_typed_error(torch.OutOfMemoryError("CUDA out of memory"), "actor.train_batch")
     assert type(error) is InfraError
     assert "lower ppo_max_token_len" in error.message

@@ -24,7 +24,7 @@ from trainer.workers.processes import RankLocation, device_of, local_ranks, own_
     ],
     ids=["on CPU", "Ray shows only this GPU", "Ray shows all GPUs", "the machine shows some GPUs", "by UUID"],
 )
-def test_the_gpu_that_ray_has_assigned(assigned: list[str], visible: str | None, gpu: int) -> None:
+def test_a_rank_finds_the_gpu_that_ray_has_assigned(assigned: list[str], visible: str | None, gpu: int) -> None:
     assert own_gpu(assigned, visible) == gpu
 
 
@@ -49,7 +49,7 @@ def test_a_group_uses_gpus_if_the_cluster_has_any(device: str, num_ranks: int, n
     assert device_of(group(device, num_ranks), num_gpus) == expected
 
 
-def test_too_few_gpus_name_the_keys_to_change() -> None:
+def test_the_error_for_too_few_gpus_names_the_keys_to_change() -> None:
     few = r"trainer\.num_workers=3: .*cluster has 2; lower trainer\.num_workers to 2, or use trainer\.device=cpu"
     for device in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=few):

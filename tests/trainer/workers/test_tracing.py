@@ -287,7 +287,7 @@ async def test_the_loop_ends_the_traces_of_each_step_after_its_record(recorded: 
     assert ended == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
-async def test_a_rank_that_configures_its_events_synchronizes_the_gpu(
+async def test_a_rank_synchronizes_the_gpu_only_if_configured(
     spec: EngineSpec, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
