@@ -181,7 +181,7 @@ def apply(operation: Operation, state: QueueState) -> None:
     state.check_counts()
 
 
-# ------------------------------------------------------------------------------------------------ the Rollouter's
+# ------------------------------------------------------------------------------------------------ the Rollouter's calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +332,7 @@ class SetAppliedVersion(Operation):
         state.version = self.version
 
 
-# ------------------------------------------------------------------------------------------------ the Trainer's
+# ------------------------------------------------------------------------------------------------ the Trainer's calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +507,7 @@ class CoverCheckpoint(Operation):
         state.covered_step = self.step
 
 
-# ------------------------------------------------------------------------------------------------ either side's
+# ------------------------------------------------------------------------------------------------ calls of either side
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,7 +551,7 @@ class CloseQueue(Operation):
             state.forget_payload_unless_reversible(sample_id)
 
 
-# ------------------------------------------------------------------------------------------------ the supervisor's
+# ----------------------------------------------------------------------------------------------- the Supervisor's calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,7 @@ async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> 
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
-# ------------------------------------------------------------------------------------------------ torn and foreign
+# ------------------------------------------------------------------------------------------------ unusable checkpoints
 
 
 @pytest.mark.parametrize(
