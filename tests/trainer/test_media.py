@@ -162,7 +162,7 @@ def test_critics_refuse_media(tmp_path: Path, path: Path) -> None:
     batch = to_batch(rows_of(path))
     batch["input_ids"] = torch.zeros_like(batch["input_ids"])
     critic = make_engine(write_model(tmp_path / "critic"), model_type="value_model", lr=None)
-    with pytest.raises(DataError, match="value model sees no images"):
+    with pytest.raises(DataError, match="value model takes no images"):
         critic.infer(batch)
 
 

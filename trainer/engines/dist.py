@@ -18,7 +18,7 @@ from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BROKEN = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
-"""Words in torch's RuntimeErrors of failed collectives, most of which have no type of their own."""
+"""Words in torch's RuntimeErrors of failed collectives, most of which have no specific type."""
 T = TypeVar("T")
 _joins = count()
 """Counts the process groups; every rank joins equally often."""

@@ -88,7 +88,7 @@ def find_failure(
         if alike:
             return outcome.error
         alone = isinstance(outcome.error, AGREED) and not _is_local(outcome)
-        end = "; the other ranks did not fail alike, so the group cannot be used any more" if alone else ""
+        end = "; the other ranks did not fail in the same way, so the group cannot be used any more" if alone else ""
         return type(outcome.error)(
             f"rank {rank} of the {group} group: {outcome.error.message}{end}", outcome.error.cause
         )

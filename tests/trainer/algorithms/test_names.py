@@ -69,7 +69,7 @@ def test_keys_in_the_pages_exist(page: Path) -> None:
     """Every `key: value` in backticks is a key of the schema."""
     fields = {name for section in _sections(ConfigSection) for name in section.model_fields}
     for key in re.findall(r"`([a-z_][\w.]*): [^`]+`", page.read_text()):
-        assert key.rsplit(".", 1)[-1] in fields, f"{page.name} speaks of {key}"
+        assert key.rsplit(".", 1)[-1] in fields, f"{page.name} mentions {key}"
 
 
 def _sections(of: type[ConfigSection]) -> list[type[ConfigSection]]:

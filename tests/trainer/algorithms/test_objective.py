@@ -240,7 +240,7 @@ def test_the_loss_of_the_critic_follows_its_formula(cliprange: float | None) -> 
     )
 
 
-def test_explained_variance_tells_good_values_from_bad_ones() -> None:
+def test_explained_variance_separates_good_values_from_bad_ones() -> None:
     returns, mask = torch.tensor([[1.0, 2.0, 99.0], [3.0, 99.0, 99.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
     assert explained_variance(returns.clone(), returns, mask) == 1.0
     assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == pytest.approx(0.0)

@@ -98,7 +98,8 @@ def test_a_failure_of_one_rank_names_it_and_ends_the_group() -> None:
     failure = find_failure("actor", "train", range(2), found, 1)
     assert type(failure) is DataError
     assert failure.message == (
-        "rank 1 of the actor group: no token; the other ranks did not fail alike, so the group cannot be used any more"
+        "rank 1 of the actor group: no token; the other ranks did not fail in the same way, so the group "
+        "cannot be used any more"
     )
     assert failure.cause == "a traceback"
     for changes_model in (True, False):

@@ -104,7 +104,7 @@ class MediaEncoder:
         return MediaInputs(ids, features, sampled)
 
     def _separate_sampled(self, ids: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Separate placeholder tokens that the policy sampled, which stand for text and not for media."""
+        """Separate placeholder tokens that the policy sampled, which are text and not media."""
         behind = torch.arange(ids.shape[1]) >= prompt_lens[:, None]
         odd = behind & torch.isin(ids, self._ids)
         if not odd.any():

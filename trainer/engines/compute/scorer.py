@@ -107,7 +107,7 @@ class Scorer:
         """
         if "media" in batch and self._media_encoder is None:
             raise DataError(
-                f"a {self._model_type.replace('_', ' ')} sees no images or videos, but the batch has rows with them; "
+                f"a {self._model_type.replace('_', ' ')} takes no images or videos, but the batch has rows with them; "
                 "train without this model, or remove these rows from the data"
             )
         multiple = dist.get_world_size(self._sp_group) if self._sp_group is not None else 1
