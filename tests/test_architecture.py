@@ -67,12 +67,12 @@ SAMPLE = [
     WalkStep(
         "rows",
         "trainer.batches:prepare_sample",
-        "Samples become rows with staleness masks; checks and filters apply.",
+        "A sample becomes rows with staleness masks, and is checked and filtered.",
     ),
     WalkStep(
         "experience",
         "trainer.experience:ExperienceBuilder.make",
-        "Roles compute log-probs; token rewards and corrections follow.",
+        "Roles compute log-probs; then token rewards and corrections are computed.",
     ),
     WalkStep(
         "advantages",
@@ -82,7 +82,7 @@ SAMPLE = [
     WalkStep(
         "ranks",
         "trainer.workers.group:WorkerGroup._put",
-        "The batch goes to the ranks through the object store, each with its rows.",
+        "The Trainer puts each rank's rows of the batch into the object store.",
     ),
     WalkStep(
         "train",
@@ -118,7 +118,7 @@ VERSION = [
     WalkStep(
         "store",
         "asyncrl.weights.object_store:ObjectStorePublisher.publish",
-        "The publisher copies them once into Ray's object store and notifies the weight store.",
+        "The publisher copies the weights once into Ray's object store and notifies the weight store.",
     ),
     WalkStep(
         "take",
@@ -128,7 +128,7 @@ VERSION = [
     WalkStep(
         "apply",
         "rollouter.serving.replica.weights:WeightUpdates.apply",
-        "A replica fetches, pauses, loads, resumes and verifies.",
+        "A replica fetches the weights, pauses generation, loads them, resumes and verifies them.",
     ),
     WalkStep(
         "fetch",
