@@ -178,7 +178,7 @@ async def test_conversations_that_end_early_stop_the_benchmark() -> None:
 
 
 @pytest.mark.usefixtures("no_vllm")
-async def test_event_loop_lag_is_measured_beside_every_kind_of_tool() -> None:
+async def test_event_loop_lag_is_measured_while_each_kind_of_tool_runs() -> None:
     rows = await measure_lag(fleet(pace=lambda _: anyio.sleep(0.02)), 1, load_s=0.3, warm_up_s=0.05)
     assert [row["beside"] for row in rows] == ["nothing", "async tools", "tools in threads"]
     assert rows[0]["turns/s"] == 0 and all(row["turns/s"] > 0 for row in rows[1:])

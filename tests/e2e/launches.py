@@ -113,7 +113,7 @@ def trained_once(run: LaunchedRun) -> bool:
 
 
 def balanced(samples: dict[str, Any]) -> bool:
-    """Whether every sample that was fed is somewhere in the sample counts."""
+    """Return whether every sample that was fed is in one of the sample counts."""
     live = samples["running"] + samples["ready"] + samples["leased"]
     return samples["fed"] == live + samples["trained"] + sum(samples["dropped"].values())
 
@@ -143,7 +143,8 @@ def start(
 
 
 def interrupted_in_order(run: LaunchedRun) -> dict[str, Any]:
-    """Ctrl-C after the first step: it ends in order, with one checkpoint and exact counts. Its summary."""
+    """Send Ctrl-C after the first step, check that the run ends with one checkpoint and exact counts, and return its
+    summary."""
     run.wait_for("step 1/")
     run.interrupt()
     assert run.wait(20.0) == 130, run.output()
@@ -160,7 +161,7 @@ def interrupted_in_order(run: LaunchedRun) -> dict[str, Any]:
 
 
 def completed_in_order(run: LaunchedRun, total: int) -> dict[str, Any]:
-    """A resumed run has completed: nothing was fed or trained twice. Its summary."""
+    """Check that a resumed run completes and that no sample is fed or trained twice, and return its summary."""
     assert run.wait() == 0, run.output()
     summary = run.summary()
     assert (summary["status"], summary["step"]) == ("completed", total)

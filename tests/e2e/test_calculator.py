@@ -130,7 +130,7 @@ def check_report(run: LaunchedRun) -> None:
     directory = run.run_dir / "report"
     found = json.loads((directory / "report.json").read_text())
     assert found["run"]["steps"] == 6 and found["run"]["samples_trained"] == 96 and found["run"]["torn_lines"] == 0
-    unrecorded = found["run"]["samples_unrecorded"]  # delivered, with unwritten events, at the kill
+    unrecorded = found["run"]["samples_unrecorded"]  # delivered before the kill, but their events were not written
     assert unrecorded <= 16 and found["turns"]["trajectories"] >= (96 - unrecorded) * 8
     assert any("No event shows how" in note for note in found["notes"]) == bool(unrecorded)
     page = html.unescape((directory / "index.html").read_text())

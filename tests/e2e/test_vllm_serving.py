@@ -188,7 +188,8 @@ async def test_each_request_records_the_duration_of_its_phases(engine: EnginePro
         await until_generating(engine, placed)
         (report,) = await fleet.apply(await publish(engine))
     assert report.events == (), "the fleet removes the events from the report"
-    async with anyio.create_task_group() as group:  # its caller cancelled it, so its event arrives with the next answer
+    # The caller cancels this request, so the request's event arrives with the next answer.
+    async with anyio.create_task_group() as group:
         placed = anyio.Event()
         cut_off = replace(named[0], request_id="sample_0_8/0")
         group.start_soon(finished_turns, fleet.generate([cut_off], session="s"), lambda event: placed.set())
@@ -224,7 +225,7 @@ async def test_each_request_records_the_duration_of_its_phases(engine: EnginePro
 
 
 def assert_adds_up(one: dict[str, Any]) -> None:
-    """Check that the phases add up to at most the duration, which includes the ways into and out of the engine."""
+    """Check that the phases add up to at most the duration, which includes the time before and after the engine."""
     assert (
         sum(one[f"{phase}_s"] for phase in ("gate", "queued", "prefill", "decode", "paused"))
         <= one["duration_s"] + 1e-5

@@ -157,7 +157,9 @@ def test_export_and_import(dump_dir: Path, tmp_path: Path, run: Run) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"dump", "there", "records.tar"}
 
 
-def test_an_archive_writes_nothing_outside_of_its_directory(dump_dir: Path, tmp_path: Path, run: Run) -> None:
+def test_importing_an_archive_writes_nothing_outside_of_the_target_directory(
+    dump_dir: Path, tmp_path: Path, run: Run
+) -> None:
     record = dump_dir / "asyncrl/quickstart/async_rollout/1"
     archive = tmp_path / "evil.tar"
     with tarfile.open(archive, "w") as tar:

@@ -154,7 +154,7 @@ async def test_a_step_runs_once_and_is_then_replayed(tmp_path: Path, dump_dir: P
     manifest = json.loads((dump_dir / "double" / "1" / MANIFEST).read_text())
     assert manifest["fingerprint"] == {"number": "4"} and manifest["content"] == {"number": 4}
     assert (manifest["origin"]["oldest_version"], manifest["origin"]["newest_version"]) == (8, 9)
-    # A new `init` stands for a later process.
+    # A new `init` simulates a later process.
     SkipManager.init(configure(tmp_path))
     assert await stage(2, 4) == 8
 
@@ -182,7 +182,7 @@ async def test_a_mismatch_is_recorded_again_and_reported_once(
     assert "it differs in number (recorded 4, now 5)" in message and message in caplog.messages
 
 
-async def test_a_mismatch_is_an_error_with_on_mismatch_error(tmp_path: Path, dump_dir: Path, stage: Stage) -> None:
+async def test_a_mismatch_is_an_error_if_on_mismatch_is_error(tmp_path: Path, dump_dir: Path, stage: Stage) -> None:
     SkipManager.init(configure(tmp_path, on_mismatch="error"))
     await stage(1)
     with pytest.raises(ConfigError) as caught:
@@ -209,7 +209,7 @@ async def test_a_damaged_record_counts_as_absent(
 # ------------------------------------------------------------------------------------------------ repeat
 
 
-async def test_repeat_takes_the_nearest_below_then_the_nearest_above(tmp_path: Path) -> None:
+async def test_repeat_serves_the_nearest_earlier_step_or_else_the_nearest_later_one(tmp_path: Path) -> None:
     SkipManager.init(configure(tmp_path))
     for step in (3, 5, 9):
         Stage().run(step, 10 * step)

@@ -239,7 +239,7 @@ def prompted(**changes: Any) -> dict[str, Any]:
                 ("input_ids", torch.zeros(2, 5, dtype=torch.int64), ("input_ids",)),
                 ("response_lens", torch.tensor([3, 1], dtype=torch.int32), ("response_lens",)),
                 ("response_mask", torch.ones(2, 3, dtype=torch.bool), ("response_mask",)),
-                ("loss_mask", torch.ones(2, 3, dtype=torch.bool), ()),  # a forward pass does not depend on this setting
+                ("loss_mask", torch.ones(2, 3, dtype=torch.bool), ()),  # a forward pass does not use the loss mask
             ]
         ),
         ("tool", BACKGROUND, BACKGROUND, ()),
@@ -346,7 +346,7 @@ async def test_a_malformed_id_names_the_role(tmp_path: Path, role: str) -> None:
 
 
 def test_the_roles_need_no_torch() -> None:
-    """The Rollouter has no torch."""
+    """The Rollouter does not import torch."""
     program = "import sys, skip.generation, skip.stages; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -354,7 +354,7 @@ def test_the_roles_need_no_torch() -> None:
 @pytest.mark.parametrize(
     ("role", "reference"), [("reward", "{file}:Own"), ("reward", "own_code_of_a_test:Own"), ("tool", "{file}:Own")]
 )
-def test_another_source_of_user_code_is_another_fingerprint(
+def test_a_change_in_the_source_of_user_code_changes_the_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, reference: str
 ) -> None:
     file = tmp_path / "own_code_of_a_test.py"
