@@ -78,7 +78,7 @@ def test_version(cli: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["serve", "--help"]])
-def test_help_of_every_command_has_examples(arguments: list[str], cli: CommandLine) -> None:
+def test_help_is_printed(arguments: list[str], cli: CommandLine) -> None:
     assert "asyncrl serve" in cli(*arguments).out or arguments == ["launch", "--help"]
 
 

@@ -57,7 +57,7 @@ def write(
     scores: Sequence[Score] = SCORES,
     *,
     at: float = 0.5,
-    prompt: Prompt = prompt(),  # noqa: B008  it is immutable
+    prompt: Prompt = prompt(),  # noqa: B008  prompts are immutable
     replay: Replay | None = None,
 ) -> Path:
     """Dump a sample as the Rollouter does, and return the file."""
@@ -172,7 +172,9 @@ def test_neighbouring_versions_have_different_colours() -> None:
     assert "\x1b[31mtimeout\x1b[0m" in text
 
 
-def test_no_color_is_plain_on_a_terminal_too(run_dir: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_no_color_option_prints_plain_text_on_a_terminal_too(
+    run_dir: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -190,7 +192,7 @@ def test_json_output_equals_the_dumped_lines(run_dir: Path, cli: CommandLine) ->
     assert cli("show", 42, "--json", "-t", 1).json == dumped[1]
 
 
-def test_tokens_one_by_one(run_dir: Path, cli: CommandLine) -> None:
+def test_the_tokens_option_prints_one_line_per_token(run_dir: Path, cli: CommandLine) -> None:
     row = TokenRow(
         np.array([40, 41], np.int32), np.array([5, 6, 7], np.int32), np.array([True, False, True]),
         np.array([-0.5, 0.0, -1.25], np.float32), (Span(0, 3), Span(2, 4)),
@@ -223,7 +225,7 @@ def test_tokens_need_the_tokenizer_of_the_run(run_dir: Path, cli: CommandLine) -
 
 
 def first_row() -> TokenRow:
-    """The row of the first turn alone."""
+    """Return the row of `calculation` with its first turn only."""
     response = {"response_mask": np.ones(14, np.bool_), "rollout_log_probs": np.zeros(14, np.float32)}
     return replace(calculation().rows[0], response_ids=ids("calculate(6*7)"), **response)
 
@@ -315,7 +317,7 @@ def test_the_training_step_of_a_sample_is_shown(run_dir: Path, cli: CommandLine)
 # ------------------------------------------------------------------------------------------------ files
 
 
-def test_the_dump_is_found_from_elsewhere(
+def test_the_dump_is_found_from_another_working_directory(
     run_dir: Path, cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative dump_dir is relative to the directory in which the run was started, above the run directory."""
@@ -327,7 +329,7 @@ def test_the_dump_is_found_from_elsewhere(
     cli("show", run_dir, 42)
 
 
-def test_a_damaged_line_of_a_dump_is_a_note(run_dir: Path, cli: CommandLine) -> None:
+def test_a_damaged_line_of_a_dump_is_reported_in_a_note(run_dir: Path, cli: CommandLine) -> None:
     path = write(run_dir)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1][:-200])
@@ -339,7 +341,7 @@ def test_a_damaged_line_of_a_dump_is_a_note(run_dir: Path, cli: CommandLine) -> 
     assert out == "" and "there are no trajectories of sample 42 to show" in err and "was cut off" in err
 
 
-def test_a_sample_of_another_epoch_is_named(run_dir: Path, cli: CommandLine) -> None:
+def test_the_valid_sample_id_is_named_if_the_epoch_is_wrong(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir)
     err = cli("show", "sample_3_42", code=BAD_CONFIG).err
     assert "the run has no sample_3_42: the sample with this feed index is sample_0_42" in err
@@ -473,6 +475,6 @@ def test_damage_is_reported(undumped_run: Path, cli: CommandLine, damage: Callab
     assert out == "" and error in err
 
 
-def test_an_unreadable_configuration_is_a_note(undumped_run: Path, cli: CommandLine) -> None:
+def test_an_unreadable_configuration_is_reported_in_a_note(undumped_run: Path, cli: CommandLine) -> None:
     (undumped_run / "config.yaml").write_text("{")
     assert "names no model.path, so tokens cannot be decoded" in cli("show", 1).err

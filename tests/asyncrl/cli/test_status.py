@@ -242,7 +242,7 @@ def test_a_summary_overrides_the_state_and_is_enough_by_itself(run_dir: Path, cl
     cli("why")
 
 
-def test_a_torn_state_is_a_note_and_an_empty_run_an_error(run_dir: Path, cli: CommandLine) -> None:
+def test_a_torn_state_is_reported_and_an_empty_run_is_refused(run_dir: Path, cli: CommandLine) -> None:
     (run_dir / STATE_FILE).write_text('{"schema')
     assert "state.json is torn" in cli("status", code=2).err
     summarize(run_dir, "interrupted")
@@ -289,7 +289,7 @@ def test_counts_of_a_dead_run_are_from_the_journal(run_dir: Path, journal: Path)
     assert status_report(read_run(run_dir))["why"]["text"].startswith("run has left no state")
 
 
-def test_a_damaged_journal_is_a_note(run_dir: Path, journal: Path) -> None:
+def test_a_damaged_journal_is_reported_in_a_note(run_dir: Path, journal: Path) -> None:
     journal.write_bytes(b"no database, but long enough to look like one" * 100)
     write(run_dir, replace(now_is(STUCK), written_at=time.time() - 60))
     found = status_report(read_run(run_dir))
@@ -300,7 +300,7 @@ def test_a_damaged_journal_is_a_note(run_dir: Path, journal: Path) -> None:
 # ---------------------------------------------------------------------------------------------- choice of the run
 
 
-def test_a_run_by_path_by_experiment_and_the_newest_of_all(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_is_found_by_path_by_experiment_or_as_the_newest(run_dir: Path, tmp_path: Path) -> None:
     for index, name in enumerate(("quickstart/20260103-000000", "other/20250101-000000")):
         path = tmp_path / "runs" / name
         path.mkdir(parents=True)
@@ -320,7 +320,7 @@ def test_a_run_by_path_by_experiment_and_the_newest_of_all(run_dir: Path, tmp_pa
     assert find_run(None) == mine
     with pytest.raises(ConfigError, match=r"contains mine \(1 run\), other \(1 run\), quickstart \(2 runs\)"):
         find_run("nosuch")
-    # Writing its state makes another run the newest.
+    # A run becomes the newest when its state is written.
     write(run_dir, STUCK)
     os.utime(run_dir / STATE_FILE, (3e9, 3e9))
     assert find_run(None) == run_dir

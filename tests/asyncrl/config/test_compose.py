@@ -65,7 +65,7 @@ def test_two_ranks_train_as_the_quickstart_does() -> None:
     assert two.model_copy(update={"strategy": one.strategy, "num_workers": one.num_workers}) == one
 
 
-def test_no_config_is_the_quickstart() -> None:
+def test_without_a_config_the_quickstart_is_loaded() -> None:
     assert load_config() == load_config("quickstart")
     assert load_config().model.path == "asyncrl://quickstart"
 
@@ -97,7 +97,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert config.trainer == load_config().trainer
 
 
-def test_a_file_chooses_groups_and_has_options_of_its_own(tmp_path: Path) -> None:
+def test_a_file_chooses_group_options_and_may_add_new_ones(tmp_path: Path) -> None:
     folder = tmp_path / "with space"
     write(folder / "algorithm" / "mine.yaml", "clip_ratio_high: 0.3\n")
     text = "defaults: [_self_, quickstart, {async_training: mode_b}, {algorithm: mine}]\n"
@@ -121,7 +121,7 @@ def test_a_resolved_configuration_composes_to_itself(tmp_path: Path) -> None:
         assert load_config(file, mode=mode) == config  # type: ignore[arg-type]
 
 
-def test_keys_below_a_section_that_is_off_and_in_mappings_can_be_set() -> None:
+def test_keys_of_a_disabled_section_and_of_a_mapping_can_be_set() -> None:
     config = load_config(
         None,
         ["data.train_files=[]", "data.val_files=[]", "data.reasoning_gym.task=chain_sum",
@@ -208,7 +208,7 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(override: str, key: str
 def test_an_invalid_override_is_reported_with_valid_ones(override: str, expected: str) -> None:
     problem = only_problem(override)
     assert expected in str(problem)
-    assert problem.where == ("command line" if problem.key in override else "")  # a required key that is missing
+    assert problem.where == ("command line" if problem.key in override else "")  # a missing required key has no place
 
 
 def test_all_problems_are_reported_at_once_with_their_places(tmp_path: Path) -> None:

@@ -133,7 +133,9 @@ TOOL_CLASSES = ("calculator", "rollouter.tools.calculator.Calculator", "rolloute
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_what_exists_is_accepted_without_an_import(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_directories_functions_tools_and_variables_are_accepted(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SET_KEY", "secret")
     assert machine_problems(changes) == []
 
@@ -296,7 +298,7 @@ THREE_LABELS = CLASSIFIER | {"id2label": {"0": "a", "1": "b", "2": "c"}}
     [
         (ONE_LABEL, 1, "", ""),
         (THREE_LABELS, 3, "3 labels", "3 labels"),
-        (CLASSIFIER, 2, "2 labels", "2 labels"),  # Hugging Face leaves its default of two out
+        (CLASSIFIER, 2, "2 labels", "2 labels"),  # Hugging Face omits its default of two
         (CLASSIFIER, 1, "2 labels", ""),  # the Trainer loads one label in any case
         ({"architectures": ["LlamaForCausalLM"]}, None, "is a language model", "is a language model"),
         ({"architectures": ["LlamaForRewardModel"]} | {"num_labels": 1}, None, "", ""),
@@ -330,7 +332,7 @@ def install_engine(folder: Path, entry_points: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(folder))
 
 
-def test_a_misspelt_engine_without_effect_is_reported_for_both_reasons() -> None:
+def test_a_misspelt_engine_of_an_unused_role_gives_two_problems() -> None:
     found = [one for one in check_config(None, ["ref.strategy=fdsp"]).problems if one.key == "ref.strategy"]
     no_effect, unknown = found
     assert "no effect" in no_effect.consequence and "no such engine" in unknown.consequence

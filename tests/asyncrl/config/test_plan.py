@@ -103,7 +103,7 @@ def test_epochs_are_trained_to_the_last_prompt(num_prompts: int, steps: int, sam
         training_steps(config, 0)
 
 
-def test_epochs_give_whole_leases_if_the_rest_is_dropped() -> None:
+def test_epochs_are_trained_in_whole_leases_if_the_partial_last_one_is_dropped() -> None:
     config = load_config(None, [*EPOCHS, "trainer.partial_final_batch=drop"])
     size = config.samples_per_lease
     assert training_steps(config, size + size // 2) == 3 * 2
@@ -113,7 +113,7 @@ def test_epochs_give_whole_leases_if_the_rest_is_dropped() -> None:
         training_steps(config, size // 2 - 1)
 
 
-def test_a_resumed_run_trains_on_other_samples_instead_of_skipped_passes() -> None:
+def test_a_resumed_run_trains_on_new_samples_in_place_of_the_passes_that_it_skips() -> None:
     steps = config_with({SIZE: 4, PASSES: 2, STEPS: 8})
     assert total_samples(steps, 8, None) == 16
     assert total_samples(steps, 8, None, step=2, trained_samples=4) == 16
@@ -161,7 +161,7 @@ def test_parameters_and_prompts_are_counted_without_libraries() -> None:
 
 
 @given(freq=st.integers(1, 6), steps=st.lists(st.integers(1, 5), max_size=20))
-def test_the_first_version_at_or_after_each_multiple_is_validated(freq: int, steps: list[int]) -> None:
+def test_the_first_version_at_or_after_each_multiple_of_the_frequency_is_validated(freq: int, steps: list[int]) -> None:
     step = validated = 0
     for more in steps:
         before, step = step, step + more

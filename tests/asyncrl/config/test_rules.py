@@ -280,7 +280,7 @@ VALID: list[Changes] = [
     {"profiler.level": "off"},
     {"profiler.level": "full", "profiler.synchronize": True, "profiler.buffer_events": 5},
     NSYS,
-    # A model in processes of its own may have more ranks than the policy.
+    # A model in separate processes may have more ranks than the policy.
     REFERENCE
     | {"profiler.steps": [1], "profiler.ranks": [2], "ref.placement": "own", "ref.num_workers": 3}
     | {"ref.strategy": "ddp"},

@@ -115,8 +115,8 @@ async def test_a_cancelled_sender_still_delivers() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [2, 3])
-async def test_a_caller_cancelled_before_sending_takes_its_item_back(cancelled: int) -> None:
-    """The caller that submits 2 would send the next batch; the one that submits 3 would only have its item in it."""
+async def test_the_item_of_a_caller_that_is_cancelled_before_sending_is_not_sent(cancelled: int) -> None:
+    """The caller of item 2 would send the next batch; the caller of item 3 would only wait for that batch."""
     send = RecordedSend(is_open=False)
     batcher = CallBatcher(send, max_weight=10)
     scopes = {item: anyio.CancelScope() for item in (1, 2, 3, 4)}
@@ -146,7 +146,7 @@ async def test_when_the_next_sender_is_cancelled_another_one_sends() -> None:
         with scope:
             await batcher.submit(item)
             if item == 1:
-                second.cancel()  # it is the next sender, and has not run since it became that
+                second.cancel()  # the task of item 2 is the next sender, but has not run yet
 
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:

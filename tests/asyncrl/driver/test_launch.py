@@ -71,7 +71,7 @@ def test_status_and_error_of_a_run_that_fails_after_an_interrupt(
 @pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("model.path=x: is none; give another"), 2), (InfraError("a rank died"), 1)]
 )
-def test_a_part_that_refuses_the_configuration_ends_the_launch_with_exit_code_two(
+def test_a_refused_configuration_exits_with_code_two_and_another_error_with_a_traceback(
     error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace_cluster(monkeypatch, error)

@@ -87,7 +87,7 @@ def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> 
         import subprocess, sys
         from asyncrl.driver.processes import adopt_orphans, end_descendants
         adopt_orphans()
-        # A child that starts a grandchild in a session of its own, prints its pid and dies.
+        # A child that starts a grandchild in a new session, prints the grandchild's pid and dies.
         code = (
             "import subprocess as s;"
             "print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, start_new_session=True).pid)"
@@ -148,7 +148,7 @@ async def test_a_hanging_shutdown_of_ray_is_bounded(
     finally:
         hung.set()
     assert not limit.cancelled_caught and scope.cancelled_caught is interrupted
-    assert ended.is_set(), "the processes of Ray are left running"
+    assert ended.is_set(), "the processes of Ray are ended"
     assert "did not shut down within timeouts.stop_s=0.05" in caplog.text
     assert ("may still be on the cluster" in caplog.text) is (address is not None)
 
@@ -167,7 +167,7 @@ async def test_deleting_stale_apps_is_bounded(monkeypatch: pytest.MonkeyPatch) -
         hung.set()
 
 
-def test_errors_of_a_part_are_translated_from_rays() -> None:
+def test_ray_errors_of_a_part_are_translated() -> None:
     def task_error(cause: Exception) -> RayTaskError:
         return RayTaskError("run", "the remote traceback", cause)
 

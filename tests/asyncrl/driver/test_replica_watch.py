@@ -55,7 +55,7 @@ def test_a_replica_that_hangs_while_another_is_replaced_is_unresponsive(watch: R
 
 
 def test_a_report_of_a_replica_presumed_dead_means_that_another_one_died(watch: ReplicaWatch) -> None:
-    """`b` died just after its report, and its successor came before the next one of `a`."""
+    """`b` died just after its report, and the successor of `b` reported before `a` reported again."""
     watch.update([report("a", 1.0), report("b", 1.5)], 1.5)
     assert len(watch.update([report("a", 1.0), report("b", 1.5), report("c", 1.8)], 1.8).replaced) == 1
     for second in range(2, 1000):

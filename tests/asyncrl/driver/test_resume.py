@@ -111,7 +111,7 @@ def test_the_lineage_is_one_more_than_any_before(run: RunOnDisk) -> None:
     assert (run.found().manifest.lineage, run.found().lineage) == (0, 4), "an abandoned checkpoint counts too"
 
 
-def test_a_replaced_trainer_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_new_trainer_process_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
     assert resume_in_run(tmp_path, NO_REWINDS) is None
     write_checkpoint(tmp_path, 5)
     path = write_checkpoint(tmp_path, 10)

@@ -77,7 +77,7 @@ async def test_a_probe_ignores_timeouts_while_the_driver_was_suspended(monkeypat
     with pytest.raises(InfraError, match="gone for good"):
         await probe(ask, 30.0, on_answer=on_timeout, on_timeout=on_timeout)
     assert seen == ["3 left"] and not took, (
-        "the timeout is reported after the fourth try, the first repeated one that ended in time"
+        "the timeout is reported after the fourth try, the first retry in which the driver was not suspended"
     )
 
 
@@ -135,7 +135,7 @@ class RunRig:
 
 
 async def test_the_next_rollouter_knows_which_version_is_validated(tmp_path: Path) -> None:
-    """So does the next Trainer, but it knows only validations that were not rewound."""
+    """`validated_step`, which the next Trainer gets, counts only validations that no rewind discarded."""
     driver = RunRig(tmp_path)
     assert driver.run._rollout_start() == RolloutStart(True, None, 0)
     assert driver.recorder.validated_step is None
@@ -149,7 +149,7 @@ async def test_the_next_rollouter_knows_which_version_is_validated(tmp_path: Pat
     assert driver.recorder.validated_step == 70
 
 
-async def test_a_resumed_run_does_not_validate_its_start_again(tmp_path: Path) -> None:
+async def test_a_resumed_run_does_not_validate_its_starting_version_again(tmp_path: Path) -> None:
     first, second = RunRig(tmp_path), RunRig(tmp_path)
     await first.run._put(ValidationRecord(0, 0, {"reward/mean": 0.5}, ()))
     second.run._recorder = first.recorder  # the recorder has read the run's records
@@ -284,7 +284,7 @@ async def test_crashes_caused_by_a_prompt_are_not_charged_to_the_replicas(tmp_pa
     budget.spend(0.0, died)
     explained(2)  # the successor of the second engine has not reported yet
     budget.spend(1.0, died)
-    explained(0)  # a new Rollouter explains it
+    explained(0)  # a new Rollouter counts from 0
     assert budget.spend(2.0, died) == 1
     explained(1)
     assert budget.spend(3.0, died) == 1

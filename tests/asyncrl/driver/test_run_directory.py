@@ -86,7 +86,7 @@ def test_resuming_without_a_journal_sets_the_old_one_aside(tmp_path: Path) -> No
     assert len([*run.path.glob("*-abandoned-*")]) == 3
 
 
-async def test_a_replaced_trainer_rewinds_to_its_own_lineage_whatever_its_predecessor_writes(tmp_path: Path) -> None:
+async def test_a_new_trainer_process_rewinds_within_its_lineage_whatever_its_predecessor_writes(tmp_path: Path) -> None:
     async def ignore(resumed: ResumePoint) -> None:
         pass
 
@@ -98,7 +98,7 @@ async def test_a_replaced_trainer_rewinds_to_its_own_lineage_whatever_its_predec
     await queue.mark(5)
     write_checkpoint(tmp_path, 3)
     await part.claim(2)
-    write_checkpoint(tmp_path, 5)  # the first process writes it after it was replaced
+    write_checkpoint(tmp_path, 5)  # written by the first process although it was replaced
     assert (await part.claim(3)).startswith("back to step 3 ")
     assert queue.state.history == NO_REWINDS.after_rewind(3, 2)
     await queue.mark(4)
@@ -297,7 +297,7 @@ def test_a_completed_run_of_unknown_length_continues_only_if_its_length_keys_cha
 def test_a_run_that_ended_incomplete_after_its_last_step_continues(
     tmp_path: Path, launches: Launches, status: str | None
 ) -> None:
-    """Its last version may not be validated, and its records are incomplete."""
+    """The run's last version may lack its validation, and the run's records are incomplete."""
     run = ended_run(tmp_path / "run", status=status or "")
     if status is None:
         (run.path / "summary.json").unlink()

@@ -95,12 +95,12 @@ async def test_an_unresponsive_queue_is_killed_once(make_rig: MakeRig) -> None:
     rig = make_rig(start_s=1000)
     queue = rig.watch.queue
     await queue.on_timeout(LATE)
-    assert rig.killed == [], "it has not answered once"
+    assert rig.killed == [], "the queue has never answered"
     queue.on_answer(7, "")
     for now_s in (0.0, 30.0, 900.0):
         rig.clock.now_s = now_s
         await queue.on_timeout(LATE)
-    assert rig.killed == [7], "its successor is rebuilding its state"
+    assert rig.killed == [7], "the new queue is rebuilding its state"
     assert rig.restarts == []
     queue.on_answer(8, "")
     assert rig.restarts == [("queue", 2, "it did not answer")]
@@ -129,7 +129,7 @@ async def test_a_queue_that_died_has_time_to_come_back(make_rig: MakeRig) -> Non
         await rig.watch.queue.on_timeout(LATE)
 
 
-async def test_replicas_that_serve_replaces_count_against_the_budget(make_rig: MakeRig) -> None:
+async def test_replicas_replaced_by_serve_count_against_the_budget(make_rig: MakeRig) -> None:
     rig = make_rig(max_restarts=1)
     async with anyio.create_task_group() as ends:
         for names in ("a", "ab"):

@@ -151,7 +151,7 @@ async def test_a_resumed_run_records_no_step_twice_and_summarizes_the_whole_run(
         assert summary["resumed"] == {"step": 2, "version": 2, "checkpoint": "checkpoints/step_2"}
         assert (summary["reward"]["first"], summary["reward"]["last"]) == pytest.approx((0.1, 1.0))
         assert summary["tokens"] == {"generated": 270, "trained": 300}
-        # The earlier driver had counted more tokens, because step 3 uses tokens that were generated before its end.
+        # The earlier driver had counted more tokens, because step 3 uses tokens generated before that driver ended.
         recorder.add_earlier_tokens(420)
         recorder.update_parts(queue_status(6), rollouter(75), trainer_status())
         assert recorder.summary("completed", None)["tokens"]["generated"] == 495
@@ -207,7 +207,7 @@ async def test_a_rewind_removes_everything_beyond_the_checkpoint(run_dir: RunDir
         assert summary["tokens"] == {"generated": 400, "trained": 200}
         assert summary["staleness"]["histogram"] == {"0": 2, "1": 2}
         assert summary["resumed"] is None
-        # Later records of the old lineage count only within the checkpoint.
+        # Records of the old lineage that arrive later count only up to the checkpoint.
         for record in (apply(4), step(5, 9.0), apply(2)):
             await recorder.put(record)
         for record in (

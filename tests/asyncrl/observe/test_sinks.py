@@ -431,7 +431,7 @@ def test_the_real_trackio_writes_a_database(run_dir: RunDir, tmp_path: Path) -> 
         "from trackio.sqlite_storage import SQLiteStorage;"
         "logs = SQLiteStorage.get_logs('sums', SQLiteStorage.get_runs('sums')[0]);"
         "assert [(one['step'], one['reward/mean']) for one in logs] == [(1, 0.25), (2, 0.5), (3, 0.75)], logs"
-    )  # the import fixes the path of its database
+    )  # importing trackio fixes the path of its database
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(run_dir.path)],

@@ -132,7 +132,7 @@ def test_an_empty_run_has_nulls_and_no_nan() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=9), min_size=1, max_size=12))
-def test_first_and_last_reward_are_tenths_and_best_is_at_least_as_high(steps: list[list[float]]) -> None:
+def test_first_and_last_reward_are_means_of_a_tenth_and_best_is_at_least_as_high(steps: list[list[float]]) -> None:
     reward = built(*(step(number, rewards) for number, rewards in enumerate(steps, start=1))).reward()
     flat = [value for rewards in steps for value in rewards]
     tenth = max(1, len(flat) // 10)
@@ -146,7 +146,7 @@ def test_first_and_last_reward_are_tenths_and_best_is_at_least_as_high(steps: li
     ((validation(0, 0.2), step(1, [0.1])), 0, None),
     ((step(1, [0.1]), validation(1, 0.2)), None, 1),
 ])  # fmt: skip
-def test_one_validation_has_no_after_and_a_late_first_one_no_before(
+def test_a_single_validation_is_the_one_before_or_the_one_after_training(
     rows: Sequence[MetricsRow], before: int | None, after: int | None
 ) -> None:
     found = built(*rows).validation()
@@ -179,7 +179,7 @@ def test_an_error_is_described_by_its_innermost_exception() -> None:
     assert describe_error(Wrapper(), "trainer")["message"] == "counts do not balance"
 
 
-def test_a_configuration_error_has_the_cause_of_a_library_only() -> None:
+def test_a_configuration_error_has_a_cause_only_if_a_library_raised_it() -> None:
     try:
         raise ConfigError("model.path=x: is no model; give another")
     except ConfigError as error:
@@ -220,7 +220,7 @@ def test_a_rate_covers_its_window_and_restarts_when_the_counter_falls() -> None:
 def test_rollouter_idle_is_interpolated_at_the_first_and_last_step() -> None:
     idle = RollouterIdle()
     idle.observe(0.0, 0.0)
-    idle.observe(10.0, 10.0)  # It is idle until shortly before the first step ...
+    idle.observe(10.0, 10.0)  # The Rollouter is idle until shortly before the first step ...
     for at_s in (10.5, 11.5, 13.5):
         idle.step(at_s)
         if at_s == 11.5:
@@ -258,7 +258,7 @@ def failed(cause: str = "trace") -> dict[str, Any]:
     return built(*(validation(version, 0.5) for version in range(3))).build("failed", error, RunTotals())
 
 
-def test_the_summary_replaces_the_reserve_and_an_old_one_is_removed_at_the_start(tmp_path: Path) -> None:
+def test_the_summary_replaces_its_reserve_and_an_old_summary_is_removed_at_the_start(tmp_path: Path) -> None:
     file = SummaryFile(tmp_path)
     file.path.write_text("{}")
     file.reserve()

@@ -186,7 +186,7 @@ BEGUN = Restart("trainer", 2, 1000.0, "rank actor/0 died\nmore")
 BACK = replace(BEGUN, recovered_at=1008.4, detail="back to step 40 (version 5)")
 
 
-def test_a_restart_is_one_line_at_its_begin_and_one_at_its_end() -> None:
+def test_a_restart_prints_one_line_when_it_begins_and_one_when_it_ends() -> None:
     out = io.StringIO()
     view = PlainView(Console(file=out), clock)
     view.restart(BEGUN, BOARD)
@@ -298,7 +298,7 @@ class MessageView(View):
         self.messages.append((level, text))
 
 
-def test_the_log_goes_to_file_and_view_from_its_level_on(tmp_path: Path) -> None:
+def test_log_messages_are_selected_by_level_and_the_file_also_has_info_of_asyncrl(tmp_path: Path) -> None:
     view = MessageView()
     root = logging.getLogger()
     before = root.level, root.handlers[:]

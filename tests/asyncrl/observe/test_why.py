@@ -263,8 +263,8 @@ def test_a_state_survives_serialization(state: RunState) -> None:
     assert all(isinstance(wait, Wait) for waits in back.waits.values() for wait in waits)
 
 
-def test_other_keys_in_a_state_are_another_schema() -> None:
-    """Unknown keys are ignored and missing ones have defaults, so an older state would show a run without samples."""
+def test_a_state_with_other_keys_needs_another_schema_version() -> None:
+    """Unknown keys are ignored and missing ones get defaults, so the state of an older run would show no samples."""
     state = dump(running())
     assert (state["schema_version"], [" ".join(sorted(keys)) for keys in (state, state["counts"], state["queue"])]) == (
         2,

@@ -87,7 +87,9 @@ async def test_a_span_is_an_async_context_manager(profiler: Profiler, tmp_path: 
     assert (event["event"], event["interaction"], event["turn"]) == ("user.step", "tutor", 1)
 
 
-def test_events_without_duration_and_events_timed_elsewhere(profiler: Profiler, tmp_path: Path) -> None:
+def test_events_without_duration_and_events_timed_by_the_caller_are_recorded(
+    profiler: Profiler, tmp_path: Path
+) -> None:
     profiler.note("sample.ready", sample="sample_0_1", reward=np.float32(0.5), tokens=np.int64(3), versions=None)
     profiler.record("sync.load", 1000.25, 2.5, version=7)
     profiler.record_ended("sample.generate", 4.0)

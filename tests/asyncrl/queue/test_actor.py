@@ -82,7 +82,7 @@ async def kill(client: QueueClient) -> int:
     return pid
 
 
-async def test_samples_go_from_one_side_to_the_other(actor: Any) -> None:
+async def test_samples_go_from_generation_to_training(actor: Any) -> None:
     client, payloads = QueueClient(actor, 30), RayPayloads(30)
     ids = (await client.admit(16, timeout_s=5)).sample_ids
     assert [sample_id.index for sample_id in ids] == list(range(1, 11))
@@ -204,7 +204,7 @@ async def test_an_actor_that_does_not_answer_is_a_deadline_error() -> None:
     ray.kill(handle)
 
 
-async def test_a_lost_payload_is_none_among_the_others(
+async def test_a_lost_payload_is_none_and_the_others_are_returned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     payloads, get = RayPayloads(20), ray.get

@@ -141,7 +141,7 @@ async def test_a_queue_and_its_journal_agree(tmp_path: Path) -> None:
     await queue.drop(ids[9], DropReason.OVERLONG)
     snapshot = await queue.mark(1)
     counts = (await queue.status()).counts
-    # Other processes read it while it is being written.
+    # Other processes read the journal while it is being written.
     assert snapshot.seq == 13
     assert await anyio.to_thread.run_sync(read_sample_counts, tmp_path) == counts
     head = await anyio.to_thread.run_sync(head_of, tmp_path)
@@ -347,7 +347,7 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path)
     assert "ends at operation 200 and does not contain the checkpoint, which was written at operation 300" in notice
     assert "samples generated or dropped since then are generated again" in notice
     assert len(list(broken.glob("journal-behind-*.db"))) == 1
-    # The new journal begins at the checkpoint, so it contains it.
+    # The new journal begins at the checkpoint, so the checkpoint is in the journal.
     assert reopen(path, behind)[1:] == (300, ())
     without = QueueSnapshot(61, (), SampleCounts(60, trained=60), 3)
     assert "written without a journal" in reopen(path, without)[2][0]
@@ -367,7 +367,7 @@ def test_a_missing_journal_is_reported(tmp_path: Path) -> None:
     )
     assert reopen(tmp_path / "journal.db", at_mark)[1:] == (200, ()), "the journal exists again"
     for restore in (None, QueueSnapshot(41, (), SampleCounts(40, trained=40), 3)):
-        assert reopen(tmp_path / f"{restore is None}.db", restore)[1:] == (0, ()), "the run never had one"
+        assert reopen(tmp_path / f"{restore is None}.db", restore)[1:] == (0, ()), "the run never had a journal"
 
 
 async def test_a_journal_that_begins_at_a_checkpoint_written_without_a_journal_is_continued(tmp_path: Path) -> None:
@@ -400,8 +400,8 @@ async def test_a_journal_that_begins_at_a_checkpoint_written_without_a_journal_i
 
 @pytest.mark.parametrize("seq", [0, 300])
 async def test_a_run_can_rewind_to_the_checkpoint_at_which_its_journal_begins(tmp_path: Path, seq: int) -> None:
-    """A later checkpoint covers the samples that were trained since, so the journal has dropped the mark of the
-    first."""
+    """A later checkpoint covers the samples that were trained since, so the mark of the first checkpoint is no longer
+    in the journal."""
     ten = QueueSnapshot(3, (), SampleCounts(2, trained=2), 3, seq)
     journal = open_journal(tmp_path / "journal.db", ten)
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
@@ -429,7 +429,7 @@ def test_a_journal_of_other_data_is_refused(broken: Path) -> None:
         Journal.open(broken / "journal.db", num_prompts=8, identity={})
 
 
-def test_a_damaged_journal_takes_the_last_incarnation_from_file_names(broken: Path) -> None:
+def test_the_last_incarnation_is_read_from_file_names_if_the_journal_is_damaged(broken: Path) -> None:
     (broken / "samples").mkdir()
     for name in ("2-1.safetensors", "turns-3-1.log", "notes.txt"):
         (broken / "samples" / name).touch()
@@ -463,7 +463,7 @@ def test_a_missing_journal_has_no_head(tmp_path: Path) -> None:
         read_sample_counts(tmp_path)
 
 
-async def test_two_processes_cannot_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_processes_cannot_open_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.queue.journal.LOCK_WAIT_S", 0.0)
     journal = open_journal(tmp_path / "journal.db")
     with pytest.raises(InfraError, match=f"process {os.getpid()} has the journal"):

@@ -39,7 +39,7 @@ async def put_all(store: FilePayloads, originals: Sequence[Sample]) -> list[File
 
 
 async def read_all(run_dir: Path, refs: Sequence[FileRef]) -> list[Sample | None]:
-    """Read samples as the Trainer does, which did not write them."""
+    """Read samples as the Trainer does: with a store that did not write them."""
     return await FilePayloads(run_dir, 1).get(refs)
 
 
@@ -158,7 +158,9 @@ async def test_a_fifo_a_directory_and_a_link_are_refused_without_waiting(tmp_pat
     assert await read_all(tmp_path, refs) == [None, None, None]
 
 
-async def test_an_error_of_the_system_is_not_a_lost_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_the_operating_system_does_not_count_as_a_lost_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = FilePayloads(tmp_path, 1)
     ref = await store.put(make_sample(1))
 

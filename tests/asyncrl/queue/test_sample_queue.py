@@ -46,7 +46,7 @@ def indices(lease: Lease) -> list[int]:
     return [queued.meta.sample_id.index for queued in lease.samples]
 
 
-async def test_in_feed_order_samples_that_are_never_fed_again_delay_no_others() -> None:
+async def test_samples_that_are_never_fed_again_delay_no_lease_in_feed_order() -> None:
     """A run that is resumed with fewer steps no longer needs the samples that were in flight."""
     options = QueueOptions(100, Pacing(8, 1, 8), in_feed_order=True)
     queue = LocalSampleQueue(options, journal=MemoryLog())
@@ -236,7 +236,7 @@ class QueueMachine(RuleBasedStateMachine):
         result = self.runner.run(settled())
         for call in self.parked:
             if call.task.done():
-                call.task.result()  # the call may have failed
+                call.task.result()  # raise the error of a call that failed
         self.parked = [call for call in self.parked if not call.task.done()]
         return result
 
@@ -330,7 +330,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.parked)
     @rule(data=st.data(), offers=st.booleans(), turns=st.integers(0, 4))
     def cancel(self, data: st.DataObject, offers: bool, turns: int) -> None:
-        """Cancel a parked call this many event-loop iterations after an operation that may answer it."""
+        """Cancel a parked call `turns` event-loop iterations after an operation that may answer it."""
         scope = self.parked[data.draw(st.integers(0, len(self.parked) - 1))].scope
         sample_id = next(iter(self.running), None)
 
@@ -348,7 +348,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(applies=st.booleans())
     def publish(self, applies: bool) -> None:
-        """A Trainer that publishes has no parked lease."""
+        """Publish a version, after all parked calls are cancelled: a Trainer that publishes has no parked lease."""
 
         async def cancel_all() -> None:
             for call in self.parked:

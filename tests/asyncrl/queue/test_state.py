@@ -104,7 +104,7 @@ OPERATIONS: list[st.SearchStrategy[Any]] = [
 
 
 @given(st.one_of(OPERATIONS))
-def test_every_operation_is_unchanged_by_its_journal_row(operation: Operation) -> None:
+def test_every_operation_is_read_back_unchanged_from_its_journal_row(operation: Operation) -> None:
     row = to_row(operation)
     back = from_row(row, PROMPTS)
     assert back == operation
@@ -341,7 +341,8 @@ class CrashMachine(RuleBasedStateMachine):
         return self.runner.run(awaited())
 
     def call(self, make: Callable[[CalledBy], Awaitable[Any]], part: str, *, twice: bool, dies: bool) -> Any:
-        """Make the call; if its answer is lost, make it again, to another process of the queue if that `dies`."""
+        """Make a call. If `twice`, repeat it as after a lost answer; if the queue `dies`, its next process gets the
+        repeated call."""
         answer = self.run(make(CalledBy(self.queue, part, self.incarnation[part])))
         if twice:
             if dies:
@@ -461,8 +462,8 @@ class CrashMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), closes=st.booleans(), launches=st.booleans())
     def go_back(self, data: st.DataObject, closes: bool, launches: bool) -> None:
-        """Go back to any checkpoint, covered or not, also after the end of the run: in a new launch, or in this one,
-        where the Rollouter must be replaced if it was generating when the queue was closed."""
+        """Go back to any checkpoint, covered or not. If `closes`, the queue is closed first: a new launch (`launches`)
+        then begins with a new Rollouter, and the same launch must replace a Rollouter that was still generating."""
         self.replace("trainer")
         if closes:
             self.call(lambda queue: queue.close(), "trainer", twice=True, dies=True)

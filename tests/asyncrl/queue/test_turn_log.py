@@ -212,7 +212,7 @@ steps = st.lists(
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps, st.sampled_from([1, 700, 1 << 20]))
-def test_any_order_of_records_and_restarts_keeps_live_turns(
+def test_any_order_of_records_and_restarts_keeps_the_turns_that_are_not_forgotten(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int, str]], max_log_bytes: int
 ) -> None:
     """Compare the turn log with a plain dictionary."""

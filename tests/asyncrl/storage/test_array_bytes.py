@@ -71,7 +71,7 @@ def test_every_flipped_bit_is_detected() -> None:
             take_all(bytes(damaged))
 
 
-def test_every_missing_or_added_end_is_detected() -> None:
+def test_bytes_missing_or_added_at_the_end_are_detected() -> None:
     whole = as_bytes(SOME, {"file": "x"})
     for num_bytes in range(len(whole)):
         with pytest.raises(DamageError):

@@ -42,7 +42,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
 
 
 @given(events=histories())
-def test_a_checkpoint_survives_unless_a_rewind_went_to_before_it(events: list[tuple[str, int]]) -> None:
+def test_a_checkpoint_survives_unless_a_rewind_went_to_an_earlier_step(events: list[tuple[str, int]]) -> None:
     history, written, surviving = NO_REWINDS, set[tuple[int, int]](), set[tuple[int, int]]()
     for kind, step in events:
         if kind == "save":

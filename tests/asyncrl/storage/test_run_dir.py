@@ -17,7 +17,7 @@ from asyncrl.storage.run_dir import create_run_dir, disk_error, reopen_run_dir, 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
 
-def test_two_runs_of_one_second_get_two_directories_and_latest_is_the_second(tmp_path: Path) -> None:
+def test_two_runs_started_in_one_second_get_two_directories_and_latest_is_the_second(tmp_path: Path) -> None:
     first = create_run_dir(Config(), NOW, root=tmp_path)
     second = create_run_dir(Config(), NOW, root=tmp_path)
     assert first.path == tmp_path / "quickstart" / "20260304-050607"

@@ -217,7 +217,7 @@ async def test_a_publisher_reports_that_it_has_published_nothing(store: Any) -> 
 
 
 async def until_share(wanted: float) -> None:
-    """Wait for this share. The GCS learns of changes in the object store with a delay."""
+    """Wait until the used share is `wanted`. The GCS learns of changes in the object store with a delay."""
     while True:
         share = await anyio.to_thread.run_sync(object_store_share)
         if share is not None and abs(share - wanted) < 0.01:
@@ -250,7 +250,7 @@ def test_reports_are_converted_to_the_readers_clock_and_dropped_when_they_are_ol
     status = on_clock(StoreStatus(1, None, left, at=1001.0 + FORGET_REPLICA_S), 5000.0)
     assert status.at == 5000.0
     b, a = status.replicas
-    # The age of a report is measured by the store's clock, that of its phase by the replica's.
+    # The store's clock measures the age of a report, and the replica's clock the age of the reported phase.
     assert 5000.0 - a.reported_at == 1001.0 + FORGET_REPLICA_S - 1100.0
     assert a.reported_at - a.phase_since == 10.0
     assert a.reported_at - b.reported_at == 10.0

@@ -179,7 +179,7 @@ def test_growth_on_another_machine_is_not_judged_by_this_one() -> None:
         (HealthSettings(private_cluster=False), "--object-store-memory"),
     ],
 )
-def test_a_full_object_store(settings: HealthSettings, remedy: str) -> None:
+def test_a_full_object_store_is_reported_with_a_remedy(settings: HealthSettings, remedy: str) -> None:
     notices, _ = run(60, lambda now_s: replace(WELL, object_store_share=0.9), settings=settings)
     assert [each.key for each in notices] == ["object_store"]
     assert remedy in notices[0].text and "90% full" in notices[0].text
@@ -318,7 +318,9 @@ def test_growth_is_reported_even_if_the_process_is_silent_at_times() -> None:
         (0.1, 0.9, "idle/rollouter", "async_training.staleness_threshold"),
     ],
 )
-def test_idle_sides_are_hints(trainer: float, rollouter: float, key: str, remedy: str) -> None:
+def test_an_idle_trainer_or_rollouter_is_reported_as_a_hint(
+    trainer: float, rollouter: float, key: str, remedy: str
+) -> None:
     notices, _ = run(200, lambda _: WELL, idle_trainer=trainer, idle_rollouter=rollouter)
     assert changes(notices) == [("hint", key)] and remedy in notices[0].text
     on_policy = HealthSettings(on_policy=True)

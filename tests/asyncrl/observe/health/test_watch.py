@@ -176,7 +176,7 @@ async def test_an_outdated_report_is_ignored_and_the_silence_is_reported(rig: Mo
     assert "has not answered for 45 s" in rig.view.messages[0][1]
     rig.status.answered_at["rollouter"], rig.status.rollouter = time.time(), late(45.0)
     await rig.look(10)
-    # This process may be busy, too, which is a problem of its own.
+    # This process may be busy as well, which is reported as a separate problem.
     of_rollouter = [text for _, text in rig.view.messages if "rollouter" in text]
     assert len(of_rollouter) == 1, "one lag gives one warning"
 
@@ -225,7 +225,7 @@ async def test_a_hanging_measurement_is_unknown_and_blocks_nothing(
             assert health.machine == MACHINE, "the result of the last measurement is used"
             health = await rig.look(40)
         assert health.machine is None and health.processes
-        assert len(hanging) == 1, "it blocks only one thread"
+        assert len(hanging) == 1, "a hanging measurement blocks only one thread"
     finally:
         release.set()
 

@@ -112,7 +112,7 @@ def test_json_prints_the_data_and_writes_nothing(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_out_names_the_directory(tmp_path: Path) -> None:
+def test_the_out_option_sets_the_directory(tmp_path: Path) -> None:
     write_run(tmp_path / "run", SMALL)
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "a" / "b")]) == 0
     assert (tmp_path / "a" / "b" / "index.html").exists()

@@ -88,7 +88,7 @@ def test_every_second_of_a_lifetime_has_one_kind(tiny: dict[str, Any]) -> None:
     assert [bar["lifetime_s"] for bar in shares["lifetimes"]] == [12.0, 12.0]
 
 
-def test_turns_idle_time_versions_waste_and_steps(tiny: dict[str, Any]) -> None:
+def test_turns_idle_time_staleness_waste_and_steps_equal_numbers_calculated_by_hand(tiny: dict[str, Any]) -> None:
     turns = [(row["turn"], row["generation_s"], row["tool_s"]) for row in tiny["turns"]["by_turn"]]
     assert turns == [(0, 5.0, 1.0), (1, 1.0, 0.0)]
     assert tiny["turns"]["percent"] == {"2": 100.0}
@@ -104,7 +104,7 @@ def test_turns_idle_time_versions_waste_and_steps(tiny: dict[str, Any]) -> None:
     half = next(row for row in tiny["lower_limits"]["limits"] if row["limit"] == 10)
     assert half == {
         **{"limit": 10, "cut_share": 1.0, "reward_lost_share": 1.0, "decode_saved_share": 0.5},
-        "longest_trajectory_saved_share": 0.375,  # half of the 4.5 s of decoding, out of 6 s in requests
+        "longest_trajectory_saved_share": 0.375,  # requests of 6 s save half of their 4.5 s of decoding
     }
     (step,) = tiny["steps"]["by_step"]
     parts = {name: value for name, value in step["parts"].items() if value}
@@ -343,7 +343,7 @@ def responses(*rewards: float | None) -> list[EventTuple]:
 
 
 def test_a_lower_limit_loses_the_rewards_of_longer_responses(tmp_path: Path) -> None:
-    """Responses longer than 20 tokens hold half of the reward in excess of the lowest one."""
+    """Counted from the lowest reward, the responses longer than 20 tokens have half of all reward."""
     rows = completed(tmp_path, *responses(-1.0, 1.0, 0.0, 0.0))["lower_limits"]["limits"]
     limits = {row["limit"]: row for row in rows}
     assert (limits[20]["cut_share"], limits[20]["reward_lost_share"]) == (0.5, 0.5)
@@ -351,7 +351,9 @@ def test_a_lower_limit_loses_the_rewards_of_longer_responses(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("reward", [0.0, None])
-def test_equal_or_unknown_rewards_recommend_no_limit(tmp_path: Path, reward: float | None) -> None:
+def test_the_cost_of_a_lower_limit_is_unknown_if_rewards_are_equal_or_unknown(
+    tmp_path: Path, reward: float | None
+) -> None:
     report = report_of(tmp_path, *responses(*[reward] * 4))
     assert {row["reward_lost_share"] for row in report["lower_limits"]["limits"]} == {None}
     (text,) = [row["text"] for row in figures(report) if row["id"] == "lower_limits"]
@@ -394,7 +396,7 @@ def shares(value: Any, key: str = "") -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_invariants_of_any_run(runs: Runs, name: str) -> None:
+def test_invariants_hold_for_any_run(runs: Runs, name: str) -> None:
     path, report = runs[name]
     assert [each for each in shares(report) if not 0 <= each[1] <= 1] == []
     assert len(shares(report)) > 20
@@ -443,7 +445,7 @@ def test_replayed_samples_are_not_waste(runs: Runs) -> None:
     assert report["waste"]["wasted_tokens"] == sampled < dropped["tokens"].sum()
 
 
-def test_the_first_call_of_every_process_is_a_hint(runs: Runs) -> None:
+def test_a_slow_first_call_of_a_process_is_only_a_hint(runs: Runs) -> None:
     findings = {name: {row["kind"]: row for row in runs[name][1]["findings"]} for name in runs}
     update = findings["rewound"]["trainer_hang"]
     assert (update["name"], update["severity"]) == ("trainer.update", "hint")

@@ -43,7 +43,7 @@ def test_a_slow_replica_is_the_first_finding(tmp_path: Path, seed: int, replicas
     first, name = report["findings"][0], f"r{replicas - 1}"
     assert (first["kind"], first["what"], first["name"]) == ("replica_slow", "replica", name)
     assert (first["severity"], first["evidence"]["replica"]) == ("alarm", name)
-    # It loses three quarters of its busy time, which is most of the run.
+    # The replica loses three quarters of its busy time, which is most of the run.
     busy = next(row["busy_s"] for row in report["requests"]["by_replica"] if row["replica"] == name)
     assert first["seconds_lost"] == pytest.approx(0.75 * busy, rel=0.1)
     assert "times as slow" in first["text"]
@@ -97,7 +97,7 @@ def test_a_slow_reward_off_the_critical_path_costs_little(tmp_path: Path) -> Non
     assert sum(row["seconds_lost"] for row in report["findings"] if row["kind"] == "reward_slow") < 5
 
 
-def test_waits_for_an_always_slow_tool_are_found_through_slots(tmp_path: Path) -> None:
+def test_an_always_slow_tool_is_found_from_the_waits_for_slots(tmp_path: Path) -> None:
     report = run_report(tmp_path, replace(SMALL, steps=12, slots=4, faults=PlantedFaults(tool_always_s=9)))
     assert alarms(report)[0] == ("tool_slow", "search")
     assert report["findings"][0]["seconds_lost"] > 0.3 * report["idle"]["trainer"]["idle_s"]

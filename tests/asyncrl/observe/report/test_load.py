@@ -77,7 +77,7 @@ def test_report_and_timeline_count_and_leave_out_the_same_damaged_lines(tmp_path
 
 
 @pytest.mark.parametrize("odd", ["1e400", "NaN", "Infinity", "1e300", '"many"', "1" + "0" * 400])
-def test_an_impossible_number_is_unknown(tmp_path: Path, odd: str) -> None:
+def test_an_impossible_number_is_read_as_unknown(tmp_path: Path, odd: str) -> None:
     put(tmp_path, "trainer", json.dumps(event("step", 1.0, samples=8, tokens=-1)).replace("-1", odd))
     steps = load(tmp_path)["step"]
     assert steps["samples"].tolist() == [8]
@@ -143,7 +143,7 @@ def test_the_batch_size_does_not_change_the_loaded_events(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("text", "content"), [(None, {}), ('{"status": "comp', {}), ("[]", {}), ('{"status": "ok"}', {"status": "ok"})]
 )
-def test_unreadable_json_is_empty(tmp_path: Path, text: str | None, content: dict[str, Any]) -> None:
+def test_unreadable_json_is_read_as_empty(tmp_path: Path, text: str | None, content: dict[str, Any]) -> None:
     if text is not None:
         (tmp_path / "summary.json").write_text(text)
     assert read_json(tmp_path / "summary.json") == content

@@ -74,5 +74,5 @@ def test_short_or_few_or_widely_varying_calls_have_no_outlier(durations: tuple[f
         (0.12345678, 0.123457), (float("nan"), None), (7, 7), (True, True), (np.int64(3), 3), (np.bool_(True), True),
     ],
 )  # fmt: skip
-def test_json_numbers_keep_their_meaning(value: Any, expected: Any) -> None:
+def test_numbers_in_json_are_rounded_and_nan_is_null(value: Any, expected: Any) -> None:
     assert to_json(value) == expected

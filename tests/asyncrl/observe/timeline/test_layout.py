@@ -192,7 +192,7 @@ def test_occupancy_adds_up_to_the_time_of_all_bars(all_bars: Bars, resolution: i
 
 
 def test_a_narrow_window_has_no_cells_outside() -> None:
-    """Bars last an hour and a cell a microsecond, so cells for whole bars would exhaust the memory."""
+    """A bar lasts an hour and a cell lasts a microsecond, so cells for whole bars would exhaust the memory."""
     hour = 3_600_000_000
     tracks = np.arange(500)
     long = Bars(tracks, tracks, tracks + hour, tracks % 2, tracks, np.ones_like(tracks))

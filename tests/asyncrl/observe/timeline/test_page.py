@@ -90,7 +90,7 @@ def url(run: FakeRun) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def slow_start_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A run whose parts took 90 seconds to start, and which then had many concurrent requests."""
+    """Serve a run whose parts took 90 seconds to start, and which then had many concurrent requests."""
     fake = FakeRun(tmp_path_factory.mktemp("runs") / "slow" / "20260101-000000", samples=40, trajectories=8)
     for at in range(0, 80, 5):
         fake.add("rollouter", "loop.stall", at, 2)

@@ -75,7 +75,7 @@ def test_events_of_a_deleted_file_are_shown_without_their_fields(run: FakeRun) -
     assert "changed or no longer exists" in timeline.details(number, no_conversation)
 
 
-def test_the_status_has_the_admission_of_the_first_sample(run: FakeRun) -> None:
+def test_the_status_has_the_time_at_which_the_first_sample_was_admitted(run: FakeRun) -> None:
     run.add("trainer", "loop.stall", 0, 1)
     run.flush()
     timeline = read(run)
