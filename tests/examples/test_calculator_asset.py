@@ -71,7 +71,7 @@ def test_the_rows_are_right_and_validation_is_held_out() -> None:
     assert len(set(questions)) == len(questions)
 
 
-def test_the_shipped_files_are_those_of_the_script(script: Any, tmp_path: Path) -> None:
+def test_the_script_reproduces_the_shipped_files(script: Any, tmp_path: Path) -> None:
     settings = script.Settings()
     train, val = script.draw_rows(settings)
     script.write_rows(tmp_path / "train.jsonl", train)
@@ -122,7 +122,7 @@ def test_later_messages_never_rewrite_the_tokens_of_earlier_ones(tokenizer: PreT
         assert whole[: len(part)] == part
 
 
-def test_rendered_calls_equal_written_calls(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_calls_render_to_the_tokens_of_their_text(tokenizer: PreTrainedTokenizerBase) -> None:
     written = render(tokenizer, [USER, {"role": "assistant", "content": CALL}], go_on=False)
     (call,) = CALLING["tool_calls"]
     as_text = {"function": {"name": "calc", "arguments": json.dumps({"x": EXPRESSION})}}

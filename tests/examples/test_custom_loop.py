@@ -68,7 +68,7 @@ def same(history: list[dict[str, Any]], expected: list[dict[str, float]]) -> Non
         assert [one[key] for one in history] == pytest.approx([one[key] for one in expected], rel=1e-4)
 
 
-def test_the_loop_takes_the_steps_of_dpo_by_autograd(loop: Any, expected: list[dict[str, float]]) -> None:
+def test_the_loop_takes_the_same_steps_as_dpo_by_autograd(loop: Any, expected: list[dict[str, float]]) -> None:
     spec = EngineSpec(
         model_type="language_model",
         model=ModelConfig(path="asyncrl://quickstart"),

@@ -82,7 +82,7 @@ async def test_the_rows_are_valid_for_the_data_set_and_the_tool(tmp_path: Path) 
                 assert called.call.result.endswith("reward=1.0")
 
 
-def test_both_kinds_of_input_give_the_same(tmp_path: Path) -> None:
+def test_both_input_formats_give_the_same_rows(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(lines(SAMPLE)), tmp_path / "raw.parquet", row_group_size=5)
     assert run(SAMPLE, "--out", tmp_path / "a", "--format", "jsonl") == 0
     assert run(tmp_path / "raw.parquet", "--out", tmp_path / "b", "--format", "jsonl") == 0
@@ -98,7 +98,7 @@ def test_many_rows_are_written_in_row_groups(tmp_path: Path) -> None:
     assert truths == [str(number + 1) for number in range(2500)]
 
 
-def test_other_rows_do_not_change_the_split_of_a_question(tmp_path: Path) -> None:
+def test_the_split_of_a_question_does_not_depend_on_other_rows(tmp_path: Path) -> None:
     def split(name: str, numbers: list[int], *more: object) -> tuple[set[str], set[str]]:
         raw = write(tmp_path / f"{name}.jsonl", [problem(number) for number in numbers])
         assert run(raw, "--out", tmp_path / name, "--format", "jsonl", "--val-share", 0.2, *more) == 0

@@ -87,12 +87,12 @@ def test_no_prompt_occurs_twice_in_the_training_and_validation_sets() -> None:
     assert len(prompts) == len(set(prompts))
 
 
-def test_responses_have_a_long_tail(make_model: dict[str, Any], tokenizer: Any) -> None:
+def test_response_lengths_have_a_long_tail(make_model: dict[str, Any], tokenizer: Any) -> None:
     lengths = [len(tokenizer.encode(make_model["solution"](terms_of(row)))) + 1 for row in rows("train")]
     assert max(lengths) >= 4 * sum(lengths) / len(lengths)
 
 
-def test_the_script_draws_the_shipped_rows_and_tokenizer(make_model: dict[str, Any], tokenizer: Any) -> None:
+def test_the_script_reproduces_the_shipped_rows_and_tokenizer(make_model: dict[str, Any], tokenizer: Any) -> None:
     train, val = make_model["draw_rows"](make_model["Settings"]())
     assert train == rows("train")
     assert val == rows("val")
@@ -111,7 +111,7 @@ def test_demonstrations_never_show_a_held_out_prompt(make_model: dict[str, Any],
 
 
 def test_the_base_model_can_add_but_not_well(tokenizer: Any) -> None:
-    """At temperature 1 it must leave room to learn and give enough right answers to learn from."""
+    """At temperature 1, 15% to 50% of its answers are right: enough to learn from, with room to improve."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(HOME, dtype=torch.float32)

@@ -55,8 +55,8 @@ def gae(rewards: Matrix, mask: Mask, values: Matrix, gamma: float, lam: float) -
 
 
 def outcomes(rewards: Sequence[float], groups: Sequence[int], lengths: Sequence[int]) -> dict[str, list[float]]:
-    """Return the advantage of each trajectory by estimator; `centred` and `centred_passk` have no division by a
-    deviation."""
+    """Return the advantages of all trajectories by estimator; `centred` and `centred_passk` do not divide by the
+    standard deviation."""
     found: dict[str, list[float]] = {
         name: [] for name in ("centred", "grpo", "rloo", "opo", "centred_passk", "grpo_passk")
     }

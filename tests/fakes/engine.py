@@ -126,7 +126,7 @@ class FakeFleet:
                     with anyio.CancelScope() as call.attempt:
                         sampled = await self._sample_all(call)
                 for index in sampled:
-                    # A crash does not take back what is complete.
+                    # A crash does not discard sampled tokens.
                     turn = call.turns[index]
                     assert turn is not None
                     yield TurnFinished(index, turn) if complete(turn) else TurnProgress(index, turn)
@@ -190,7 +190,7 @@ class FakeFleet:
         self._errors.setdefault(session, []).extend(errors)
 
     def crash(self, replica: str = "replica-0", message: str = "the engine died") -> tuple[str, ...]:
-        """Crash a replica. Return the sessions that were in flight there."""
+        """Crash a replica. Return the sessions that were in flight on it."""
         hit = tuple(session for session, call in self.calls.items() if call.replica == replica)
         process = self._process(replica)
         self._deaths[replica] += 1

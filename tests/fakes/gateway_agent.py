@@ -77,7 +77,7 @@ class GatewayRig:
         return text
 
     def app(self) -> ASGIApp:
-        """Return the HTTP application, in front of one whose calls are not recorded."""
+        """Return the HTTP application. Calls without a trajectory key get the response `not recorded`."""
 
         async def call(key: str, path: str, body: Any) -> Any:
             return await self.agent.gateway.answer(key, path, body)

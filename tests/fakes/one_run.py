@@ -208,7 +208,7 @@ class CollectedRecords(list[Any]):
 
 
 async def run(config: Config, directory: Path) -> tuple[CollectedRecords, CollectedRecords]:
-    """Train `config` to its end.
+    """Train with `config` until the run ends.
 
     Returns:
         The Rollouter's and the Trainer's records.

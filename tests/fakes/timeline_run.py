@@ -52,7 +52,7 @@ class FakeRun:
         StateFile(self.path / "state.json").write_now(run_state(phase, step))
 
     def write(self, steps: int, first: int = 1, at: float = 0.0) -> float:
-        """Write steps from `first` on, `at` seconds after the start; returns when they end."""
+        """Write steps from `first` on, `at` seconds after `START`, and return the second at which they end."""
         for step in range(first, first + steps):
             self.step(step, at)
             at += self.step_s

@@ -75,7 +75,7 @@ class Environment:
         methods = [method for _, method in inspect.getmembers(self, predicate=inspect.ismethod)]
         self._stops = [method for method in methods if hasattr(method, "stop")]
         self._cleanups = [method for method in methods if hasattr(method, "cleanup")]
-        # The package does this through the `signal` of its module.
+        # The package sets signal handlers through `signal` in this module.
         sys.modules["verifiers.envs.environment"].signal.signal(signal.SIGTERM, lambda *_: None)
 
     def get_dataset(self) -> list[dict[str, Any]]:

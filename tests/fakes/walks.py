@@ -1,4 +1,4 @@
-"""Records the modules through which a sample and a weights version pass, for docs/architecture.md."""
+"""Records the walks of docs/architecture.md: the modules through which a sample and a weights version pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One launch: the driver's part, as `asyncrl.driver.run` plays it."""
+"""One launch of a run, in which this module does the work of `asyncrl.driver.run`."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ class LaunchOfRun:
         self.world.log(f"FAULT {fault.kind}")
         match fault.kind:
             case "engine" | "hang engine" as kind:
-                # Serve replaces a replica that hangs while it starts.
+                # The fault affects only replicas that are up; Serve replaces a replica that hangs while it starts.
                 if up := self.engines.up():
                     replica = self.rng.choice(up)
                     (self.engines.crash if kind == "engine" else self.engines.hang)(replica)
@@ -300,7 +300,7 @@ class LaunchOfRun:
             case "queue":
                 self.queue_host.kill(self.rng.uniform(0.3, 1.0))
             case "hang queue":
-                # A process that hangs before its first answer to the driver ends the launch.
+                # If the process hung before its first answer to the driver, the launch would end.
                 if self.watch.queue_number == self.queue_host.number:
                     self.queue_host.hang()
             case "answer":
@@ -316,7 +316,8 @@ class LaunchOfRun:
                 self.died = True
                 self.scope.cancel()
             case "driver stops":
-                # The stop must be shorter than the second try of a probe, in which the part has to answer.
+                # No stop is about as long as the second try of a probe: it would not count as a suspension of the
+                # driver, so a healthy part could be killed.
                 await self.watch.stand_still(self.rng.choice([1.0, 20.0, 2 * WATCHDOG_S]))
             case "stop":
                 self.stopped = True

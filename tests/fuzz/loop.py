@@ -158,7 +158,8 @@ class VirtualLoop(base_events.BaseEventLoop):
         return error
 
     def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "handle" in context:  # a callback failed; contexts without it report exceptions that were never retrieved
+        # Only the context of a failed callback has a handle; others report exceptions that were never retrieved.
+        if "handle" in context:
             self.failure = self.failure or context.get("exception")
             self._broken = self.failure
 

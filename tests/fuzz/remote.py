@@ -22,7 +22,7 @@ from asyncrl.core.failures import InfraError
 class Gate:
     """The gate between one process and the rest of the run.
 
-    `kill` closes it for ever. A frozen gate lets no message pass until it is killed.
+    After `kill`, every message raises `InfraError`. After `freeze`, messages wait until `kill`.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Gate:
         return not self._thawed.is_set()
 
     async def answering(self) -> None:
-        """Wait as a probe of the process does: without end while it is frozen, and until it is killed."""
+        """Wait while the process is frozen, as a probe of the process does; `kill` ends the wait."""
         await self._thawed.wait()
 
     async def passing(self) -> None:

@@ -46,7 +46,7 @@ def main() -> None:
     for seed in map(int, sys.argv[1:]):
         print(draw(seed))  # noqa: T201
         world = play(seed, trace=print)
-        print(f"seed {seed}: kept; {world.launches} launches, {world.struck} faults")  # noqa: T201
+        print(f"seed {seed}: all promises kept; {world.launches} launches, {world.struck} faults")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class FuzzSetup:
     reward_fails: float
     """Share of groups whose scoring raises."""
     stragglers: float
-    """Share of sessions that never end."""
+    """Probability, for each batch of tokens of a training session, that the session never continues."""
     mean_s: float
     """Mean time for one batch of tokens."""
     step_s: float
@@ -95,7 +95,7 @@ def draw(seed: int) -> FuzzSetup:
     poison = rng.randrange(6) if rng.random() < 0.2 else None
     validates = rng.random() < 0.3
     deterministic = random.Random(f"order {seed}").random() < 0.2
-    # These settings have their own generator, so that the setups of earlier seeds stay the same.
+    # These settings have a separate generator, so that they do not change what `rng` draws for the others.
     more = random.Random(f"conversations {seed}")
     max_turns, forks = more.choice([1, 1, 2, 3]), more.random() < 0.3
     over_sample = OverSampleConfig(

@@ -17,7 +17,7 @@ from tests.fuzz.remote import Gate
 
 
 class FuzzStore(WeightStoreActor):
-    """A process of the store; `number` counts them from 0."""
+    """A process of the store; `number` counts the processes from 0."""
 
     def __init__(self, number: int) -> None:
         context = SimpleNamespace(was_current_actor_reconstructed=number > 0)

@@ -184,7 +184,7 @@ PLANTED = {
     "the queue forgets its answers": PlantedBug(
         ((operations, "_remember", lambda answers, request_id, answer: None),), ("no progress",), ("queue", "answer")
     ),
-    "the queue answers before the disk": PlantedBug(
+    "the queue answers before the commit": PlantedBug(
         ((CrashLog, "flushed", do_nothing),), ("is in the surviving model, but not TRAINED in the journal",)
     ),
     "a trained sample's payload is deleted before a checkpoint covers it": PlantedBug(
@@ -206,10 +206,10 @@ PLANTED = {
     "a validation is skipped": PlantedBug(
         ((WeightUpdateLoop, "_validate", do_nothing),), ("the last validation is of step",)
     ),
-    # A restarted store reports that no version was ever published. A replica that starts then serves the first version
-    # until the next one is published, which never happens if that one needs samples of a newer version. Otherwise it
-    # may continue responses of a newer version or answer in its place, or the last version is never validated.
-    # About one in sixty of the seeds with this fault finds the bug.
+    # A restarted store reports that no version was ever published, so a replica that starts then serves the initial
+    # version until the next publication. The run stalls if that publication needs samples of a newer version. Otherwise
+    # the replica may continue responses of a newer version or generate samples that are too old, or the last version is
+    # never validated. About one in sixty of the seeds with this fault finds the bug.
     "the store hides its memory loss": PlantedBug(
         ((FuzzStore, "__init__", claim_to_be_informed),),
         ("virtual seconds without an end", "no progress", "spans in order", "the last validation is of step",
@@ -223,8 +223,8 @@ PLANTED = {
         ("was healthy but was ended",),
         ("driver stops",),
     ),
-    # The driver was stopped, and the part was healthy.
-    "a part is killed over one missed probe": PlantedBug(
+    # The probe is missed because the driver is stopped, although the part is healthy.
+    "a part is killed after one missed probe": PlantedBug(
         ((supervision, "RETRY_S", 0.0),), ("was healthy but was killed",), ("driver stops",)
     ),
     # Only few kills hit the short time between the end of the Trainer and the last apply.

@@ -101,10 +101,10 @@ class DriverWatch:
     # ------------------------------------------------------------------------------------------------ probes
 
     async def _asked(self, ask: Callable[[], Awaitable[Answer]], limit_s: float) -> Answer:
-        """Ask as a driver that may be stopped.
+        """Return the answer of `ask`, or raise `DeadlineError`, as a driver that may be stopped does.
 
-        While the driver is stopped, an answer waits and the deadline may pass. When it continues, it may notice either
-        of them first.
+        While the driver is stopped, the answer may arrive and the deadline may pass. When the driver continues, it may
+        notice either of them first.
         """
         await self._awake.wait()
         answers: list[Answer] = []

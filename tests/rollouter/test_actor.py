@@ -197,7 +197,7 @@ async def test_a_restarted_rollouter_starts_at_the_newest_version_and_repeats_no
 # ------------------------------------------------------------------------------------------------ the actor
 
 
-async def test_prepare_counts_and_run_before_prepare_is_a_bug(tmp_path: Path) -> None:
+async def test_prepare_counts_prompts_and_a_run_without_prepare_is_a_bug(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1=", "reward_model": {"ground_truth": str(n + 1)}} for n in range(6)]
     rows.append({"prompt": "1" * 100})
     path = tmp_path / "a.jsonl"

@@ -83,7 +83,7 @@ def test_several_possible_causes_run_isolated_one_at_a_time() -> None:
     assert blame.state_of("c") == "blamed"
 
 
-def test_blame_explains_no_crash_if_another_session_had_a_strike() -> None:
+def test_no_strike_is_withdrawn_if_another_session_of_the_crash_had_an_earlier_one() -> None:
     blame = CrashBlame(2)
     crash(blame, "a", "b")
     crash(blame, "a", "b", "bad")
@@ -104,7 +104,7 @@ def test_a_session_that_ends_before_the_assessment_still_counts_as_present() -> 
     assert_status(blame, crashes=2)
 
 
-def test_the_assessment_waits_for_open_sessions_and_late_reports_count() -> None:
+def test_the_assessment_waits_for_open_sessions_and_a_late_report_blames_no_session() -> None:
     blame = CrashBlame(2)
     crash(blame, "a", "b")
     for name in "abc":
@@ -258,7 +258,8 @@ def test_poison_is_dropped_after_a_bounded_number_of_crashes_and_no_session_wait
     assert len(crowd.done | crowd.dropped) == crowd.size
     innocent = len(crowd.dropped - crowd.poison)
     assert crowd.poison_crashes <= len(crowd.poison) * (crowd.max_crashes + 1) + innocent
-    # An isolated innocent session can be blamed for a poison one only while that has too few strikes to be a suspect.
+    # An isolated innocent session can be blamed for the crash of a poison session, but only while the poison session
+    # has too few strikes to be a suspect.
     assert crowd.max_crashes == 1 or innocent <= crowd.infra + len(crowd.poison) * crowd.max_crashes
     assert crowd.blame.status()["with_strikes"] == 0
 
@@ -360,8 +361,8 @@ async def test_a_crash_is_assessed_even_if_a_session_never_reports_it(monkeypatc
 
 
 async def test_an_isolated_session_that_never_ends_runs_out_of_time_while_a_sibling_waits() -> None:
-    """The conversations of a sample share its time limit, and each is a possible cause of the crash. The time for which
-    another sample waits does not count against the limit of that sample.
+    """The conversations of a sample share its time limit, and each is a possible cause of the crash. The limit of the
+    other sample is paused while that sample waits.
     """
     rig = Waiters()
     out_of_time: list[str] = []

@@ -244,7 +244,7 @@ def test_the_drop_policy_counts_consecutive_drops() -> None:
 # ------------------------------------------------------------------------------------------------ time limits
 
 
-async def test_a_prompt_that_never_answers_cannot_block_an_on_policy_step() -> None:
+async def test_a_prompt_that_is_never_answered_cannot_block_an_on_policy_step() -> None:
     """Each version waits for all samples of the previous one, so the straggler is dropped and replaced."""
 
     async def pace(session: str) -> None:

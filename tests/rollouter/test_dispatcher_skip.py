@@ -135,7 +135,7 @@ async def test_another_prompt_at_the_same_index_is_generated_and_replaces_the_re
     assert (await run(idle(tmp_path, 2, prompts=changed), 2))[1].rows[0].prompt_ids.tolist() == [5, 6]
 
 
-async def test_epochs_have_records_of_their_own(tmp_path: Path) -> None:
+async def test_each_epoch_has_separate_records(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2), make_prompt(3, 4)]
     recorded = await run(fast(tmp_path, 4, prompts=prompts), 4)
     assert [str(sample.sample_id) for sample in recorded] == ["sample_0_1", "sample_0_2", "sample_1_3", "sample_1_4"]
@@ -337,7 +337,7 @@ async def test_another_prompt_is_not_covered_by_the_record_of_its_index(tmp_path
         uncovered(tmp_path, 3, other, on_mismatch="error")
 
 
-async def test_any_record_covers_a_run_that_repeats(tmp_path: Path) -> None:
+async def test_any_record_covers_a_run_that_repeats_records(tmp_path: Path) -> None:
     await record(tmp_path, 1)
     assert uncovered(tmp_path, 9, action="repeat") == ""
     assert uncovered(tmp_path / "empty", 9, action="repeat").startswith("sample_0_1 has no record")

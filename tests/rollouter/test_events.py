@@ -213,7 +213,7 @@ class ConversationRun:
 
 @pytest.fixture
 def marking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools record the trajectory that they belong to."""
+    """Let every tool call record the trajectory to which it belongs."""
     agent_loop.Adder.made, agent_loop.Adder.released = [], []
     create, execute = agent_loop.Adder.create, agent_loop.Adder.execute
 
@@ -349,7 +349,7 @@ def finishes(events_dir: Path) -> dict[int, tuple[str, int]]:
     return {one["trajectory"]: (one["finish_reason"], one["tokens"]) for one in events}
 
 
-async def test_the_baseline_has_a_trajectory_event_of_its_own(events_dir: Path) -> None:
+async def test_the_baseline_has_a_separate_trajectory_event(events_dir: Path) -> None:
     await generate_group(FakeFleet(), group_request(2, baseline={"max_tokens": 4}))
     assert finishes(events_dir) == {-1: ("stop", 2), 0: ("stop", 2), 1: ("stop", 2)}
 
@@ -614,7 +614,7 @@ async def test_a_tool_that_drops_its_sample_records_its_status(events_dir: Path)
 # ------------------------------------------------------------------------------------------------ other events
 
 
-async def test_reading_and_writing_records_are_events(events_dir: Path) -> None:
+async def test_reads_and_writes_of_records_are_recorded_as_events(events_dir: Path) -> None:
     section = {"enable": True, "steps": "all", "dump_dir": str(events_dir / "records")}
     skip = SkipConfig.model_validate({"async_rollout": section})
     for found in (0, 1):

@@ -139,7 +139,7 @@ def test_responses_to_parallel_calls_share_a_turn(name: str) -> None:
     assert message.count("<|im_start|>") == 2 and message.count("<tool_response>") == 2
 
 
-def test_several_calls_are_text_for_a_template_of_single_calls() -> None:
+def test_several_calls_become_text_if_the_template_allows_only_one() -> None:
     two = calls({"a": 1}, {"a": 2}, text='{"name": "add"}; {"name": "add"}')
     llama = chat("llama3", tools=True)
     more = llama.extend([USER, two], answers("3", "4"), ids("llama3", '{"name": "add"}; {"name": "add"}<|eot_id|>'))
@@ -190,22 +190,22 @@ class TestRewriting:
         assert again.rewritten and again.ids == talk.prompt([*before, *new])
         assert "<think>" not in text("qwen3", again.ids)
 
-    def test_a_generation_header_that_is_not_in_history_is_rewriting(self) -> None:
+    def test_a_generation_header_that_is_not_in_history_counts_as_rewriting(self) -> None:
         talk = chat("qwen3", template_kwargs={"enable_thinking": False})
         assert text("qwen3", talk.prompt([USER])).endswith("<think>\n\n</think>\n\n")
         assert talk.extend([USER, assistant("3")], [USER], ids("qwen3", "3<|im_end|>")).rewritten
 
-    def test_reasoning_that_is_never_in_history_is_rewriting(self) -> None:
+    def test_reasoning_that_is_never_in_history_counts_as_rewriting(self) -> None:
         talk = chat("r1")
         more = talk.extend([USER, self.thought], [USER], ids("r1", "1 + 2</think>It is 3.<|end|>"))
         assert more.rewritten and "1 + 2\n" not in text("r1", more.ids)
 
-    def test_tools_that_move_to_the_last_question_are_rewriting(self) -> None:
+    def test_tools_that_move_to_the_last_question_count_as_rewriting(self) -> None:
         talk = chat("mistral", tools=True)
         assert talk.extend([USER, assistant("3")], [USER], ids("mistral", "3</s>")).rewritten
         assert not chat("mistral").extend([USER, assistant("3")], [USER], ids("mistral", "3</s>")).rewritten
 
-    def test_text_beside_a_call_that_the_template_drops_is_rewriting(self) -> None:
+    def test_text_beside_a_call_that_the_template_drops_counts_as_rewriting(self) -> None:
         before = [USER, calls({"a": 1}, content="I shall add.")]
         assert chat("llama3", tools=True).extend(before, answers("3"), ids("llama3", "…<|eot_id|>")).rewritten
 
@@ -260,7 +260,7 @@ def test_an_end_token_written_as_text_does_not_end_a_turn() -> None:
     assert not more.rewritten and text("chatml", more.ids).startswith("\n<|im_start|>user")
 
 
-def test_a_refusal_of_the_template_is_a_data_error() -> None:
+def test_an_exception_in_the_template_is_a_data_error() -> None:
     talk = chat("gemma")
     with pytest.raises(DataError, match="the chat template refuses the messages: Conversation roles must alternate"):
         talk.extend([USER, assistant("3")], answers("3"), ids("gemma", "3<end_of_turn>"))

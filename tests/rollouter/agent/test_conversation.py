@@ -165,8 +165,8 @@ def test_an_event_is_legal_in_its_phases_and_raises_in_all_others(phase: Traject
         (LIMITS, 1, 5, FinishReason.LENGTH, 1, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),
         (PLAYED, 1, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),
         (PLAYED, 1, 5, FinishReason.STOP, 1, TrajectoryPhase.TOOL_CALLING, None),
-        (PLAYED, 3, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),  # it gets the last answer
-        (PLAYED, 1, 50, FinishReason.LENGTH, 0, TrajectoryPhase.INTERACTING, None),  # it gets cut answers
+        (PLAYED, 3, 5, FinishReason.STOP, 0, TrajectoryPhase.INTERACTING, None),  # the environment gets the last answer
+        (PLAYED, 1, 50, FinishReason.LENGTH, 0, TrajectoryPhase.INTERACTING, None),  # the environment gets cut answers
         (PLAYED, 1, 50, FinishReason.LENGTH, 1, TrajectoryPhase.COMPLETED, FinishReason.LENGTH),
     ],
 )

@@ -302,7 +302,7 @@ async def test_a_key_belongs_to_one_running_trajectory() -> None:
         first.post_reward(1.0)
 
 
-async def test_the_last_posted_reward_counts_and_done_ends_it() -> None:
+async def test_the_last_posted_reward_counts_and_done_ends_the_trajectory() -> None:
     rig = GatewayRig("12", "12")
 
     async def agent(task: AgentTask) -> None:
@@ -418,7 +418,7 @@ async def test_failures_of_a_program_fail_the_trajectory(
         await rig.converse(agent)
 
 
-async def test_engines_that_fail_fail_the_trajectory() -> None:
+async def test_a_failure_of_the_engines_fails_the_trajectory() -> None:
     rig = GatewayRig(InfraError("no replica"))
     seen: list[int] = []
 

@@ -114,7 +114,7 @@ async def test_return_values_are_checked(method: str, value: Any, message: str) 
         assert "interaction 'tutor', Own." in raised.value.message
 
 
-async def test_a_message_of_parts_is_well_formed() -> None:
+async def test_a_message_may_consist_of_parts() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}]}]
     async with sessions(does={"reset": returns(parts)})() as session:
         assert await session.reset() == tuple(parts)

@@ -61,7 +61,7 @@ async def test_a_row_with_malformed_replies_is_refused(replies: Any) -> None:
         await talk("scripted", {}, ["22"], row(replies=replies))
 
 
-async def test_a_turn_that_matches_stop_when_ends_it() -> None:
+async def test_a_turn_that_matches_stop_when_ends_the_conversation() -> None:
     config = {"replies": ["why?", "sure?"], "stop_when": r"#\d+"}
     assert (await talk("scripted", config, ["so it is #22"]))[0] == [Reply(done=True)]
     assert (await talk("scripted", config, ["so it is #", "#22"]))[0] == [Reply("why?"), Reply(done=True)]

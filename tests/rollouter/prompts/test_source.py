@@ -47,7 +47,7 @@ def load(tmp_path: Path, tokenizer: Any, *files: str, **data: Any) -> LoadedProm
 
 
 def test_verl_parquet_loads_unchanged(tmp_path: Path, tokenizer: Any) -> None:
-    """The columns of verl's gsm8k script, with a mapping as ground truth as in its countdown task."""
+    """The rows have the columns of verl's gsm8k script and, as in verl's countdown task, a mapping as ground truth."""
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -87,7 +87,7 @@ def test_jsonl_rows_keep_their_own_keys_and_types(tmp_path: Path, tokenizer: Any
     assert second.data_source == "default"
 
 
-def test_several_files_of_different_kinds_are_one_set(tmp_path: Path, tokenizer: Any) -> None:
+def test_several_files_of_different_kinds_form_one_data_set(tmp_path: Path, tokenizer: Any) -> None:
     (data := tmp_path / "data").mkdir()
     lines = write_jsonl(data / "a.jsonl", question("1"), question("2"))
     pq.write_table(pa.Table.from_pylist([question("3")]), data / "b.parquet")

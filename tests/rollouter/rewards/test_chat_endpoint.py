@@ -104,7 +104,7 @@ async def test_each_try_has_its_deadline() -> None:
 @pytest.mark.parametrize(
     ("status", "fix"), [(401, "check the key"), (403, "check the key"), (404, "check base_url and the model's name")]
 )
-async def test_errors_of_every_request_are_config_errors(status: int, fix: str) -> None:
+async def test_errors_that_every_request_would_get_are_config_errors(status: int, fix: str) -> None:
     async with endpoint([error_answer(status, "unknown")]) as setup:
         with pytest.raises(ConfigError, match=rf"cannot be asked: status {status}.*unknown.*{fix}"):
             await setup.endpoint.ask(QUESTION)
@@ -199,7 +199,7 @@ def test_bad_settings_are_refused_before_any_request(
 
 
 async def test_closing_takes_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that does not close does not delay the end of the run, and a cancellation does not skip it."""
+    """The close of a connection has a time limit, and a cancellation does not skip the close."""
     monkeypatch.setattr("rollouter.rewards.chat_endpoint.CLOSE_S", 0.05)
     closings: list[str] = []
     async with endpoint([]) as setup:

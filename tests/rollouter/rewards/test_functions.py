@@ -55,7 +55,7 @@ async def test_exact_match() -> None:
         await rewards(plain, make_prompt(1), "42")
 
 
-async def test_math_verify_scores_in_a_process_with_a_main_thread() -> None:
+async def test_math_verify_scores_in_the_main_thread_of_a_process() -> None:
     """One of the answers would keep sympy busy for years."""
     function = loaded(function="math_verify", kwargs={"timeout_s": 1})
     prompt = make_prompt(1, ground_truth="\\frac{1}{2}")
@@ -199,7 +199,7 @@ async def test_extras_that_are_not_numbers_are_dropped() -> None:
     assert await scorer(own(lambda **fields: result)).score(make_prompt(1), [answer("x")]) == [Score(1.0, {"acc": 1.0})]
 
 
-async def test_a_batch_function_returns_one_score_each() -> None:
+async def test_a_batch_function_must_return_one_score_per_response() -> None:
     with pytest.raises(UserCodeError, match="expected a list of 2 scores"):
         await rewards(own(lambda **fields: [1.0], batch=True), make_prompt(1), "a", "b")
     assert await rewards(own(lambda **fields: np.ones(2), batch=True), make_prompt(1), "a", "b") == [1.0, 1.0]

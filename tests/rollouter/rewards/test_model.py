@@ -233,8 +233,8 @@ async def test_a_model_that_does_not_answer_fails_within_its_deadline(monkeypatc
 
 
 async def test_calls_have_more_time_while_a_replica_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve delays calls while no replica is up, including calls from before the death, so slowness is not the
-    model's."""
+    """Serve delays calls while no replica is up, including calls from before the death, so a slow call does not mean
+    that the model is slow."""
     first, third = anyio.Event(), anyio.Event()
     handle = Handle(first, ray.exceptions.ActorDiedError(), third)
     model, _ = served(monkeypatch, handle, timeout_s=0.5, start_s=30.0)

@@ -59,7 +59,7 @@ class Lengths:
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, -2.5, 1 / 3])
-async def test_the_reward_of_a_single_turn_is_the_functions(weight: float) -> None:
+async def test_the_reward_of_a_single_turn_comes_from_the_function(weight: float) -> None:
     config = run(reward={"weight": weight})
     scores = await combined(config).score(prompt(), [answer("22"), answer("23")])
     assert scores == [Score(weight * 1.0), Score(weight * 0.0)]
@@ -98,7 +98,7 @@ async def test_a_function_may_score_turns(turn_scores: Any) -> None:
 
 
 @pytest.mark.parametrize("turn_scores", [[0.5], [0.5, None], [0.5, float("nan")], 3.0, "ab", [[1.0], [2.0]]])
-async def test_scores_of_turns_are_one_number_each(turn_scores: Any) -> None:
+async def test_turn_scores_must_be_one_finite_number_per_turn(turn_scores: Any) -> None:
     function = own(lambda **given: {"score": 1.0, "turn_scores": turn_scores})
     with pytest.raises(UserCodeError, match=r"turn_scores .*expected a list of 2 finite numbers"):
         await combined(run(reward={}), {"rule": function}).score(prompt(), [dialogue("add", "#22")])

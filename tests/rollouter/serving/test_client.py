@@ -203,7 +203,7 @@ async def test_failures_back_off_and_keep_the_tokens() -> None:
     assert [len(calls[0].so_far.response_ids) if calls[0].so_far else 0 for calls in engine.calls] == [0, 4, 4, 4]
 
 
-async def test_the_error_of_a_spent_budget_has_the_last_cause() -> None:
+async def test_the_error_after_the_last_attempt_has_the_cause_of_that_attempt() -> None:
     sleep = Sleeps()
     engine = ScriptedEngine([Play(end="infra")] * 3)
     with pytest.raises(InfraError, match="failed 3 times in a row, the last time: no answer") as raised:

@@ -126,7 +126,7 @@ def make(
     return ServeFleet(Config.model_validate({"timeouts": timeouts}), namespace="run")
 
 
-async def test_apply_is_repeated_until_every_replica_has_it_and_keeps_the_first_report(
+async def test_apply_is_repeated_until_every_replica_has_the_version_and_keeps_first_reports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handle = Handle(
@@ -142,12 +142,12 @@ async def test_apply_is_repeated_until_every_replica_has_it_and_keeps_the_first_
     assert handle.asked == ["apply_version", "up?"] * 3 + ["apply_version"]
 
 
-async def test_apply_reports_the_final_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_apply_reports_only_the_replicas_of_its_last_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle([[report("a", 3, 0.5), InfraError("the load failed")], [report("b", 4), report("c", 3, 0.2)]])
     assert await make(monkeypatch, handle).apply(published(3)) == [report("b", 4), report("c", 3, 0.2)]
 
 
-async def test_apply_continues_with_a_newer_version_if_one_cannot_be_fetched(
+async def test_apply_continues_with_a_newer_version_if_its_version_cannot_be_fetched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     newer = report("a", 1, 0.3, lineage=1)

@@ -176,7 +176,7 @@ async def test_an_idle_server_that_dies_is_restarted(quick: str) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["message", "drop"])
-async def test_a_call_that_kills_every_server_fails_as_on_error_sets(quick: str, on_error: Any) -> None:
+async def test_on_error_decides_how_a_call_that_kills_every_server_fails(quick: str, on_error: Any) -> None:
     async with box_of(stdio(quick), on_error=on_error) as toolbox:
         if on_error == "drop":
             with pytest.raises(ToolFailedError, match="tool die failed"):
@@ -292,7 +292,7 @@ async def serving(program: str, port: int) -> AsyncIterator[subprocess.Popen[byt
     process = subprocess.Popen([sys.executable, program, str(port)], stderr=subprocess.DEVNULL)  # noqa: ASYNC220
     try:
         with anyio.fail_after(30):
-            while not await _listens(port):  # noqa: ASYNC110  another process has no events
+            while not await _listens(port):  # noqa: ASYNC110  another process sends no event
                 await anyio.sleep(0.05)
         yield process
     finally:

@@ -118,7 +118,7 @@ def descendants() -> set[int]:
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
                 continue
-            # Orphans of this process are never reaped.
+            # Orphans that have ended stay zombies, because this process does not reap them.
             if state != "Z":
                 parents[int(entry.name)] = int(parent)
     found: set[int] = set()
@@ -268,7 +268,7 @@ async def test_a_process_that_dies_is_reported(tool: PythonTool, code: str, text
 async def test_processes_are_refused_and_threads_work(level: CodeSandbox) -> None:
     before = descendants()
     filtered = "seccomp" in level.walls.stands["processes"]
-    if filtered or os.geteuid() != 0 or "user" not in level.walls.missing:  # otherwise only time limits it
+    if filtered or os.geteuid() != 0 or "user" not in level.walls.missing:  # else only the time limit ends the bomb
         bomb = await run(level, "import os\nfor _ in range(10_000):\n    os.fork()")
         assert ("PermissionError" if filtered else "BlockingIOError") in bomb.output
     if filtered:
@@ -466,11 +466,11 @@ async def test_network_can_be_allowed(servers: tuple[int, str]) -> None:
     port, path = servers
     response = await call(PythonTool(network="allowed"), CONNECT.format(port=port, path=path))
     assert "REACHED ('127.0.0.1'" in response.text
-    assert path not in response.text  # the socket stands for other services of the machine
+    assert path not in response.text  # the socket represents other services of the machine
 
 
 @pytest.mark.skipif(kernel.ARCHITECTURE != "x86_64", reason="the architecture has no second set of system calls")
-async def test_calls_of_another_architecture_end_the_process(tool: PythonTool) -> None:
+async def test_system_calls_of_another_architecture_end_the_process(tool: PythonTool) -> None:
     # The numbers of the x32 ABI would pass a filter that compares only plain numbers.
     response = await call(tool, "import ctypes\nctypes.CDLL(None).syscall(0x40000000 + 41, 2, 1, 0)")
     assert response.text == "The process of the code ended by signal SIGSYS."

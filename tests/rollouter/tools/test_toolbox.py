@@ -610,7 +610,7 @@ def crowd(toolbox: Toolbox, number: int) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_max_concurrency_bounds_calls_and_waiting_is_not_duration(seed: int) -> None:
+def test_max_concurrency_bounds_calls_and_their_duration_excludes_waiting(seed: int) -> None:
     running, most = 0, 0
 
     async def work() -> str:
