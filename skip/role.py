@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import anyio
 
@@ -40,6 +40,8 @@ MAX_NOTES = 4096
 MAX_DAMAGE_WARNINGS = 10
 FILES_LIMIT_S = 60.0
 """Maximum time that an async stage waits for the files of its record."""
+Outcome = Literal["replayed", "substituted", "recorded", "mismatched", "damaged", "unrecorded", "late"]
+"""What became of a call; each is the metric `skip/<role>/<outcome>`."""
 
 
 class Waiting(Protocol):
@@ -122,8 +124,7 @@ class BaseSkip(ABC):
         self.config = config
         self.run = run
         self.files = RecordFiles(Path(config.dump_dir).expanduser() / run.project_name / run.experiment_name / role)
-        self.counts: Counter[str] = Counter()
-        """Number of calls by outcome: replayed, substituted, recorded, mismatched, damaged, unrecorded, late."""
+        self.counts: Counter[Outcome] = Counter()
         self.waiting: Waiting = lambda edge, *, limit_s=0.0: nullcontext()
         """Reports what an async stage waits for."""
         self.current_step: Callable[[], int | None] = lambda: None
@@ -334,10 +335,9 @@ class BaseSkip(ABC):
         except Exception as error:  # noqa: BLE001  as in `request`
             self.warn_once("note", f"the note on step {step} of {self.role} is not written: {_describe(error)}")
 
-    def count(self, what: str) -> None:
-        """Increment one of `counts`."""
+    def count(self, outcome: Outcome) -> None:
         with self._lock:
-            self.counts[what] += 1
+            self.counts[outcome] += 1
 
     def warn_once(self, kind: str, message: str) -> None:
         """Log a warning, once for each kind, and add it to `messages`."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import anyio.lowlevel
@@ -21,11 +21,12 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError, UserCodeError
 from asyncrl.core.waits import WaitBoard
+from asyncrl.observe.metrics import registry
 from skip import BaseSkip, Call, Content, Fingerprint, Served, SkipManager, field, register_skip
 from skip import role as role_module
 from skip.file_thread import file_thread
 from skip.record import MANIFEST, TENSORS
-from skip.role import Action
+from skip.role import Action, Outcome
 
 
 @register_skip("double")
@@ -207,6 +208,11 @@ async def test_a_damaged_record_counts_as_absent(
 
 
 # ------------------------------------------------------------------------------------------------ repeat
+
+
+@pytest.mark.parametrize("outcome", get_args(Outcome))
+def test_every_outcome_of_a_call_is_a_metric(outcome: str) -> None:
+    assert registry.find(f"skip/async_rollout/{outcome}")[1] == {"role": "async_rollout"}
 
 
 async def test_repeat_serves_the_nearest_earlier_step_or_else_the_nearest_later_one(tmp_path: Path) -> None:
