@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.config.import_path import import_module
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
-from skip.role import BaseSkip, Waiting, registered_roles
+from skip.role import BaseSkip, Outcome, Waiting, registered_roles
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -116,8 +116,8 @@ class SkipManager:
             await instance.in_file_thread("write", lambda: instance.note(step, values))
 
     @classmethod
-    def status(cls) -> dict[str, dict[str, int]]:
-        """Return the cumulative counts of this process for each enabled role; see `BaseSkip.counts`."""
+    def status(cls) -> dict[str, dict[Outcome, int]]:
+        """Return the cumulative counts of this process for each enabled role."""
         return {role: dict(instance.counts) for role, instance in cls._skips.items()}
 
     @classmethod
