@@ -273,7 +273,7 @@ def _check_option(group: str, raw: str, options: Sequence[str]) -> str:
 
 
 def _check_list_index(name: str, raw: str) -> None:
-    """Refuse a key that continues below a list without an entry's number; Hydra raises a bare error for it."""
+    """Refuse a key such as `LIST.name`, which lacks the number of a list entry; Hydra's error for it is unspecific."""
     *parts, _ = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])

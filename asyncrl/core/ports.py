@@ -116,7 +116,7 @@ class PayloadStore(Protocol):
     """Stores sample payloads while the queue holds their metadata."""
 
     async def put(self, sample: Sample) -> Any:
-        """Store the sample. Return its reference once the payload is as durable as the run's journal promises."""
+        """Store the sample and return a reference to it; with a journal, return only once the payload is on disk."""
 
     async def get(self, payloads: Sequence[Any]) -> list[Sample | None]:
         """Return the samples in order; None for one that is lost or damaged, which has been logged with its file and

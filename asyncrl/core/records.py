@@ -28,7 +28,7 @@ class StepRecord:
     rewards: tuple[float, ...]
     """Mean reward of each sample trained in this step."""
     staleness: tuple[int, ...]
-    """Versions between the trainer and the oldest token of each of those samples."""
+    """Staleness of each of those samples: versions from its oldest token to the trainer's version."""
     lineage: int = 0
 
 

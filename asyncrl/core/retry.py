@@ -43,7 +43,7 @@ class RestartBudget:
         """Charge the failure `error` at `now_s`, which never decreases. Return the number of restarts spent so far.
 
         Raises:
-            InfraError: the part may not be restarted. `error` itself is raised if a restart would fail the same way.
+            InfraError: the budget is spent. `error` itself is raised if a restart would fail the same way.
         """
         if isinstance(error, DiskFullError):
             raise error

@@ -83,8 +83,8 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further metrics from tools, users and environment."""
     number: int | None = None
-    """The number under which it was requested, which events use. It differs from the position in the sample if surplus
-    trajectories were requested. None: unknown, because this run did not generate it."""
+    """Number that the trajectory had in generation and has in profiling events. It differs from the position in the
+    sample if surplus trajectories were requested. None: unknown, because this run did not generate it."""
 
     @property
     def num_sampled(self) -> int:

@@ -112,8 +112,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A scored trajectory as it is trained on: tokens as the policy saw them. A trajectory has one row, unless the
-    chat template rewrote its history (`asyncrl.core.trajectory`)."""
+    """Tokens of a scored trajectory as the policy saw them, for training. A trajectory has one row, unless the chat
+    template rewrote its history (`asyncrl.core.trajectory`)."""
 
     prompt_ids: TokenIds
     response_ids: TokenIds
@@ -184,8 +184,8 @@ class Sample:
     media: tuple[Media, ...] = ()
     """Images and videos of the prompt, which every row shares."""
     asked: tuple[int, ...] = ()
-    """If surplus trajectories were requested, the numbers under which the trajectories were requested, which events
-    use. Empty: the numbers in the rows."""
+    """If surplus trajectories were requested: the number of each kept trajectory in generation and in profiling events.
+    Empty: these are the numbers in the rows."""
 
     @property
     def provenance(self) -> Provenance:

@@ -4,11 +4,11 @@ queue      permit      free permits: the staleness gate, or the run's total
            samples     READY samples for a lease
 Rollouter  permit      an admission          slot        a place in generation
            engine      turns from replicas   isolation   inside `engine`: finding out which sample crashes engines
-           tool, user, agent, inside `engine`: answers between turns, and user programs that request turns
+           tool, user, agent     inside `engine`: a tool, a simulated user, an external agent's program
            surplus     storage of surplus samples that were aborted    dump    files of trajectories
            reward      scores                weights     the next publication; delays nothing
            records     files of recorded stages (`skip`), also in the Trainer
-           apply       replicas to load a version        validation  the validation set's answers
+           apply       replicas to load a version        validation  responses to the validation set, and their scores
 Trainer    model       ranks to start and load           samples     a lease and its payloads
            experience, critic, train                     calls to the ranks
            publish     a version to become available     checkpoint  reading or writing a checkpoint

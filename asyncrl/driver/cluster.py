@@ -33,7 +33,7 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-# Ray's defaults wait seconds before a call to a dead process fails or a process that does not exit is killed.
+# With Ray's defaults, seconds pass before a call to a dead process fails, and before a hung process is killed.
 _DEATH_TIMEOUTS = {
     "timeout_ms_task_wait_for_death_info": 100,
     "core_worker_internal_heartbeat_ms": 100,

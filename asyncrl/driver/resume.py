@@ -346,7 +346,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _check_architecture(checkpoint: Path, model_path: str) -> None:
-    """Compare the models' JSON configs. The engine compares every shape, and checks models from the hub."""
+    """Compare the models' JSON configs. The Trainer's engine compares every shape, and checks models from the hub."""
     present_file = Path(resolve(model_path)) / "config.json"
     if not present_file.is_file():
         return

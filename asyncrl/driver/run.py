@@ -249,9 +249,9 @@ class Run:
     async def _is_needed_again(self) -> bool:
         """Wait, after the Rollouter has ended, until the Trainer ends (False) or is rewound (True).
 
-        The Rollouter ends because the Trainer has closed the queue, so the Trainer's ranks are no longer needed. A
-        Trainer that fails at the very end is rewound, which reopens the queue: then samples have to be generated again,
-        and published versions applied.
+        The Rollouter ends once the Trainer has closed the queue and the last version is applied and validated; the
+        Trainer's ranks are then no longer needed. A Trainer that fails at the very end is rewound, which reopens the
+        queue: then samples have to be generated again, and published versions applied.
         """
         while not self._trainer_ended and not self._stopping:
             changed = self._trainer_changed

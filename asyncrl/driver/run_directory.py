@@ -228,7 +228,7 @@ def _nothing_to_train(resume: Resume, reason: str) -> str:
 
 
 def _has_same_length(config: Config, run_dir: Path) -> bool:
-    """Whether the keys that determine the length are those of the run's last launch."""
+    """Whether the keys that determine the length have the values of the run's last launch."""
     try:
         before = yaml.safe_load(RunDir(run_dir).config.read_text(encoding="utf-8"))
         present: Mapping[str, Any] = config.model_dump(mode="json")

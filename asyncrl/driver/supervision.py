@@ -292,7 +292,7 @@ class ReplicaWatch:
         for report in sorted(reports, key=lambda report: report.reported_at):
             name = report.replica
             if name in self._presumed_gone and report.reported_at > self._presumed_gone[name].reported_at:
-                # Two replicas stopped reporting within a second, and it was the other one that had ended.
+                # This replica reports again, so the new one replaced another, which fell silent at about the same time.
                 del self._presumed_gone[name]
                 self._gone.remove(name)
                 self._remove_most_silent()

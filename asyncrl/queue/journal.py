@@ -49,7 +49,7 @@ from asyncrl.storage.run_dir import disk_error, sync
 SNAPSHOT_EVERY_BYTES = 2 << 20
 """Bytes of operations between snapshots; rebuilding that many takes about half a second."""
 LOCK_WAIT_S = 10.0
-"""Time limit for the previous process that uses the journal to end."""
+"""Time limit within which the previous queue process must end and release the journal."""
 BYTES_PER_ENTRY = 80
 """Approximate size of an entry in a snapshot. A snapshot is due once four times its size has been appended."""
 _GO_ON = "The queue cannot continue; a new launch with resume=auto continues from the last checkpoint."

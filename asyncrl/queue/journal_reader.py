@@ -111,8 +111,8 @@ def examine(path: Path) -> RebuiltJournal:
 
 
 def _read_meta(connection: sqlite3.Connection) -> tuple[int, Mapping[str, Any]]:
-    """Return the number of prompts and the identity. Raises `JournalDamage`, and `ConfigError` if another asyncrl wrote
-    it."""
+    """Return the number of prompts and the identity. Raises `JournalDamage`, and `ConfigError` if the journal
+    has another schema version."""
     try:
         meta = dict(connection.execute("SELECT key, value FROM meta"))
         if int(meta.pop("crc")) != meta_crc(meta):
@@ -246,7 +246,7 @@ def read_head(run_dir: Path) -> JournalHead | None:
     """Read the journal of a run that has ended; None: it has none. Blocking.
 
     Raises:
-        ConfigError: another asyncrl wrote it.
+        ConfigError: it has another schema version.
         InfraError: another process has locked it.
     """
     path = run_dir / JOURNAL
@@ -343,7 +343,7 @@ def read_queue_state(run_dir: Path) -> QueueState:
     """Rebuild the state on disk of a live or a dead run. Blocking.
 
     Raises:
-        ConfigError: there is no journal, it is damaged, or another asyncrl wrote it.
+        ConfigError: there is no journal, it is damaged, or it has another schema version.
     """
     with _consistent_view(run_dir) as connection:
         return _rebuild(connection).state

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_SEGMENT_BYTES = 32 << 20
 """Maximum payload bytes in a segment or object, which one unfinished sample keeps alive as a whole."""
 MIN_WEIGHT_BYTES = 4096
-"""Minimum weight of a sample, so that the descriptions of tiny samples stay far below the limit of a header."""
+"""Minimum weight of a sample: it bounds the number of tiny samples in a segment, whose header describes each."""
 MAX_OPEN_SEGMENTS = 4
 """Segments kept in memory because a lease took only some of their samples."""
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ESTALE, errno.ENODATA, errno.EUCLEAN)

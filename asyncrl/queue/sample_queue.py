@@ -7,8 +7,8 @@ Every method of the port sends one operation (`asyncrl.queue.operations`), which
     lease  waits for samples:    unblocked by offer, release, drop, rewind, close, and by the attachment of a newer
                                  Trainer
 
-An operation runs without an await between reading and changing the state, and a grant is the last decision of a
-waiter. So a waiter that is cancelled or times out either receives its grant, or none was made. With a journal, an
+An operation reads and changes the state without an await in between, and a call that has its grant waits no longer. So
+a call that is cancelled or times out either receives its grant, or none was made. With a journal, an
 operation is first applied in memory and appended, which makes it visible to all callers; its own caller receives the
 answer once the operation is durable. No caller acts on an effect that a crash could undo, because operations become
 durable in order.
@@ -243,7 +243,7 @@ class LocalSampleQueue(SampleQueue):
                 self._changed.notify_all()
 
     async def _with_trained_since(self, rewind: RewindTraining) -> RewindTraining:
-        """Add the samples that the log contains and the state has forgotten."""
+        """Return the operation with `trained_since` read from the log, if the state has forgotten these samples."""
         log = self._core.log
         if self.state.has_mark(rewind.step):
             return rewind

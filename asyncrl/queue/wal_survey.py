@@ -64,7 +64,7 @@ def survey(log: bytes) -> WalSurvey:
             break
         if is_commit:
             committed = index + 1
-    # Frames of earlier generations follow; after a damaged frame, some of this generation do.
+    # The frames after `committed` are of earlier generations, or, after a damaged frame, some are of this one.
     ours = [index for index, frame in enumerate(frames) if index >= committed and frame[2:4] == (salt1, salt2)]
     end = ours[-1] + 1 if ours else committed
     rest = len(log) - _HEADER.size - number * size

@@ -171,7 +171,7 @@ RULES: tuple[RuleFunction, ...] = (
                lambda c: c.algorithm.filter_groups.enable and c.reward_model.placement == "worker",
                "groups are filtered when they are leased, before the Trainer's reward model has scored them: groups "
                "whose rewards only this model distinguishes would be dropped",
-               "set reward_model.placement=serve, which scores before the lease, or this to false"),
+               "set reward_model.placement=serve, which scores before the lease, or set this key to false"),
     ConfigRule("algorithm.filter_groups.enable",
                lambda c: c.algorithm.filter_groups.enable and c.algorithm.adv_estimator not in NEEDS_GROUPS,
                "algorithm.adv_estimator={c.algorithm.adv_estimator} learns from groups of equal rewards too; they "
