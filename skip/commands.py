@@ -135,7 +135,7 @@ def export(directory: Path, archive: Path, as_json: bool) -> int:
 
 
 def restore(archive: Path, directory: Path, replace: bool, as_json: bool) -> int:
-    """Import the records of ARCHIVE below DIR. Existing records stay."""
+    """Import the records of ARCHIVE below DIR. Intact existing records stay, unless `replace`."""
     return _print_transfer(
         archives.restore(archive.expanduser(), _place(directory), replace=replace), "imported", as_json
     )

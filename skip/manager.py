@@ -98,7 +98,7 @@ class SkipManager:
 
     @classmethod
     def watch(cls, waiting: Waiting) -> None:
-        """Report async stages that wait for files to `waiting` (`WaitBoard.waiting`), as waits on `records`."""
+        """Make async stages report their waits for files to `waiting` (`WaitBoard.waiting`), on the edge `records`."""
         for role in cls._skips.values():
             role.waiting = waiting
 

@@ -266,7 +266,7 @@ class BaseSkip(ABC):
             return None
         try:
             return RecordRequest(call, step, record_name(step, self.call_name(call)), self.fingerprint(call))
-        except Exception as error:  # noqa: BLE001  a role may raise anything, which costs the record, not the sample
+        except Exception as error:  # noqa: BLE001  a role may raise anything; only the record is lost
             self.count("unrecorded")
             message = f"step {step} of {self.role} has no fingerprint, so it is not recorded: {_describe(error)}"
             self.warn_once("fingerprint", message)

@@ -84,7 +84,7 @@ def _compared(line: Mapping[str, Any]) -> list[str]:
 
 
 def _steps(run: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the last line of every step; after a rewind, a step has several lines."""
+    """Return the line of each step, and the last one if it has several."""
     run_dir = find_run(str(run))
     steps: dict[int, Mapping[str, Any]] = {
         line["step"]: line for line in _lines(run_dir / METRICS) if line.get("kind") == "step"

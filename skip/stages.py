@@ -51,7 +51,7 @@ class RewardSkip(BaseSkip):
     def _scorer(self) -> Fingerprint:
         """Return the fingerprint of all scorers: the digests of functions' files, without imports, and of models."""
         reward, model = self.run.reward, self.run.reward_model
-        # With `worker` the Trainer runs the model; the placement only decides whether `Score.extra` has the parts.
+        # With `worker` the Trainer runs the model; here, the placement only decides whether `Score.extra` is filled.
         served_model = []
         if model.placement == "serve" and model.path is not None:
             its = ModelConfig(path=model.path)
@@ -183,8 +183,8 @@ class ToolSkip(BaseSkip):
         ) -> ToolOutcome
 
     The optional `background` contains, by name, further values that the outcome depends on: the prompt, and the earlier
-    calls, which determine the tool's state. The step is the sample's feed index. Each call of a sample has a record of
-    its own, but equal calls in one turn share a record.
+    calls, which determine the tool's state. The step is the sample's feed index. Each call of a sample has a
+    separate record, but equal calls in one turn share one.
     """
 
     support_online_step = True

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 EVENTS_DIRECTORY = "events"
 MAX_TEXT = 1_000
-"""Characters of a value that is not a number; longer ones are cut."""
+"""Largest number of characters of a value that is not a number; longer values are cut."""
 MAX_OPEN_FILES = 8
 """Enough for the parts of the few steps whose events arrive at the same time."""
 EARLIEST_S, LATEST_S = 946_684_800, 4_102_444_800

@@ -27,7 +27,7 @@ class RuleResult(NamedTuple):
     """Kind and subject: `lag/rollouter`."""
     condition: Condition
     text: str
-    """The problem with figures, and its remedy."""
+    """Description of the problem with measured values, and its remedy."""
     recovery: str
     """The message when the problem is over."""
     hold_s: float

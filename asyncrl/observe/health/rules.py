@@ -24,7 +24,7 @@ GROWTH_OVER_S = 600.0
 GROWTH_PARTS = 4
 KV_OVER_S = 60.0
 KV_PREEMPTIONS = 3
-"""More preemptions than this within `KV_OVER_S` are a problem."""
+"""At least this many preemptions within `KV_OVER_S` are a problem."""
 DISK_PART_S = (60.0, 450.0)
 """Limits of the length of the parts into which the disk's window is divided. A part is as long as the time between two
 checkpoints, clipped to these limits; writing a checkpoint takes less than the upper limit."""

@@ -21,7 +21,7 @@ _PREFIX = "ray_"
 _WIDTH, _HEIGHT, _ACROSS = 8, 7, 3
 _STATISTICS = ("mean", "min", "max", "std", "p50", "p95", "p99")
 _TOGETHER = ("timing/", "queue/dropped/", "skip/<role>/", "throughput/", "idle/", "active/", "weight_sync/")
-"""Prefixes of names; metrics with the same one of these prefixes share a panel."""
+"""Metrics of a section whose names begin with the same one of these prefixes share a panel."""
 _UNITS = {"s": "s", "bytes": "bytes", "tokens/s": "suffix: tokens/s"}
 _OVERVIEW = (
     ("Reward", ("reward/mean", "validation/reward/mean")),
@@ -170,7 +170,7 @@ def _variable(label: str, *, within: str = "") -> dict[str, Any]:
 
 
 def text() -> str:
-    """Return the file `docs/grafana-dashboard.json`."""
+    """Return the content of `docs/grafana-dashboard.json`."""
     return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
 
 

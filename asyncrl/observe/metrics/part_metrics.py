@@ -76,7 +76,7 @@ class DownsampledSeries:
         self._means.append(sum(self._rest) / len(self._rest))
         self._rest.clear()
         if len(self._means) > self._max_points:
-            # If their number is odd, the last one begins the next mean.
+            # If the number of means is odd, the last one becomes the first half of the next mean.
             pairs = zip(self._means[::2], self._means[1::2], strict=False)
             if len(self._means) % 2:
                 self._rest = [self._means[-1]] * self._stride

@@ -105,7 +105,7 @@ class Recorder:
         self._view.update(self._dashboard())
 
     def add_earlier_tokens(self, tokens: int) -> None:
-        """Set how many tokens earlier processes generated, as their driver counted them; the rows may have fewer."""
+        """Set how many tokens earlier processes generated, as their driver counted them; the last row may be older."""
         self._parts.add_earlier_tokens(tokens)
 
     async def put(self, record: RunRecord) -> None:
@@ -255,8 +255,8 @@ class Recorder:
 
     @asynccontextmanager
     async def trackers(self) -> AsyncIterator[None]:
-        """At the end of the block, send all rows and the outcome of the run to wandb, Prometheus and other trackers,
-        while the processes that the trackers need still run. Trackers accept no later rows."""
+        """At the end of the block, send the remaining rows and the outcome of the run to the trackers (wandb, …), while
+        the processes that the trackers need still run. Trackers accept no later rows."""
         ok = False
         try:
             yield

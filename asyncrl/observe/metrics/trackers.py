@@ -25,7 +25,7 @@ MLFLOW_MAX_PARAMS = 100
 MLFLOW_MAX_METRICS = 1_000
 """Metrics in one call."""
 MLFLOW_MAX_VALUE = 500
-"""Characters of a parameter that every store accepts."""
+"""Largest number of characters of a parameter's value that every store accepts."""
 _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w.\- :/]")
 _PRINTING_TRACKIO_MODULES = ("trackio", "trackio.run", "trackio.utils", "trackio.deploy")
 

@@ -435,7 +435,7 @@ def _limits_caption(limits: Report, rows: Sequence[Report]) -> str:
         f"{percent(best['longest_trajectory_saved_share'])} of the time in requests of each step's longest trajectory. "
     )
     if known:
-        return text + f"The loss is computed from {limits['reward_from']}; a response that is cut is worth nothing."
+        return text + f"The lost reward is based on {limits['reward_from']}; a response that is cut is worth nothing."
     why = "no event has a reward" if limits["reward_from"] is None else "all rewards are equal"
     return text + f"Its cost is unknown: {why}."
 

@@ -53,14 +53,14 @@ _ROUNDING_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class TracedSamples:
-    """The histories of trained samples and their trajectories, and the steps of the final run."""
+    """The histories of trained samples and their trajectories, and all steps."""
 
     steps: pd.DataFrame
-    """The `step` events of the final lineage, by step."""
+    """The `step` events of the final steps, those that were not abandoned, by step."""
     abandoned: pd.DataFrame
     """Steps that were undone when training went back to a checkpoint."""
     trained_in: pd.Series
-    """Feed index → the step of the final lineage that trained the sample."""
+    """Feed index → the final step that trained the sample."""
     samples: pd.DataFrame
     """Rows by feed index: `sample, step`, the times `begin, admitted, generated, ready, leased, trained`, and the waits
     between them."""
@@ -92,7 +92,7 @@ def _split_lineages(steps: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _finally_trained(trained: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return `sample.trained` of the final lineage; these events have no lineage, but their time implies it."""
+    """Return `sample.trained` of the final steps; these events have no lineage, but their time implies it."""
     trained = trained[trained["index"] > 0]
     lineages = steps.groupby(steps["lineage"].fillna(0)).agg(at=("timestamp", "min"), step=("step", "min"))
     abandoned = np.zeros(len(trained), dtype=bool)
@@ -195,7 +195,8 @@ def share_figures(histories: TracedSamples) -> dict[str, Any]:
 
 
 def _lifetimes(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the seconds by kind of samples whose lifetime is about the median, and about the 95th percentile.
+    """Return the mean seconds of each kind for samples with about the median lifetime, and with about the 95th
+    percentile.
 
     The lifetime of a sample is that of the trajectory for which the rest of its group waited.
     """

@@ -22,7 +22,8 @@ TAIL_AT = 0.4
 """Fraction of the duration of a step's longest request; the share of requests done by then measures the tail."""
 OUTLIER_RATIO = 5.0
 OUTLIER_SIGMAS = 4.0
-"""Standard deviations of the logarithm of the duration, so that widely varying calls need a larger excess."""
+"""Least distance of an outlier from the median, in standard deviations of the logarithm of the duration; calls whose
+duration varies widely therefore need a larger excess."""
 OUTLIER_MIN_S = 1.0
 """Least excess of an outlier beyond the median."""
 

@@ -251,9 +251,9 @@ def find_outages(
     """Return the first sample's admission, the end of the last event, and when the run was down in between.
 
     If the run has shut down cleanly, all of its work is recorded, so any time that no event covers is an outage. If the
-    run is live or died, work that did not end may fill that time. It is an outage only if the run was restarted:
+    run is live or died, work that did not end may fill that time, which is an outage only if a restart is evident:
 
-    - the Trainer began an activity later; had it survived that time, an event of its earlier activity would cover it;
+    - the Trainer began an activity later: without a restart, an event of its earlier activity would cover that time;
     - a sample that did not end is admitted again although the Rollouter was not replaced;
     - the run was launched or resumed in that time.
     """

@@ -30,7 +30,7 @@ FRACTIONS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
 def staleness_figures(events: Events, histories: TracedSamples) -> dict[str, Any]:
-    """Return the staleness of the samples in the final lineage, and newest minus oldest version that sampled each."""
+    """Return the staleness of the samples of final steps, and newest minus oldest version that sampled each."""
     trained = events["sample.trained"]
     trained = trained[trained["index"].isin(histories.trained_in.index)].drop_duplicates("index", keep="last")
     figures: dict[str, Any] = {"samples": len(trained)}
@@ -54,7 +54,7 @@ def weight_sync_figures(events: Events) -> dict[str, Any]:
 
 
 def _paused_share(events: Events) -> float | None:
-    """Return the share of their lifetimes, from first to last event, that replicas were paused."""
+    """Return the paused share of the replicas' lifetimes, each of which lasts from first to last event."""
     rows = pd.concat([events[name][["replica", "timestamp", "end"]] for name in _REPLICA_EVENTS])
     lifetimes = rows.astype({"replica": "str"}).dropna().groupby("replica").agg({"timestamp": "min", "end": "max"})
     lived = (lifetimes["end"] - lifetimes["timestamp"]).sum()

@@ -8,7 +8,8 @@
             ├─ served ─▶ Rollouter ─ apply, validation ─▶ replicas
             └─ model, experience, critic, train, publish, checkpoint ─▶ ranks, store
 
-Each explanation follows one path of this graph, so it ends. Unknown facts are left out, and no function raises.
+Each explanation follows one path of this graph from left to right, so it ends. Unknown facts are left out, and no
+function raises.
 """
 
 from __future__ import annotations
@@ -408,7 +409,7 @@ class _Explanation:
     # ------------------------------------------------------------------------------------------------ replicas
 
     def _current_replicas(self) -> list[ReplicaReport]:
-        """Return the replicas of the run; the last report of a replaced one, which is older, remains for a while."""
+        """Return the reports of the current replicas. The state may also have older reports, of replaced replicas."""
         newest_first = sorted(self._state.replicas, key=lambda report: -report.reported_at)
         return newest_first[: max(self._state.num_replicas, 1)]
 

@@ -274,7 +274,7 @@ def _versions_of(spans: Sequence[Span], first: int, num_tokens: int) -> list[int
 
 
 def _versions(versions: Sequence[int], between: str) -> str:
-    """Format versions as `v3→v4`; with `–` between, only the ends of the range."""
+    """Format versions as `v3→v4`; if `between` is `–`, only the first and the last one."""
     ends = [versions[0], versions[-1]] if between == "–" and len(versions) > 2 else versions
     return between.join(f"v{version}" for version in ends)
 

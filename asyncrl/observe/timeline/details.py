@@ -46,7 +46,7 @@ def sample_of(fields: Mapping[str, Any]) -> str | None:
 
 
 def trajectory_of(fields: Mapping[str, Any]) -> int | None:
-    """Return the trajectory of an event; None without one, and for the greedy baseline, which is not recorded."""
+    """Return the trajectory of an event; None without one, and for the greedy baseline, which is not dumped."""
     trajectory = fields.get("trajectory")
     return trajectory if isinstance(trajectory, int) and trajectory >= 0 else None
 

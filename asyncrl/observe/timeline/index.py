@@ -123,5 +123,5 @@ class Index:
             order = np.lexsort((bars["start"], bars["track"]))
         else:
             key = (bars["track"].astype(np.int64) << time_bits) + (bars["start"] - origin)
-            order = np.argsort(key, kind="stable")  # fast, because it merges two sorted runs
+            order = np.argsort(key, kind="stable")  # fast, because it merges parts that are sorted
         self._bars = bars[order]

@@ -1,7 +1,7 @@
 """Read the new events in the event files of a run. Blocking; one thread at a time.
 
-An incomplete last line is read once it is complete. A line that stays incomplete, or is no event, is counted and left
-out.
+An incomplete last line is read once it is complete. Any other torn line, or a line that is no event, is counted and
+left out.
 """
 
 from __future__ import annotations
