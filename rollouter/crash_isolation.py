@@ -10,11 +10,11 @@ module decides as follows:
 
 A crash is assessed once every session that was in flight on the replica has reported it.
 
-One possible cause at a time runs isolated: together with free sessions, but not with another possible cause. If its
-engine crashes, it is blamed; if it completes, its strikes are removed. A blamed session also explains its earlier
-crashes: other sessions lose their strikes for these crashes until they are one below the limit. They are free again,
-and their next crash makes them possible causes. No strike is withdrawn if any other session in the last crash had an
-earlier strike, because that session may be the cause.
+One possible cause at a time runs isolated: together with free sessions, which are no possible causes, but not with
+another possible cause. If its engine crashes, it is blamed; if it completes, its strikes are removed. A blamed session
+also explains its earlier crashes: other sessions lose their strikes for these crashes until they are one below the
+limit. They are free again, and their next crash makes them possible causes. No strike is withdrawn if any other session
+in the last crash had an earlier strike, because that session may be the cause.
 
 If a single prompt always crashes its engine, it does so at most `max_crashes + 1` times, and no other prompt is
 dropped. If several prompts crash engines, or engines crash for other reasons, an innocent prompt can be dropped: one

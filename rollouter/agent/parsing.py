@@ -179,7 +179,7 @@ def _markers(parser: Any) -> list[str]:
 
 
 def known_formats() -> list[str]:
-    """Return the names of vLLM's parsers, or none without vLLM. Read from its source, because importing it is slow."""
+    """Return the names of vLLM's parsers from its source files, because importing vLLM is slow; none without vLLM."""
     spec = importlib.util.find_spec("vllm")
     for place in (spec.submodule_search_locations or []) if spec else []:
         source = Path(place, "tool_parsers", "__init__.py")

@@ -64,7 +64,7 @@ class ExternalAgent:
         self.gateway = AgentGateway(incarnation)
 
     def identity(self) -> Mapping[str, Any]:
-        """See `ConversationAgent`. Only its name identifies a program, so rename one whose behaviour has changed."""
+        """See `ConversationAgent`. A program is identified by its name only: rename it if its behaviour has changed."""
         return {
             "program": self._settings.program,
             "command": list(self._settings.command),

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 def cut_at(turn: Turn, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Turn:
     """Return `turn` up to the token that completes the first of `stops`, with the finish reason `stop`.
 
-    Engines usually stop there themselves. This function cuts turns from the turn log, and turns of engines that decode
-    differently. The log-probs of the remaining tokens stay valid.
+    Engines usually stop there themselves. Turns that were read from the turn log, and turns of engines that decode
+    differently, may be longer. The log-probs of the remaining tokens stay valid.
     """
     ids = turn.response_ids.tolist()
 

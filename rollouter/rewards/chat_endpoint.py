@@ -46,7 +46,7 @@ class ChatEndpoint:
 
         Args:
             api_key_env: The environment variable that contains the key; None if the endpoint needs no key.
-            timeout_s: Deadline of one try in seconds, counted from its passing the limiter.
+            timeout_s: Deadline of one try in seconds; the time starts when the limiter lets the try run.
             params: Further fields of the request's body: `temperature`, `max_tokens`, ….
 
         Raises:

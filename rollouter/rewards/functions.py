@@ -170,8 +170,8 @@ class RewardFunction:
 
     @cached_property
     def slots(self) -> AbstractAsyncContextManager[Any]:
-        """A context to enter around `invoke`, which limits the number of worker processes. A deadline kills such a
-        process, but not a thread."""
+        """A context to enter around `invoke`. It limits the number of worker processes, but not of threads: a deadline
+        kills a process, but cannot kill a thread."""
         return anyio.CapacityLimiter(os.cpu_count() or 1) if self.name in IN_PROCESS else nullcontext()
 
     @cached_property

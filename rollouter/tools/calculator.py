@@ -22,7 +22,7 @@ class Calculator(BaseTool[None]):
     """`{"expression": "3 * (4 + 5)"}` gives `27`."""
 
     def __init__(self, name: str = "calculator", argument: str = "expression") -> None:
-        """Set the names that the model writes. Shorter names save tokens in small models."""
+        """Set the names of the tool and of its argument. Shorter names save tokens in small models."""
         self._name = name
         self._argument = argument
 

@@ -254,7 +254,8 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """The function schemas in the order of the configuration. With servers, they are known once it is entered."""
+        """The function schemas in the order of the configuration. With servers, they are known once the toolbox is
+        entered."""
         if self._configured and not self._ready:
             raise BugError("the tools of a server are not known before the toolbox is entered")
         return tuple(loaded.schema.schema for loaded, _ in self._ready.values())

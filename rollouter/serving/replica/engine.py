@@ -24,7 +24,7 @@ class EngineGauges(StatLoggerBase):
         """Requests that a cache reset for a new version has preempted and that vLLM has not counted yet."""
 
     def clear(self, in_flight: int) -> None:
-        """Record that the KV cache was reset under `in_flight` requests, whose preemption shows no lack of memory."""
+        """Record that a reset of the KV cache, not a lack of memory, preempts up to `in_flight` requests."""
         self._cleared = min(in_flight, self._cleared + self.load.running)
 
     def record(
@@ -47,7 +47,8 @@ class EngineGauges(StatLoggerBase):
             self.load = replace(self.load, preemptions=self.load.preemptions + preempted)
 
     def load_with(self, in_flight: int) -> EngineLoad:
-        """Return the load of an engine with `in_flight` requests. vLLM does not report the abort of the last one."""
+        """Return the load of an engine with `in_flight` requests. If the last request is aborted, vLLM does not report
+        that the engine is idle."""
         return self.load if in_flight else EngineLoad(preemptions=self.load.preemptions)
 
     def log_engine_initialized(self) -> None:

@@ -368,8 +368,8 @@ def _media_input(
     if missing:
         kind = missing[0]
         raise DataError(
-            f"its tokens have the placeholders of {len(found.get(kind, ()))} {kind}s as vLLM writes them, but the "
-            f"prompt has {len(data[kind])}; the model's processors in transformers and in vLLM disagree, or the chat "
+            f"vLLM finds placeholders of {len(found.get(kind, ()))} {kind}s in its tokens, but the prompt has "
+            f"{len(data[kind])}; the model's processors in transformers and in vLLM disagree, or the chat "
             "template has rewritten the conversation"
         )
     ranges = {kind: [place.to_range() for place in places] for kind, places in found.items()}

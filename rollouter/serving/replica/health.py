@@ -81,7 +81,7 @@ class ReplicaHealth:
         """Whether the requests in the engine may be the cause of the failure."""
         self.paused = False
         self.up = False
-        """Whether the start is complete: a weight update then ends in the phase `serving`, and before in `starting`."""
+        """Whether the start is complete. Weight updates end in the phase `serving` if it is, else in `starting`."""
         self._node_id = node_id
         self._engine_s = engine_s
         self._engine: OpenAIEngine | None = None

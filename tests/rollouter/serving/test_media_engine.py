@@ -146,7 +146,7 @@ async def test_a_cut_turn_continues_with_its_image(model: ModelConfig, replica: 
 
 async def test_placeholders_that_do_not_match_the_images_are_refused(model: ModelConfig, replica: Replica) -> None:
     prompt = make_prompt(model, ONE)
-    with pytest.raises(DataError, match="placeholders of 1 images as vLLM writes them, but the prompt has 2"):
+    with pytest.raises(DataError, match="vLLM finds placeholders of 1 images in its tokens, but the prompt has 2"):
         await replica.run(request(replace(prompt, media=(ONE, TWO))))
 
 

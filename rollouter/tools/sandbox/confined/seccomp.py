@@ -110,7 +110,7 @@ def _argument(position: int) -> bytes:
 
 
 def _if_called(name: str, body: list[bytes]) -> list[bytes]:
-    """Return `body`, which ends in a return, conditional on the call `name`."""
+    """Return instructions that run `body` only for the call `name`; `body` must end in a return instruction."""
     number = kernel.number(name)
     return [] if number is None else [_op(_JUMP_EQUAL, number, 0, len(body)), *body]
 
