@@ -198,7 +198,7 @@ async def test_every_timer_due_during_a_halt_counts_as_late() -> None:
     assert percentiles_ms([0.001] * 99 + [0.101])["max ms"] == pytest.approx(101)
 
 
-async def test_over_sampling_discards_tokens_and_takes_as_many_samples() -> None:
+async def test_over_sampling_wastes_tokens_and_discards_the_longest_trajectories() -> None:
     engines = fleet(chunk_tokens=10, pace=lambda _: anyio.sleep(0.005))
 
     async def generated() -> int:

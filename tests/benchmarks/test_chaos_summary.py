@@ -103,7 +103,7 @@ def test_a_round_with_fewer_faults_than_asked_for_fails_and_says_why(
     assert f"FAILED: {why}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_median_is_judged_from_five_faults_on(tmp_path: Path) -> None:
+def test_a_median_is_judged_only_with_at_least_five_faults(tmp_path: Path) -> None:
     slow = [dealt(number, "engine kill", 61.0) for number in range(1, 6)]
     fast = [dealt(number, "queue kill", 1.0) for number in range(6, 11)]
     assert summary.aim_met([*slow, *fast]) == {"engines": False, "actors": True}

@@ -78,6 +78,6 @@ def make_config(model: Path, **sections: Any) -> Config:
 def make_spec(
     path: Path | str, *, model_type: ModelType = "language_model", lr: float | None = 1e-2, **engine: Any
 ) -> EngineSpec:
-    """Return the specification of an engine on CPU, which is forward only if `lr` is None."""
+    """Return the specification of an engine on CPU, which is forward-only if `lr` is None."""
     settings = EngineConfig(**({"strategy": "local", "device": "cpu"} | engine))
     return EngineSpec(model_type, ModelConfig(path=str(path)), settings, None if lr is None else OptimConfig(lr=lr))

@@ -83,7 +83,7 @@ def test_several_possible_causes_run_isolated_one_at_a_time() -> None:
     assert blame.state_of("c") == "blamed"
 
 
-def test_no_strike_is_withdrawn_if_another_session_of_the_crash_had_an_earlier_one() -> None:
+def test_no_strike_is_withdrawn_if_another_session_in_the_crash_had_an_earlier_strike() -> None:
     blame = CrashBlame(2)
     crash(blame, "a", "b")
     crash(blame, "a", "b", "bad")

@@ -226,7 +226,7 @@ async def test_a_failing_reward_stops_the_run_with_its_traceback(
     assert error.cause == "the user's traceback"
 
 
-async def test_a_failing_reward_drops_within_its_budget() -> None:
+async def test_a_failing_reward_drops_samples_within_its_error_budget() -> None:
     rig = failing_reward_rig(2, 3, reward=DROP)
     assert await rig.run(5) == [1, 4, 5, 6, 7]
     assert (await rig.queue.status()).counts.dropped["failed"] == 2

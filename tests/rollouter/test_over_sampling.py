@@ -280,7 +280,7 @@ async def test_kept_surplus_does_not_delay_the_end_of_the_run(unfinished: Any) -
         assert len(lease.samples) == 1 and lease.ended
 
 
-async def test_an_eviction_ends_the_wait_until_no_surplus_is_left() -> None:
+async def test_an_eviction_ends_a_call_that_waits_until_no_surplus_is_left() -> None:
     rig = DispatcherRig(permits=2, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished="keep_partial"))
     options = QueueOptions(100, rig.pacing, max_staleness=0)
     queue = LocalSampleQueue(options)

@@ -239,7 +239,7 @@ def test_a_replayed_sample_is_dumped_with_both_versions() -> None:
     assert second.recorded_spans == ()
 
 
-def test_a_character_over_two_versions_belongs_to_the_one_that_completed_it() -> None:
+def test_a_character_sampled_under_two_versions_belongs_to_the_version_of_its_last_token() -> None:
     text = "aé".encode()
     row = TokenRow(
         ids("x"), np.frombuffer(text, np.uint8).astype(np.int32), np.ones(3, np.bool_), np.zeros(3, np.float32),

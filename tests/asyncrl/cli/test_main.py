@@ -77,9 +77,16 @@ def test_version(cli: CommandLine) -> None:
     assert __version__ in cli("--version").out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["serve", "--help"]])
-def test_help_is_printed(arguments: list[str], cli: CommandLine) -> None:
-    assert "asyncrl serve" in cli(*arguments).out or arguments == ["launch", "--help"]
+@pytest.mark.parametrize(
+    ("arguments", "example"),
+    [
+        (["--help"], "asyncrl serve my.yaml"),
+        (["launch", "--help"], "asyncrl launch fully_async my.yaml --dry-run"),
+        (["serve", "--help"], "asyncrl serve my.yaml serve.port=9000"),
+    ],
+)
+def test_help_has_examples(arguments: list[str], example: str, cli: CommandLine) -> None:
+    assert example in cli(*arguments).out
 
 
 def test_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

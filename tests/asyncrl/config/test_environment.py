@@ -227,7 +227,7 @@ def test_a_directory_without_a_model_is_reported(tmp_path: Path, monkeypatch: py
     assert machine_problems({"model.path": "some/model"}) == []
 
 
-def test_a_context_longer_than_the_models_is_reported(tmp_path: Path) -> None:
+def test_a_context_longer_than_that_of_the_model_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert single(machine_problems({"model.path": str(tmp_path)})).key == "rollout.max_model_len"
@@ -457,7 +457,7 @@ def test_nsys_needs_its_command_and_a_gpu(
     assert machine_problems({"profiler.tool": "nsys"}) == machine_problems({"profiler.steps": [1]}) == []
 
 
-def test_gpus_are_counted_by_nvml_if_the_driver_shows_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_by_nvml_without_nvidia_files_in_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(result: Any) -> int:
         result._obj.value = 3
         return 0

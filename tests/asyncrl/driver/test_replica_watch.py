@@ -20,7 +20,9 @@ def watch() -> ReplicaWatch:
     return ReplicaWatch(2, limit_s=60.0, start_s=600.0)
 
 
-def test_a_new_name_after_the_first_full_set_is_a_replacement_until_it_serves(watch: ReplicaWatch) -> None:
+def test_a_new_replica_after_all_have_reported_is_a_replacement_and_recovers_when_it_serves(
+    watch: ReplicaWatch,
+) -> None:
     assert watch.update([report("a", 1.0, "starting")], 1.0) == NOTHING
     assert watch.update([report("a", 2.0), report("b", 2.0)], 2.0) == NOTHING
     assert watch.update([report("a", 2.5, "broken", "no engine"), report("b", 5.0)], 5.0) == NOTHING
@@ -33,7 +35,7 @@ def test_a_new_name_after_the_first_full_set_is_a_replacement_until_it_serves(wa
     assert watch.update([report("a", 2.5), report("b", 9.0), report("c", 9.0)], 9.0) == NOTHING
 
 
-def test_a_silent_replica_is_unresponsive_once(watch: ReplicaWatch) -> None:
+def test_a_silent_replica_is_reported_as_unresponsive_once(watch: ReplicaWatch) -> None:
     stuck = report("a", 1.0)
     assert watch.update([stuck, report("b", 60.0)], 61.0) == NOTHING
     assert watch.update([stuck, report("b", 62.0)], 62.0).unresponsive == (stuck,)
@@ -80,7 +82,7 @@ def test_a_restarted_store_without_reports_changes_nothing(watch: ReplicaWatch) 
     assert watch.update([report("b", 4.0), report("a", 4.0)], 4.0) == NOTHING
 
 
-def test_a_replica_that_is_not_replaced_is_missing_once(watch: ReplicaWatch) -> None:
+def test_a_replica_that_is_not_replaced_is_reported_as_missing_once(watch: ReplicaWatch) -> None:
     gone = report("a", 1.0, "broken", "no engine")
     watch.update([gone, report("b", 1.0)], 1.0)
     assert watch.update([gone, report("b", 62.0)], 62.0) == ReplicaChanges((), (), (gone,))
@@ -90,7 +92,9 @@ def test_a_replica_that_is_not_replaced_is_missing_once(watch: ReplicaWatch) -> 
     assert watch.update([gone, report("b", 664.0)], 664.0) == NOTHING
 
 
-def test_a_replica_that_hung_while_the_driver_was_suspended_is_not_missing_at_once(watch: ReplicaWatch) -> None:
+def test_a_replica_that_hung_while_the_driver_was_suspended_is_not_reported_as_missing_at_once(
+    watch: ReplicaWatch,
+) -> None:
     stuck = report("a", 1.0)
     watch.update([stuck, report("b", 1.0)], 1.0)
     # The driver was suspended for an hour, so only now can it end the replica, whose hang Serve has not noticed.

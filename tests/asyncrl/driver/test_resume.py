@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunOnDisk:
     return RunOnDisk(tmp_path / "run")
 
 
-def test_a_manifest_contains_the_number_of_the_journals_transition(run: RunOnDisk) -> None:
+def test_a_manifest_contains_the_number_of_the_last_journaled_operation(run: RunOnDisk) -> None:
     assert load_manifest(run.checkpoint(3, seq=77)).queue.seq == 77
 
 

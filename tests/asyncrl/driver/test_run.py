@@ -135,7 +135,7 @@ class RunRig:
 
 
 async def test_the_next_rollouter_knows_which_version_is_validated(tmp_path: Path) -> None:
-    """`validated_step`, which the next Trainer gets, counts only validations that no rewind discarded."""
+    """`validated_step`, which the next Trainer gets, ignores validations that a rewind discarded."""
     driver = RunRig(tmp_path)
     assert driver.run._rollout_start() == RolloutStart(True, None, 0)
     assert driver.recorder.validated_step is None

@@ -109,7 +109,7 @@ class Supervised:
         await self.follow_until(ready, self.supervisor.stop)
 
 
-async def test_a_part_that_fails_is_killed_and_claimed_before_the_next_one_starts() -> None:
+async def test_a_failed_part_is_killed_and_gives_its_samples_back_before_the_next_one_starts() -> None:
     part = ScriptedPart([step(1), InfraError("it died\nand more")], [step(2)])
     seen = Supervised(part)
     await seen.follow()

@@ -155,7 +155,7 @@ def test_mlflow_creates_a_run_if_the_earlier_one_is_unknown(run_dir: RunDir, lib
     assert list(libraries.mlflow.runs.values()) == ["FINISHED"]
 
 
-def test_prometheus_gets_gauges_by_lineage_and_keeps_them_alive(tmp_path: Path) -> None:
+def test_prometheus_gauges_are_labelled_by_lineage_and_set_again_on_refresh(tmp_path: Path) -> None:
     set_to: dict[str, list[tuple[float, dict[str, str]]]] = {}
     labels: dict[str, tuple[str, ...]] = {}
 

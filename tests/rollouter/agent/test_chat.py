@@ -131,7 +131,7 @@ def test_a_tool_response_adds_only_its_delta(name: str, sampled: str, delta: str
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen25"])
-def test_responses_to_parallel_calls_share_a_turn(name: str) -> None:
+def test_responses_to_parallel_calls_share_a_message(name: str) -> None:
     before = [USER, calls({"a": 1}, {"a": 2}, content="Both.")]
     more = chat(name, tools=True).extend(before, answers("3", "4"), ids(name, "…<|im_end|>"))
     message = text(name, more.ids)
@@ -200,7 +200,7 @@ class TestRewriting:
         more = talk.extend([USER, self.thought], [USER], ids("r1", "1 + 2</think>It is 3.<|end|>"))
         assert more.rewritten and "1 + 2\n" not in text("r1", more.ids)
 
-    def test_tools_that_move_to_the_last_question_count_as_rewriting(self) -> None:
+    def test_a_tool_list_that_the_template_moves_to_the_last_question_counts_as_rewriting(self) -> None:
         talk = chat("mistral", tools=True)
         assert talk.extend([USER, assistant("3")], [USER], ids("mistral", "3</s>")).rewritten
         assert not chat("mistral").extend([USER, assistant("3")], [USER], ids("mistral", "3</s>")).rewritten

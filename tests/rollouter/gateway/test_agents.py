@@ -107,7 +107,7 @@ async def test_streams_have_the_same_content_in_chunks() -> None:
     )
 
 
-async def test_models_completions_logprobs_and_usage() -> None:
+async def test_models_and_completions_are_served_with_logprobs_and_usage() -> None:
     rig = GatewayRig("12", "+5=", "7")
 
     async def agent(task: AgentTask) -> float:

@@ -143,7 +143,7 @@ async def test_exceptions_become_tool_failures(method: str, on_error: Any) -> No
     assert calls[-1] == "close"
 
 
-async def test_a_timeout_error_of_the_environment_is_not_its_deadline() -> None:
+async def test_a_timeout_error_of_the_environment_is_not_reported_as_its_deadline() -> None:
     async with sessions(does={"step": raises(TimeoutError("in its data base"))})() as session:
         with pytest.raises(ToolFailedError, match="raised TimeoutError: in its data base"):
             await session.step(*assistant("22"))

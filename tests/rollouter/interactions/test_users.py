@@ -161,7 +161,7 @@ async def test_a_gym_task_ends_after_its_last_try() -> None:
     assert score == replies[1].metrics["best_score"] < 1.0
 
 
-async def test_a_gym_task_without_a_try_has_no_score() -> None:
+async def test_a_gym_task_without_a_try_scores_zero() -> None:
     assert await talk("reasoning_gym", {}, [], gym_row()) == ([], 0.0)
 
 

@@ -146,7 +146,7 @@ def test_errors_name_unreadable_files(
         load(tmp_path, tokenizer, *(str(tmp_path / name) for name in files))
 
 
-def test_the_limits_of_samples_apply_to_both_data_sets(tmp_path: Path, tokenizer: Any) -> None:
+def test_each_data_set_has_a_maximum_number_of_samples(tmp_path: Path, tokenizer: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *(question(str(n)) for n in range(10)))
     loaded = load(tmp_path, tokenizer, path, val_files=(path,), max_train_samples=4, max_val_samples=3)
     assert loaded.val is not None
@@ -187,7 +187,7 @@ def test_overlong_prompts_are_filtered_and_counted(
 
 
 @given(st.integers(1, 200), st.integers(0, 2**32), st.integers(0, 50))
-def test_every_epoch_is_a_permutation_that_depends_only_on_its_number(num_prompts: int, seed: int, epoch: int) -> None:
+def test_every_epoch_is_a_reproducible_permutation(num_prompts: int, seed: int, epoch: int) -> None:
     order = epoch_order(num_prompts, seed, epoch, shuffle=True)
     assert sorted(order.tolist()) == list(range(num_prompts))
     assert np.array_equal(order, epoch_order(num_prompts, seed, epoch, shuffle=True))

@@ -136,7 +136,7 @@ async def test_errors_of_one_conversation_are_data_errors(answer: ServerAnswer, 
         assert setup.waits == []
 
 
-async def test_concurrency_is_limited_to_running_tries() -> None:
+async def test_the_concurrency_limit_counts_only_running_tries() -> None:
     """A request that waits for its next try does not count against the limit."""
     others_are_done = anyio.Event()
     answered = 0

@@ -250,7 +250,7 @@ async def test_a_function_that_hangs_frees_its_capacity(gate: threading.Event) -
     assert await one_at_a_time.score(make_prompt(1), [answer("fast")]) == [Score(1.0)]
 
 
-async def test_a_timeout_error_of_the_function_is_not_its_deadline() -> None:
+async def test_a_timeout_error_of_the_function_is_not_reported_as_its_deadline() -> None:
     def reward(**fields: Any) -> float:
         raise TimeoutError("judge unreachable")
 

@@ -126,7 +126,7 @@ def make(
     return ServeFleet(Config.model_validate({"timeouts": timeouts}), namespace="run")
 
 
-async def test_apply_is_repeated_until_every_replica_has_the_version_and_keeps_first_reports(
+async def test_apply_is_repeated_until_every_replica_has_the_version_and_returns_the_first_report_of_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handle = Handle(

@@ -614,7 +614,7 @@ async def test_shared_files_can_be_accepted() -> None:
 
 async def test_a_process_without_its_confinement_gets_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = CodeSandbox(FAST)
-    sandbox._mechanisms = []  # as if the machine had lost the mechanisms since
+    sandbox._mechanisms = []  # as if the machine had lost the mechanisms after the check
     before = descendants()
     with pytest.raises(InfraError, match="started without its walls: network, files, processes"):
         await sandbox.start()

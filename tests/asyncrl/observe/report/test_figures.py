@@ -104,7 +104,7 @@ def test_turns_idle_time_staleness_waste_and_steps_equal_numbers_calculated_by_h
     half = next(row for row in tiny["lower_limits"]["limits"] if row["limit"] == 10)
     assert half == {
         **{"limit": 10, "cut_share": 1.0, "reward_lost_share": 1.0, "decode_saved_share": 0.5},
-        "longest_trajectory_saved_share": 0.375,  # requests of 6 s save half of their 4.5 s of decoding
+        "longest_trajectory_saved_share": 0.375,  # 2.25 s of 6 s in requests: half of the 4.5 s of decoding
     }
     (step,) = tiny["steps"]["by_step"]
     parts = {name: value for name, value in step["parts"].items() if value}
@@ -343,7 +343,7 @@ def responses(*rewards: float | None) -> list[EventTuple]:
 
 
 def test_a_lower_limit_loses_the_rewards_of_longer_responses(tmp_path: Path) -> None:
-    """Counted from the lowest reward, the responses longer than 20 tokens have half of all reward."""
+    """With rewards shifted so that the lowest is 0, the responses longer than 20 tokens have half of the total."""
     rows = completed(tmp_path, *responses(-1.0, 1.0, 0.0, 0.0))["lower_limits"]["limits"]
     limits = {row["limit"]: row for row in rows}
     assert (limits[20]["cut_share"], limits[20]["reward_lost_share"]) == (0.5, 0.5)
@@ -454,7 +454,7 @@ def test_a_slow_first_call_of_a_process_is_only_a_hint(runs: Runs) -> None:
     assert (sync["severity"], sync["evidence"]["replica"]) == ("hint", "new")
 
 
-def test_the_paused_share_is_of_the_lifetimes_of_replicas(runs: Runs) -> None:
+def test_the_paused_share_is_relative_to_the_lifetimes_of_replicas(runs: Runs) -> None:
     path, report = runs["replica replaced"]
     events = load(path)
     lifetimes, names = 0.0, ("request", "sync.fetch", "sync.pause", "sync.verify")
