@@ -78,8 +78,8 @@ class TrainerActor:
         return {"step": trainer.progress.step, "version": trainer.progress.version}
 
     async def run(self, queue: Any, total_steps: int) -> AsyncIterator[RunRecord]:
-        """Run `Trainer.run` and yield a record right after each optimizer step. Call `start` first. Ends after
-        `served`.
+        """Run `Trainer.run` and yield a record right after each optimizer step. Call `start` first. After the last
+        step, the stream stays open until `served` or `stop` is called.
 
         Raises:
             AsyncRLError: the first failure of any part.
@@ -137,8 +137,8 @@ class TrainerActor:
 
 def start_trainer(config: Config, *, incarnation: int = 1) -> Any:
     """Start the actor in this Ray job and return its handle. Ray never restarts it: a new incarnation with new ranks
-    continues from a checkpoint instead. The old ranks die with their actor; one that is stopped (SIGSTOP) dies 5 s
-    later.
+    continues from a checkpoint instead. The old ranks die with their actor; a rank that is stopped (SIGSTOP) dies
+    5 s later.
 
     The actor runs on the caller's node, because it writes the run directory. It reserves no resources, so that it
     starts even if the replicas have reserved all of them; `trainer.workers.processes` reserves resources for the ranks.

@@ -4,7 +4,7 @@ absent.
     begin ─ queue.mark ─▶ roles copy their state ─┬─▶ the next batch
                                                   └─▶ finish ─▶ queue.covered ─▶ written
 
-step_000050/        a checkpoint; renamed to abandoned_step_000050/ once training has gone back to before it
+step_000050/        a checkpoint; renamed to abandoned_step_000050/ once training has gone back to an earlier step
   manifest.json     `asyncrl.storage.checkpoint_manifest`: written last
   actor/, critic/   the state of each engine (`trainer.engines.state.checkpoint`)
   hf/               the policy as a model directory
@@ -94,8 +94,8 @@ class CheckpointScheduler:
         return self._save_freq > 0 and step // self._save_freq > self.step // self._save_freq
 
     async def begin(self, progress: Progress, tasks: TaskGroup) -> None:
-        """Begin a checkpoint. Nothing may be leased, so that every sample of the mark is trained, dropped or
-        outstanding.
+        """Begin a checkpoint. Nothing may be leased, so that every sample is trained, dropped or outstanding in the
+        snapshot of the queue (`SampleQueue.mark`).
 
         A write error fails the task group `tasks`, and with it the batch that is being trained.
         """

@@ -83,8 +83,8 @@ class Trainer:
         publishes nothing, because replicas load the initial model themselves; later lineages publish the initial model.
 
         A resumed version keeps its number, although its weights include the steps since its first publication, so
-        pacing continues from exactly the same count. Replicas that kept running distinguish the two versions by their
-        lineage. If the validation of the version was interrupted or never began, it is requested again.
+        pacing continues from exactly the same count. Replicas that kept running distinguish the two publications
+        by their lineage. If the validation of the version was interrupted or never began, it is requested again.
 
         Args:
             history: the checkpoints that training went back to in this run. Checkpoints that do not belong to it
@@ -192,7 +192,8 @@ class Trainer:
                 await load_roles(resume.checkpoint, self._trained)
 
     async def _publish_start(self, *, new_run: bool) -> None:
-        """Publish the version that training starts from, and set aside the traces of abandoned steps."""
+        """Publish the version that training starts from. If the run is not new, first rename abandoned checkpoints, and
+        log the step from which training continues."""
         progress = self.progress
         profile.set_position(version=progress.version)  # events before the first step
         if not new_run:

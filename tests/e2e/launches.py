@@ -97,7 +97,7 @@ class LaunchedRun:
 
 
 def trained_once(run: LaunchedRun) -> bool:
-    """Return whether the surviving model saw every trained sample in exactly one step.
+    """Return whether the final model was trained on every trained sample in exactly one step.
 
     This is checked with the Trainer's record of steps, which is independent of the queue.
     """

@@ -74,7 +74,7 @@ async def until_idle(engine: EngineProcess) -> None:
 
 
 async def until_generating(engine: EngineProcess, placed: anyio.Event) -> None:
-    """Wait until the accepted requests have about as many tokens as a later, short request that is complete."""
+    """Wait until the accepted requests have tokens: until a short request that is sent after them is complete."""
     await placed.wait()
     (request,) = requests(1, 20)
     await finished_turns(fleet_of(engine).generate([replace(request, request_id="behind")], session="behind"))

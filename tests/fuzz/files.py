@@ -70,7 +70,7 @@ class MemoryFiles:
 
 
 class MemoryTrainedSteps:
-    """A `loop.TrainedStepsFile` in memory."""
+    """A `TrainedStepsFile` in memory."""
 
     def __init__(self, files: Files, lineage: int) -> None:
         self._files = files

@@ -316,8 +316,8 @@ class LaunchOfRun:
                 self.died = True
                 self.scope.cancel()
             case "driver stops":
-                # No stop is about as long as the second try of a probe: it would not count as a suspension of the
-                # driver, so a healthy part could be killed.
+                # A stop about as long as the second try of a probe would not count as a suspension of the driver, so
+                # a healthy part could be killed.
                 await self.watch.stand_still(self.rng.choice([1.0, 20.0, 2 * WATCHDOG_S]))
             case "stop":
                 self.stopped = True

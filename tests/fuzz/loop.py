@@ -7,8 +7,8 @@ asyncio runs the callbacks of a loop in the order in which they become ready. Be
 separate processes, there is no such order, so this loop runs ready callbacks in any order.
 
 The same seed gives the same run, in any process: tasks and cancel scopes, of which anyio keeps sets, hash by their
-number here and not by their address. Code that runs here must not depend on the order of sets of other such objects, or
-of strings.
+number here and not by their address. Code that runs here must not depend on the order of sets of strings, or of
+other objects that hash by their address.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class FakeBatch:
 
 
 class PlainExperience:
-    """A `loop.ExperienceMaker` that makes rows of one token, the feed index of the sample."""
+    """An `ExperienceBuilder` that makes rows of one token, the feed index of the sample."""
 
     async def make(self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None) -> Experience:
         numbers = [number for number, sample in enumerate(samples) for _ in sample.rows]

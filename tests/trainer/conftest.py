@@ -32,7 +32,7 @@ class Recorded:
         profile.configure("trainer", ProfilerSettings("full", run_dir / "events"))
 
     def written(self) -> list[dict[str, Any]]:
-        """Return all events by file, and within a file by their end. `part` and `file_step` identify the file."""
+        """Return all events, ordered by file and then by end. `part` and `file_step` identify the file."""
         profile.flush()
         return [
             {**json.loads(line), "part": path.stem, "file_step": int(path.parent.name.removeprefix("step_"))}

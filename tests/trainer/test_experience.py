@@ -39,7 +39,7 @@ def samples(**changes: Any) -> list[TrainSample]:
 
 
 def answers(key: str, seed: int, *, scale: float = 0.2, offset: float = -1.0) -> FakeGroup:
-    """Return a role that answers with `key`, random numbers that depend only on `seed` and the batch."""
+    """Return a role whose only result, `key`, is random numbers that depend on `seed` and the shape of the batch."""
 
     def score(batch: TensorDict) -> TensorDict:
         shape = (len(batch),) if key == "scores" else tuple(batch["response_mask"].shape)

@@ -146,7 +146,7 @@ async def test_a_partial_last_batch_is_given_back_with_drop(num_fed: int, traine
 
 @pytest.mark.parametrize("num_samples", range(1, 13))
 async def test_a_partial_last_batch_is_trained_in_every_pass(num_samples: int) -> None:
-    """`config.plan` counts the steps, pacing admits no more samples, and the stream stays open."""
+    """The run has the steps that `config.plan` counts. Pacing admits no more samples, but the stream stays open."""
     rig = TrainerRig(
         total_samples=num_samples, total_steps=2 * math.ceil(num_samples / 2), ppo_epochs=2, samples_per_lease=4,
         samples_per_version=8,
@@ -181,7 +181,7 @@ async def test_a_finished_run_publishes_again_if_its_validation_is_missing(
 
 @pytest.mark.parametrize(("validated_step", "expected"), [(2, [6, 10]), (6, [10])])
 async def test_a_resumed_loop_counts_from_the_validated_step(validated_step: int, expected: list[int]) -> None:
-    """The checkpoint of step 5 comes after the publication of step 4, which comes after the multiple that is due."""
+    """A validation was due at step 3. The next publication was that of step 4, and the checkpoint is of step 5."""
     progress = Progress(step=5, version=2, published_step=4, leases=5, trained_samples=10)
     rig = TrainerRig(progress, validated_step=validated_step, total_steps=10, samples_per_version=4, test_freq=3)
     await rig.run(10)

@@ -202,7 +202,7 @@ async def test_a_queue_that_is_closed_before_any_trainable_sample_ends_the_run()
     await feed(rig.queue, 3)
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
-        while (await rig.counts()).dropped["stale"] < 2:  # this is a lease, and one more sample is READY
+        while (await rig.counts()).dropped["stale"] < 2:  # a lease of two; the third sample is READY
             await anyio.lowlevel.checkpoint()
         await rig.queue.close()
     assert rig.records == []

@@ -144,7 +144,7 @@ def ppo(
 def gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, rows: Rows, algorithm: AlgorithmConfig
 ) -> PolicyTerms:
-    """GSPO (https://arxiv.org/abs/2507.18071): PPO's clip on one ratio per row, the geometric mean of its tokens'.
+    """GSPO (https://arxiv.org/abs/2507.18071): PPO's clip on one ratio per row: the geometric mean of token ratios.
 
     `s_i = exp(mean_t(log_probs - old_log_probs))` over the row's trained tokens. Each token's ratio is `sg[s_i] ·
     π/sg[π]` (GSPO-token, eq. 14). Its value is GSPO's; its gradient is GSPO's too if the tokens of a row share one

@@ -95,7 +95,7 @@ class Loss(Protocol):
     agg_scale: float
     """Divisor of `seq-mean-token-sum-norm`, in tokens."""
     entropy_gradient: bool
-    """Whether the loss depends on the gradient of the entropies, for which the backward pass needs another `[N, V]`."""
+    """Whether gradients flow through the entropies, for which the backward pass needs another tensor `[N, V]`."""
 
     def needs_gradient(self, batch: TensorDict) -> Tensor:
         """Return which rows need a backward pass, bool `[B]`: False where the gradient is exactly 0."""
@@ -187,7 +187,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Switch the LoRA adapters off within the context. ConfigError without LoRA."""
+        """Switch the LoRA adapters off within the context. Raises ConfigError without LoRA."""
 
     @abstractmethod
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, Tensor]]:

@@ -19,8 +19,8 @@ from trainer.engines.base import EngineSpec
 
 INNER = "inner."
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-"""Values that a Hugging Face configuration must have for these keys, if it has them, because the backends assume
-them."""
+"""Values that these keys of a Hugging Face configuration must have if they are present, because the backends assume
+these values."""
 
 
 class ForeignModel(PreTrainedModel):

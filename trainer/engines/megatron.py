@@ -73,7 +73,7 @@ class MegatronEngine(DdpEngine):
 class MegatronModel(ForeignModel):
     """A Megatron-Core GPT with the weights of `source`, whose memory it may share.
 
-    `inner` ends in hidden states; the head is this model's own, a plain linear layer.
+    `inner` returns hidden states; the head is a separate, plain linear layer.
     """
 
     layer_class = "TransformerLayer"

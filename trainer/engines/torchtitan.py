@@ -23,7 +23,8 @@ MODELS = ("llama", "qwen3")
 
 @EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
 class TorchtitanEngine(Fsdp2Engine):
-    """Weights come from and go to Hugging Face names through torchtitan's state-dict adapters.
+    """The engine of `trainer.strategy=torchtitan`. torchtitan's state-dict adapters convert weights from and to Hugging
+    Face names.
 
     Raises:
         ConfigError: torchtitan is not installed, or does not support the model.

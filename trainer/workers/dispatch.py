@@ -116,7 +116,7 @@ def _take(batch: TensorDict, share: Share) -> TensorDict:
 
 
 class Arrays(NamedTuple):
-    """A TensorDict for Ray: arrays go through shared memory, where tensors would be pickled."""
+    """A TensorDict for Ray: arrays go through shared memory, whereas tensors would be pickled."""
 
     values: dict[str, NDArray[Any]]
     num_rows: int

@@ -240,7 +240,7 @@ class Rank:
 
 
 def as_typed_error(error: Exception, what: str) -> AsyncRLError:
-    """Convert a failure into one of the project's, with its traceback as text."""
+    """Convert a failure into an `AsyncRLError` with its traceback as text."""
     if isinstance(error, AsyncRLError):
         return error
     if isinstance(error, torch.OutOfMemoryError):

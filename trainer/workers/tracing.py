@@ -7,8 +7,8 @@ nsys    the rank runs under `nsys profile`, which captures between cudaProfilerS
         each step, with an NVTX range for each call
 
 torch.profiler holds the interpreter's lock while it writes, so the rank does not respond for seconds, or for a minute
-after a long step. If training goes back to before a step that has a file, the step is not traced again. The same holds
-for a step whose rank died while it wrote the trace, because the partial file `.rank-<group>-<number>.json.gz` remains.
+after a long step. If training goes back and repeats a step that has a file, it is not traced again. The same holds for
+a step whose rank died while it wrote the trace, because the partial file `.rank-<group>-<number>.json.gz` remains.
 """
 
 from __future__ import annotations

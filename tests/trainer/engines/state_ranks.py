@@ -166,7 +166,7 @@ def gathered_layer_by_layer(directory: Path) -> None:
         names = [(name, gathered) for name, _ in full_weights(model)]
     finally:
         DTensor.full_tensor = original  # type: ignore[method-assign]
-    # The embedding and, per layer, 7 matrices with two adapters each and two norms; one more starts the next group.
+    # 1 embedding; 7 matrices of the layer, each with 2 adapters; 2 norms; 1 matrix of the next layer with 2 adapters.
     assert max(count for name, count in names if ".layers.0." in name) <= 1 + 7 * 3 + 2 + 3
 
 

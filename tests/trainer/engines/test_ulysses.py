@@ -164,7 +164,7 @@ def test_each_rank_gets_the_kv_heads_of_its_query_heads(heads: int, ranks: int, 
     states = torch.arange(heads, dtype=torch.float64).reshape(1, heads, 1, 1)
     spread = spread_kv(states, num_query, group).flatten()
     assert len(spread) % ranks == 0 and num_query % len(spread) == 0
-    # query head i of all belongs to kv head i // (num_query / heads)
+    # query head i, counted over all ranks, belongs to kv head i // (num_query / heads)
     served = spread.repeat_interleave(num_query // len(spread))
     assert torch.equal(served, torch.arange(heads).repeat_interleave(num_query // heads).double())
 

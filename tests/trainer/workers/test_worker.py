@@ -1,4 +1,4 @@
-"""One rank on a tiny model: the behaviour that a worker adds to its engine, which the contract suite tests."""
+"""One rank on a tiny model: the behaviour that a worker adds to its engine. The contract suite tests the engine."""
 
 from __future__ import annotations
 

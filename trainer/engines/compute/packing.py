@@ -128,7 +128,7 @@ def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggM
 
 
 def trajectory_share(batch: TensorDict) -> Tensor:
-    """Return the share of its trajectory's trained tokens that each row has, float64 `[B]`.
+    """Return each row's share of the trained tokens of its trajectory, float64 `[B]`.
 
     Over all rows of a step, on any ranks, the shares add up to the number of trajectories with a trained token. A row
     that pads a rank has a share of 0.

@@ -247,7 +247,7 @@ def rows_without_a_gradient_may_skip_the_backward_pass(setting: Setting) -> None
 
 
 @check()
-def bfloat16_computes_and_float32_keeps(setting: Setting) -> None:
+def passes_are_in_bfloat16_and_weights_in_float32(setting: Setting) -> None:
     full, half = setting.engine(), setting.engine(dtype="bfloat16")
     batch = make_batch(6, 1)
     share = share_of(full, batch)
@@ -326,7 +326,7 @@ def a_step_that_is_not_finite_changes_nothing(setting: Setting) -> None:
 
 
 @check()
-def a_checkpoint_goes_on_bit_for_bit(setting: Setting) -> None:
+def training_continues_from_a_checkpoint_bit_for_bit(setting: Setting) -> None:
     directory = _fresh(setting, "steps")
     batch, optim = make_batch(6, 1), OPTIM.model_copy(update={"decay": "linear", "warmup_steps": 1})
     engine = setting.engine(optim=optim)
@@ -368,7 +368,7 @@ def what_one_rank_cannot_read_is_refused_on_both(setting: Setting) -> None:
         raises(ConfigError, "empty", partial(other.load, empty if dist.rank() == rank else whole))
     true(other.step == 0, "a refused load must not change the step count")
     other.load(whole)
-    same_weights(weights_of(other), stepped.weights, 0.0, "loaded at last")
+    same_weights(weights_of(other), stepped.weights, 0.0, "after a load on both ranks")
 
 
 @check()
@@ -473,7 +473,7 @@ def a_step_needs_a_gradient(setting: Setting) -> None:
 
 
 @check()
-def a_rank_with_nothing_to_train_keeps_company(setting: Setting) -> None:
+def a_rank_without_trained_tokens_does_not_change_the_step(setting: Setting) -> None:
     batch = make_batch(6, 1)
     filled = TensorDict.cat([batch, batch[:2]])
     filled["loss_mask"][6:] = False

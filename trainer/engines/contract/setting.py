@@ -189,7 +189,7 @@ OPTIM = OptimConfig(lr=1e-2, clip_grad=0.7)
 """With this learning rate, three steps change weights by a few percent. Most gradient norms exceed `clip_grad`."""
 
 EXACT = 5e-7
-"""Tolerance for float64 arithmetic in another order, in models of which some compute norms in float32."""
+"""Tolerance for float64 arithmetic in another order; some models compute norms in float32 nevertheless."""
 
 SINGLE = 2e-5
 """Tolerance for float32 arithmetic compared with float64."""
