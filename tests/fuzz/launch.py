@@ -169,7 +169,7 @@ class LaunchOfRun:
         return max((record.step for record in self.files.validations), default=None)
 
     def owes_validation(self) -> bool:
-        """See `Trainer._owes_validation`."""
+        """See `Trainer._validation_is_owed`."""
         training, step = self.config.trainer, self.validated_step
         if not self.config.has_validation:
             return False

@@ -217,7 +217,7 @@ PLANTED = {
         ("store",),
         most_seeds=5000,
     ),
-    # The answer of a part waits while the driver is stopped.
+    # The answer of the store waits while the driver is stopped.
     "the age of an answer is wrong": PlantedBug(
         ((watch, "on_clock", lambda status, now: replace(status, at=now)),),
         ("was healthy but was ended",),
