@@ -20,10 +20,12 @@ QUANTILES = (0, 1, 2, *range(5, 96, 5), 97, 98, 99, 100)
 """The percentiles of every CDF."""
 TAIL_AT = 0.4
 """Fraction of the duration of a step's longest request; the share of requests done by then measures the tail."""
+NORMAL_MAD = 1.4826
+"""Standard deviation of a normal distribution, in units of its median absolute deviation."""
 OUTLIER_RATIO = 5.0
 OUTLIER_SIGMAS = 4.0
-"""Least distance of an outlier from the median, in standard deviations of the logarithm of the duration; calls whose
-duration varies widely therefore need a larger excess."""
+"""Least distance of an outlier from the median, in standard deviations of the logarithm of the duration, estimated from
+the slower half of the calls; calls whose duration varies widely therefore need a larger excess."""
 OUTLIER_MIN_S = 1.0
 """Least excess of an outlier beyond the median."""
 
@@ -123,7 +125,7 @@ def done_early(values: Values) -> float:
 
 def robust_sigma(values: Values) -> float:
     """Return the standard deviation as estimated by the median absolute deviation, which ignores a few outliers."""
-    return 1.4826 * float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
+    return NORMAL_MAD * float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
 
 
 def histogram(values: Values) -> dict[str, int]:
@@ -153,8 +155,8 @@ def find_outliers(calls: pd.DataFrame) -> Outliers | None:
     if len(durations) < 3:
         return None
     median = float(np.median(durations))
-    sigma = robust_sigma(np.log(np.maximum(durations, 1e-4)))
-    ratio = max(OUTLIER_RATIO, float(np.exp(OUTLIER_SIGMAS * sigma)))
+    slower = np.log(np.maximum(durations[durations >= median], 1e-4) / max(median, 1e-4))
+    ratio = max(OUTLIER_RATIO, float(np.exp(OUTLIER_SIGMAS * NORMAL_MAD * np.median(slower))))
     late = calls[durations > max(median + OUTLIER_MIN_S, median * ratio)]
     if not len(late):
         return None

@@ -67,6 +67,11 @@ def test_short_or_few_or_widely_varying_calls_have_no_outlier(durations: tuple[f
     assert find_outliers(calls(*durations)) is None
 
 
+def test_an_outlier_is_found_among_calls_of_which_some_are_very_fast() -> None:
+    late = find_outliers(calls(*np.geomspace(0.001, 0.09, 100), *np.linspace(0.09, 0.2, 100), 5.0))
+    assert late is not None and len(late.calls) == 1
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
