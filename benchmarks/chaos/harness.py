@@ -16,13 +16,13 @@ from contextlib import ExitStack
 
 from asyncrl.observe.status.run_status import RunState
 from benchmarks.chaos import disk, faults, launches
-from benchmarks.chaos.accounts import violations
-from benchmarks.chaos.dealer import Dealer, NotDealtError
 from benchmarks.chaos.faults import Kind, Strike
+from benchmarks.chaos.injector import Dealer, NotDealtError
 from benchmarks.chaos.nodes import Nodes, nodes
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
+from benchmarks.chaos.promises import violations
 from benchmarks.chaos.records import read_accounts, steps_given_up, steps_taken
-from benchmarks.chaos.subject import Subject
+from benchmarks.chaos.run_under_test import Subject
 from benchmarks.chaos.watch import read_broken_calls
 
 STOP_LIMIT_S = 90.0

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos.accounts import BrokenCall, Violation
 from benchmarks.chaos.faults import Strike
+from benchmarks.chaos.promises import BrokenCall, Violation
 
 
 @dataclass(frozen=True, slots=True)

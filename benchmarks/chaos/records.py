@@ -1,4 +1,4 @@
-"""Read the records of a run from disk, for `accounts`. Blocking."""
+"""Read the records of a run from disk, for `promises`. Blocking."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.queue.journal_reader import read_operations, read_sample_counts, re
 from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining
 from asyncrl.queue.turn_log import read_turns
 from asyncrl.storage.run_dir import SAMPLES
-from benchmarks.chaos.accounts import Accounts, BrokenCall, Fate, TurnDone
+from benchmarks.chaos.promises import Accounts, BrokenCall, Fate, TurnDone
 from trainer.trained_steps import read_trained
 
 

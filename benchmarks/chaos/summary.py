@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from benchmarks.chaos.accounts import BrokenCall
 from benchmarks.chaos.faults import ACTORS, ENGINES, KINDS, Kind, Strike
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
+from benchmarks.chaos.promises import BrokenCall
 from benchmarks.report import report, write_json
 
 Group = Literal["actors", "engines", "launches", "drivers", "rewards"]

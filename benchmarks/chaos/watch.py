@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import Accepted, GenerateRequest, GenerationEvent, TurnFinished
 from asyncrl.core.types import Turn
-from benchmarks.chaos.accounts import BrokenCall
+from benchmarks.chaos.promises import BrokenCall
 from rollouter.serving.client import EventBatch, ReplicaStream
 
 Line = Mapping[str, Any]

@@ -30,8 +30,8 @@ from asyncrl.core.ports import (
 from asyncrl.core.types import SampleId, SampleMeta, Span, Turn
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos import disk, faults, task
-from benchmarks.chaos.accounts import Accounts, BrokenCall, Fate, TurnDone, surviving, violations
 from benchmarks.chaos.faults import KINDS, Strike, kind_named
+from benchmarks.chaos.promises import Accounts, BrokenCall, Fate, TurnDone, surviving, violations
 from benchmarks.chaos.watch import CallWatch, broken_calls, read_broken_calls
 from rollouter.serving.client import Delta, ReplicaStream
 from tests.fakes.engine import finished_turns

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.chaos import __main__ as program
 from benchmarks.chaos import summary
-from benchmarks.chaos.accounts import BrokenCall, Violation
 from benchmarks.chaos.faults import KINDS, Strike, kind_named
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
+from benchmarks.chaos.promises import BrokenCall, Violation
 
 
 def dealt(number: int, name: str, recovered_s: float | None, **fields: Any) -> Strike:

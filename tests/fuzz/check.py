@@ -7,7 +7,7 @@ from collections import Counter
 from asyncrl.core.types import DropReason
 from asyncrl.queue.journal_reader import SampleHistories
 from asyncrl.queue.state import QueueState
-from benchmarks.chaos.accounts import Accounts, Fate, surviving, violations
+from benchmarks.chaos.promises import Accounts, Fate, surviving, violations
 from benchmarks.chaos.records import journal_facts
 from benchmarks.chaos.watch import broken_calls
 from tests.fuzz.world import FuzzWorld

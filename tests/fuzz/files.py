@@ -10,7 +10,7 @@ from asyncrl.core.records import ValidationRecord
 from asyncrl.core.types import Sample, SampleId, Turn
 from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.storage.sample_bytes import FileRef
-from benchmarks.chaos.accounts import TurnDone
+from benchmarks.chaos.promises import TurnDone
 from tests.fakes.parts import MemoryTurns
 from tests.fuzz.journal import Disk
 from tests.fuzz.setup import FuzzSetup

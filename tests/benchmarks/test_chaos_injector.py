@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
-from benchmarks.chaos.dealer import Dealer, NotDealtError
 from benchmarks.chaos.faults import Strike, kind_named
+from benchmarks.chaos.injector import Dealer, NotDealtError
 from benchmarks.chaos.launches import ChaosLaunch, lives
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
-from benchmarks.chaos.subject import Subject
+from benchmarks.chaos.run_under_test import Subject
 
 PROBE_S = 0.2
 LIMIT_S = 20.0

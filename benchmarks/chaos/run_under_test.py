@@ -11,9 +11,9 @@ from pathlib import Path
 from asyncrl.core.failures import AsyncRLError
 from asyncrl.observe.status.run_status import RunState, read_state
 from benchmarks.chaos import launches, task
-from benchmarks.chaos.accounts import Violation
 from benchmarks.chaos.launches import ChaosLaunch
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
+from benchmarks.chaos.promises import Violation
 from benchmarks.chaos.records import TurnKeeper
 
 POLL_S = 0.25

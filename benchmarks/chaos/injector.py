@@ -15,7 +15,7 @@ from benchmarks.chaos import disk, faults, launches, task
 from benchmarks.chaos.faults import Kind, Strike
 from benchmarks.chaos.nodes import Nodes
 from benchmarks.chaos.outcome import ChaosOptions
-from benchmarks.chaos.subject import POLL_S, Subject
+from benchmarks.chaos.run_under_test import POLL_S, Subject
 
 IDLE_PROBES = 0.7
 """A Trainer that is stopped for this multiple of `timeouts.probe_s` misses no probe."""
