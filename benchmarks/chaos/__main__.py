@@ -30,9 +30,9 @@ machine, so two rounds with the same seed are similar, not equal. With --faults,
 the round is behind its plan. On two otherwise idle cores a fault takes about 40 s: a few seconds for an actor, up to a
 minute for an engine or a launch.
 
-The table has a row for each kind of fault; below it are the recovery times by group. In the JSON, `each` lists every
-fault: kind, time, targets, seconds until recovery (null: none), and the work that had to be repeated (`lost`); `failed`
-gives the reasons of exit code 1.
+The table has a row for each kind of fault; below it are the recovery times by group. In the JSON, `injected_faults`
+lists every fault: kind, time, targets, seconds until recovery (null: none), and the work that had to be repeated
+(`lost`); `failed` gives the reasons of exit code 1.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def main() -> int:
     harness = ChaosHarness(options, lambda line: print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True))  # noqa: T201
     try:
         outcome = harness.run()
-        kept = report_outcome(outcome, options, args.json)
+        passed = report_outcome(outcome, options, args.json)
     finally:
         if args.keep is not None:
             shutil.copytree(work_dir, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("r", "disk"))
         shutil.rmtree(work_dir, ignore_errors=True)
-    return 0 if kept else 1
+    return 0 if passed else 1
 
 
 def _parser() -> argparse.ArgumentParser:

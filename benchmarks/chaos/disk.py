@@ -15,7 +15,7 @@ WAL_HEADER = 32
 FRAME_HEADER = 24
 
 
-class NothingThereError(Exception):
+class NothingToDamageError(Exception):
     """There is nothing to damage; the message names the missing file."""
 
 
@@ -41,18 +41,18 @@ def small_disk(where: Path, size_mib: int = SIZE_MIB) -> Iterator[bool]:
 
 def fill(disk: Path) -> int:
     """Fill the disk, and return the number of bytes written."""
-    taken = 0
+    written = 0
     with (disk / BALLAST).open("ab", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             try:
                 while True:
-                    taken += file.write(b"\0" * size)
+                    written += file.write(b"\0" * size)
             except OSError:
                 continue
-    return taken
+    return written
 
 
-def unfill(disk: Path) -> None:
+def free(disk: Path) -> None:
     (disk / BALLAST).unlink(missing_ok=True)
 
 
@@ -63,13 +63,13 @@ def tear_journal(run_dir: Path, rng: random.Random) -> str:
     asyncrl only promises to detect.
 
     Raises:
-        NothingThereError: the log is empty or missing.
+        NothingToDamageError: the log is empty or missing.
     """
     log = run_dir / "journal.db-wal"
     content = log.read_bytes() if log.exists() else b""
     frames, size = _frames(content)
     if frames == 0:
-        raise NothingThereError("the journal has no log")
+        raise NothingToDamageError("the journal has no log")
     end = WAL_HEADER + frames * size
     torn = content[WAL_HEADER + (frames - 1) * size :][:FRAME_HEADER] + rng.randbytes(rng.randrange(1, size))
     log.write_bytes(content[:end] + torn[: size - 1])
@@ -91,11 +91,11 @@ def flip_payload(run_dir: Path, rng: random.Random) -> str:
     """Flip a few bits of a payload segment, or cut it short, and return a description.
 
     Raises:
-        NothingThereError: there is no segment.
+        NothingToDamageError: there is no segment.
     """
     segments = [path for path in sorted((run_dir / "samples").glob("*.safetensors")) if path.stat().st_size > 0]
     if not segments:
-        raise NothingThereError("there are no payload files")
+        raise NothingToDamageError("there are no payload files")
     path = rng.choice(segments)
     size = path.stat().st_size
     if rng.random() < 0.3:

@@ -69,7 +69,7 @@ def start(arguments: Sequence[str], output_file: Path, environment: Mapping[str,
     return ChaosLaunch(process, output_file)
 
 
-def explain(run_dir: Path, target: Path) -> None:
+def write_why(run_dir: Path, target: Path) -> None:
     """Write the output of `asyncrl why RUN` to a file."""
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl", "why", str(run_dir)], capture_output=True, text=True, timeout=60, check=False
@@ -77,19 +77,19 @@ def explain(run_dir: Path, target: Path) -> None:
     target.write_text(done.stdout + done.stderr, encoding="utf-8")
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def marked_processes(mark: str) -> list[psutil.Process]:
     """Return the living processes that were started with the mark in their environment."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    return found
+    return processes
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Return whether the process exists and has not ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -97,7 +97,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def title(process: psutil.Process) -> str:
+def command_line(process: psutil.Process) -> str:
     """Return the command line; empty if the process has ended."""
     try:
         return " ".join(process.cmdline()) or process.name()
@@ -105,28 +105,28 @@ def title(process: psutil.Process) -> str:
         return ""
 
 
-def gone(find: Callable[[], Iterable[psutil.Process]], limit_s: float) -> list[str]:
-    """Wait until `find` returns no process; return the titles of those that remain after `limit_s`."""
+def wait_until_gone(find: Callable[[], Iterable[psutil.Process]], limit_s: float) -> list[str]:
+    """Wait until `find` returns no process; return the command lines of those that remain after `limit_s`."""
     limit = time.monotonic() + limit_s
     while True:
-        left = [name for process in find() if (name := title(process))]
+        left = [name for process in find() if (name := command_line(process))]
         if not left or time.monotonic() > limit:
             return left
         time.sleep(0.2)
 
 
-def end_marked(mark: str) -> int:
+def kill_marked(mark: str) -> int:
     """Kill marked processes until there are none, and return their number."""
     ended = 0
     for _ in range(20):
-        found = marked(mark)
-        if not found:
+        processes = marked_processes(mark)
+        if not processes:
             break
-        for process in found:
+        for process in processes:
             try:
                 process.kill()
                 ended += 1
             except psutil.Error:
                 continue
-        psutil.wait_procs(found, timeout=2.0)
+        psutil.wait_procs(processes, timeout=2.0)
     return ended

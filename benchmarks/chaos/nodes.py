@@ -13,7 +13,7 @@ SYSTEM = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000, "healt
 STORE_BYTES = 300 << 20
 
 
-class Nodes:
+class TwoNodeCluster:
     """The head and a second node. Create it before Ray is imported, because the import reads the environment."""
 
     def __init__(self, cpus: int) -> None:
@@ -49,7 +49,7 @@ class Nodes:
 
     def lose(self, number: signal.Signals) -> None:
         """Send a signal to the second node's raylet, and start another second node. A killed raylet is reaped, so that
-        its workers notice; a stopped one stays stopped until `sweep`.
+        its workers notice; a stopped one stays stopped until `remove_lost`.
         """
         raylet = self._second.all_processes["raylet"][0].process
         os.kill(raylet.pid, number)
@@ -58,21 +58,21 @@ class Nodes:
         self._lost.append(self._second)
         self.add()
 
-    def sweep(self) -> None:
+    def remove_lost(self) -> None:
         """Remove the remaining processes of lost nodes."""
         while self._lost:
             self._cluster.remove_node(self._lost.pop(), allow_graceful=False)
 
     def close(self) -> None:
-        self.sweep()
+        self.remove_lost()
         self._cluster.shutdown()
 
 
 @contextmanager
-def nodes(cpus: int) -> Iterator[Nodes]:
+def two_node_cluster(cpus: int) -> Iterator[TwoNodeCluster]:
     """Run a cluster for the duration of the block."""
-    both = Nodes(cpus)
+    cluster = TwoNodeCluster(cpus)
     try:
-        yield both
+        yield cluster
     finally:
-        both.close()
+        cluster.close()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos.faults import Strike
+from benchmarks.chaos.faults import InjectedFault
 from benchmarks.chaos.promises import BrokenCall, Violation
 
 
@@ -42,11 +42,11 @@ class ChaosOptions:
 class ChaosOutcome:
     """The observations of the harness."""
 
-    strikes: list[Strike] = field(default_factory=list)
-    not_dealt: Counter[str] = field(default_factory=Counter)
+    faults: list[InjectedFault] = field(default_factory=list)
+    not_injected: Counter[str] = field(default_factory=Counter)
     """Number of failed attempts to inject a fault, by `kind: reason`."""
     violations: list[Violation] = field(default_factory=list)
-    deaths: list[str] = field(default_factory=list)
+    ended_launches: list[str] = field(default_factory=list)
     """Launches that ended unexpectedly, with the end of their output."""
     launches: int = 0
     gave_up: bool = False
@@ -58,5 +58,5 @@ class ChaosOutcome:
     num_turns: int = 0
     """Complete turns whose versions and uniqueness were checked."""
     broken_calls: Sequence[BrokenCall] = ()
-    finished: str = ""
+    last_launch: str = ""
     """How the last launch ended."""

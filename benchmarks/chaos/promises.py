@@ -37,7 +37,7 @@ class Fate(NamedTuple):
     reason: str = ""
 
 
-class TurnDone(NamedTuple):
+class CompletedTurn(NamedTuple):
     """A completed turn in a turn log."""
 
     sample_id: SampleId
@@ -61,14 +61,14 @@ class BrokenCall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Accounts:
+class RunRecords:
     """The records of one run that has ended."""
 
     fates: Sequence[Fate]
     counts: SampleCounts
     trained: Sequence[Mapping[str, Any]]
     """The lines of trained.jsonl."""
-    turns: Sequence[TurnDone] = ()
+    turns: Sequence[CompletedTurn] = ()
     """All completed turns, in order."""
     metas: Mapping[SampleId, SampleMeta] = field(default_factory=dict)
     """The journal's last values of each sample that has ever been READY."""
@@ -95,15 +95,15 @@ def surviving_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any
     return steps
 
 
-def surviving(lines: Iterable[Mapping[str, Any]]) -> list[SampleId]:
+def surviving_samples(lines: Iterable[Mapping[str, Any]]) -> list[SampleId]:
     """Return the samples in the surviving model in training order; a sample that was trained twice appears twice."""
     return [SampleId.parse(name) for step in surviving_steps(lines) for name in step["samples"]]
 
 
-def violations(accounts: Accounts) -> list[Violation]:
+def violations(records: RunRecords) -> list[Violation]:
     """Return every promise that these records break."""
     checks = (_samples_end, _trained_once, _counts_agree, _turns_once, _versions, _spans, _tokens_survive)
-    return [violation for check in checks for violation in check(accounts)]
+    return [violation for check in checks for violation in check(records)]
 
 
 def _named(promise: str, things: Sequence[Any], details: str) -> Iterator[Violation]:
@@ -113,37 +113,37 @@ def _named(promise: str, things: Sequence[Any], details: str) -> Iterator[Violat
         yield Violation(promise, details.format(", ".join(str(thing) for thing in things[:MAX_NAMED]) + more))
 
 
-def _samples_end(accounts: Accounts) -> Iterator[Violation]:
+def _samples_end(records: RunRecords) -> Iterator[Violation]:
     """Check that each feed index from 1 on has exactly one fate, which is final."""
-    counts = Counter(fate.sample_id.index for fate in accounts.fates)
+    counts = Counter(fate.sample_id.index for fate in records.fates)
     twice = [index for index, count in counts.items() if count > 1]
     yield from _named("each sample once", twice, "the journal has feed index {} more than once")
     missing = sorted(set(range(1, max(counts, default=0) + 1)) - counts.keys())
     yield from _named("nothing lost", missing, "feed index {} was skipped")
-    ends = ("trained", "dropped") if accounts.completed else ("trained", "dropped", "outstanding")
-    live = [f"{fate.sample_id} ({fate.state})" for fate in accounts.fates if fate.state not in ends]
+    ends = ("trained", "dropped") if records.completed else ("trained", "dropped", "outstanding")
+    live = [f"{fate.sample_id} ({fate.state})" for fate in records.fates if fate.state not in ends]
     yield from _named("nothing lost", live, "{} has not reached a final state")
     reasons = {str(reason) for reason in DropReason}
-    silent = [fate.sample_id for fate in accounts.fates if fate.state == "dropped" and fate.reason not in reasons]
+    silent = [fate.sample_id for fate in records.fates if fate.state == "dropped" and fate.reason not in reasons]
     yield from _named("dropped with a reason", silent, "{} was dropped without a reason")
 
 
-def _trained_once(accounts: Accounts) -> Iterator[Violation]:
-    counts = Counter(surviving(accounts.trained))
+def _trained_once(records: RunRecords) -> Iterator[Violation]:
+    counts = Counter(surviving_samples(records.trained))
     twice = [sample_id for sample_id, count in counts.items() if count > 1]
     yield from _named("trained once", twice, "{} is in the surviving model more than once")
-    in_journal = {fate.sample_id for fate in accounts.fates if fate.state == "trained"}
+    in_journal = {fate.sample_id for fate in records.fates if fate.state == "trained"}
     unrecorded = [sample_id for sample_id in counts if sample_id not in in_journal]
     yield from _named("records agree", unrecorded, "{} is in the surviving model, but not TRAINED in the journal")
     untrained = sorted(in_journal - counts.keys())
     yield from _named("nothing lost", untrained, "{} is TRAINED in the journal, but not in the surviving model")
 
 
-def _counts_agree(accounts: Accounts) -> Iterator[Violation]:
-    counts, states = accounts.counts, Counter(fate.state for fate in accounts.fates)
+def _counts_agree(records: RunRecords) -> Iterator[Violation]:
+    counts, states = records.counts, Counter(fate.state for fate in records.fates)
     total = counts.running + counts.ready + counts.leased + counts.trained + counts.num_dropped
-    fed = len(accounts.fates) - states["outstanding"]
-    reasons = Counter(fate.reason for fate in accounts.fates if fate.state == "dropped")
+    fed = len(records.fates) - states["outstanding"]
+    reasons = Counter(fate.reason for fate in records.fates if fate.state == "dropped")
     counted = Counter({reason: count for reason, count in counts.dropped.items() if count})
     trained, dropped = counts.trained, counts.num_dropped
     comparisons = (
@@ -158,46 +158,46 @@ def _counts_agree(accounts: Accounts) -> Iterator[Violation]:
             yield Violation("sample counts are consistent", details)
 
 
-def _turns_once(accounts: Accounts) -> Iterator[Violation]:
-    turns = ((turn.sample_id, turn.key) for turn in accounts.turns if turn.sample_id not in accounts.generated_anew)
+def _turns_once(records: RunRecords) -> Iterator[Violation]:
+    turns = ((turn.sample_id, turn.key) for turn in records.turns if turn.sample_id not in records.generated_anew)
     again = [f"{sample_id}/{key}" for (sample_id, key), count in Counter(turns).items() if count > 1]
     yield from _named("turns once", again, "turn {} was generated again")
 
 
-def _versions(accounts: Accounts) -> Iterator[Violation]:
+def _versions(records: RunRecords) -> Iterator[Violation]:
     """Check that the versions of trained samples existed when they were trained, and that none was too old."""
     early, late = [], []
-    for line in surviving_steps(accounts.trained):
+    for line in surviving_steps(records.trained):
         for name in line["samples"]:
             sample_id = SampleId.parse(name)
-            meta = accounts.metas.get(sample_id)
-            if meta is None or sample_id in accounts.generated_anew:
+            meta = records.metas.get(sample_id)
+            if meta is None or sample_id in records.generated_anew:
                 continue  # the journal's values may belong to a generation after this step
             # After a rewind a sample may come from a version that the Trainer has not reached again.
             if line["lineage"] == 0 and meta.newest_version > line["version"]:
                 early.append(f"{name} (made by version {meta.newest_version}, trained at {line['version']})")
-            if accounts.max_staleness is not None and line["version"] - meta.oldest_version > accounts.max_staleness:
+            if records.max_staleness is not None and line["version"] - meta.oldest_version > records.max_staleness:
                 late.append(f"{name} (made by version {meta.oldest_version}, trained at {line['version']})")
     yield from _named("versions in order", early, "{} is of a version that did not exist yet")
-    yield from _named("staleness bound", late, f"{{}} was older than {accounts.max_staleness} versions")
+    yield from _named("staleness bound", late, f"{{}} was older than {records.max_staleness} versions")
 
 
-def _spans(accounts: Accounts) -> Iterator[Violation]:
+def _spans(records: RunRecords) -> Iterator[Violation]:
     """Check that the versions of each turn's tokens are in order, and that a sample's versions in the journal are those
     of its turns."""
     wrong = [
         f"{turn.sample_id}/{turn.key} {[tuple(span) for span in turn.spans]}"
-        for turn in accounts.turns
-        if not _plausible(turn, accounts.rewinds)
+        for turn in records.turns
+        if not _plausible(turn, records.rewinds)
     ]
     yield from _named("spans in order", wrong, "turn {}")
-    by_sample: dict[SampleId, list[TurnDone]] = {}
-    for turn in accounts.turns:
-        if turn.sample_id not in accounts.generated_anew:
+    by_sample: dict[SampleId, list[CompletedTurn]] = {}
+    for turn in records.turns:
+        if turn.sample_id not in records.generated_anew:
             by_sample.setdefault(turn.sample_id, []).append(turn)
     other = []
     for sample_id, turns in by_sample.items():
-        meta = accounts.metas.get(sample_id)
+        meta = records.metas.get(sample_id)
         if meta is None or len(turns) != meta.num_trajectories:
             continue  # it has never been READY
         versions = [span.version for turn in turns for span in turn.spans]
@@ -207,7 +207,7 @@ def _spans(accounts: Accounts) -> Iterator[Violation]:
     yield from _named("records agree", other, "{}")
 
 
-def _plausible(turn: TurnDone, rewinds: Sequence[WeightsVersion]) -> bool:
+def _plausible(turn: CompletedTurn, rewinds: Sequence[WeightsVersion]) -> bool:
     starts = [span.first_token for span in turn.spans]
     versions = [span.version for span in turn.spans]
     if not starts:
@@ -219,10 +219,10 @@ def _plausible(turn: TurnDone, rewinds: Sequence[WeightsVersion]) -> bool:
     return all(any(rewind.version <= after for rewind in rewinds) for after in downs)
 
 
-def _tokens_survive(accounts: Accounts) -> Iterator[Violation]:
+def _tokens_survive(records: RunRecords) -> Iterator[Violation]:
     """Check that tokens received before a replica failed are in the response, and were not generated again."""
     again, lost = [], []
-    for call in accounts.broken_calls:
+    for call in records.broken_calls:
         received = len(call.received)
         if call.resumed is not None and call.resumed != call.received:
             again.append(f"{call.request} ({received} tokens received, {len(call.resumed)} kept)")

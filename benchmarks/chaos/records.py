@@ -17,7 +17,7 @@ from asyncrl.queue.journal_reader import read_operations, read_sample_counts, re
 from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining
 from asyncrl.queue.turn_log import read_turns
 from asyncrl.storage.run_dir import SAMPLES
-from benchmarks.chaos.promises import Accounts, BrokenCall, Fate, TurnDone
+from benchmarks.chaos.promises import BrokenCall, CompletedTurn, Fate, RunRecords
 from trainer.trained_steps import read_trained
 
 
@@ -29,7 +29,7 @@ class RunFigures(NamedTuple):
     lineages: int
 
 
-class TurnKeeper:
+class TurnLogKeeper:
     """Keeps turn logs that the run deletes, by linking them under a second name."""
 
     def __init__(self, run_dir: Path, keep_in: Path) -> None:
@@ -39,7 +39,7 @@ class TurnKeeper:
         self._kept: dict[int, str] = {}
         """Names of the linked logs by inode."""
 
-    def look(self) -> None:
+    def link(self) -> None:
         """Link the logs that exist now."""
         target = self._root / SAMPLES
         with suppress(FileNotFoundError), os.scandir(self._run_dir / SAMPLES) as entries:
@@ -50,20 +50,20 @@ class TurnKeeper:
                         os.link(entry.path, target / entry.name)
                         self._kept[entry.inode()] = entry.name
 
-    def turns(self) -> list[TurnDone]:
+    def turns(self) -> list[CompletedTurn]:
         """Return the turns of all logs, in order."""
-        self.look()
+        self.link()
         return [
-            TurnDone(one.sample_id, one.key, len(one.turn.response_ids), one.turn.spans)
+            CompletedTurn(one.sample_id, one.key, len(one.turn.response_ids), one.turn.spans)
             for one in read_turns(self._root)
         ]
 
 
 class JournalFacts(NamedTuple):
-    """What a journal's operations contain besides the fates of samples; see `Accounts`."""
+    """What a journal's operations contain besides the fates of samples; see `RunRecords`."""
 
     metas: dict[SampleId, SampleMeta]
-    anew: set[SampleId]
+    generated_anew: set[SampleId]
     rewinds: list[WeightsVersion]
 
 
@@ -74,16 +74,16 @@ def journal_facts(operations: Iterable[Operation]) -> JournalFacts:
         if isinstance(operation, OfferSamples):
             facts.metas.update((sample.meta.sample_id, sample.meta) for sample in operation.samples)
         elif isinstance(operation, RequeueSample):
-            facts.anew.add(operation.sample_id)
+            facts.generated_anew.add(operation.sample_id)
         elif isinstance(operation, RewindTraining):
-            facts.anew.update(operation.trained_since)
+            facts.generated_anew.update(operation.trained_since)
             facts.rewinds.append(WeightsVersion(operation.lineage, operation.version))
     return facts
 
 
-def read_accounts(
-    run_dir: Path, turns: Sequence[TurnDone], broken_calls: Sequence[BrokenCall]
-) -> tuple[Accounts, RunFigures]:
+def read_records(
+    run_dir: Path, turns: Sequence[CompletedTurn], broken_calls: Sequence[BrokenCall]
+) -> tuple[RunRecords, RunFigures]:
     """Read the records of a run that has ended.
 
     Raises:
@@ -104,22 +104,22 @@ def read_accounts(
     facts = journal_facts(operation for _, operation in read_operations(run_dir))
     completed = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] == "completed"
     drift = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["async_training"]
-    accounts = Accounts(
+    records = RunRecords(
         fates=fates,
         counts=counts,
         trained=trained,
         turns=turns,
         metas=facts.metas,
-        generated_anew=facts.anew,
+        generated_anew=facts.generated_anew,
         rewinds=facts.rewinds,
         broken_calls=broken_calls,
         max_staleness=drift["max_staleness"] if drift["stale_action"] == "drop" else None,
         completed=completed,
     )
-    return accounts, figures
+    return records, figures
 
 
-def steps_taken(run_dir: Path) -> int:
+def last_surviving_step(run_dir: Path) -> int:
     """Return the last step in the surviving model, according to the Trainer's record."""
     step = 0
     for line in read_trained(run_dir):
@@ -127,11 +127,11 @@ def steps_taken(run_dir: Path) -> int:
     return step
 
 
-def steps_given_up(run_dir: Path) -> int:
+def steps_discarded(run_dir: Path) -> int:
     """Return the number of optimizer steps that all rewinds have discarded."""
-    step = given_up = 0
+    step = discarded = 0
     for line in read_trained(run_dir):
         if "rewound_to_step" in line:
-            given_up += max(0, step - line["rewound_to_step"])
+            discarded += max(0, step - line["rewound_to_step"])
         step = line["rewound_to_step"] if "rewound_to_step" in line else line["step"]
-    return given_up
+    return discarded

@@ -14,20 +14,20 @@ from benchmarks.chaos import launches, task
 from benchmarks.chaos.launches import ChaosLaunch
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.promises import Violation
-from benchmarks.chaos.records import TurnKeeper
+from benchmarks.chaos.records import TurnLogKeeper
 
 POLL_S = 0.25
-MAX_DEATHS = 5
+MAX_FAILED_LAUNCHES = 5
 """The run is abandoned after this many consecutive launches that end before they train."""
 
 
-class Subject:
+class RunUnderTest:
     """The run under test; broken promises are added to the outcome."""
 
-    def __init__(self, options: ChaosOptions, outcome: ChaosOutcome, say: Callable[[str], None]) -> None:
+    def __init__(self, options: ChaosOptions, outcome: ChaosOutcome, log: Callable[[str], None]) -> None:
         self._options = options
         self._outcome = outcome
-        self._say = say
+        self._log = log
         self.disk = options.work_dir / "disk"
         """A file system that only the run uses."""
         self.run_dir = self.disk / "run"
@@ -36,7 +36,7 @@ class Subject:
         """Directory of the records of `watch`."""
         self.address: str | None = None
         """Address of the Ray cluster; None: the launch starts its own."""
-        self.turns = TurnKeeper(self.run_dir, self.disk / "turns")
+        self.turns = TurnLogKeeper(self.run_dir, self.disk / "turns")
         self.last_step = 0
         """The highest step of any launch."""
         self._config_file = options.work_dir / "config.yaml"
@@ -79,67 +79,67 @@ class Subject:
                 return state
         return None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Wait for a moment, and keep files that the run deletes later."""
-        self.turns.look()
+        self.turns.link()
         time.sleep(POLL_S)
 
-    def at_work(self) -> RunState | None:
+    def launch_until_training(self) -> RunState | None:
         """Launch the run, wait until it trains and return its state; None if it does not train."""
-        for _ in range(MAX_DEATHS):
+        for _ in range(MAX_FAILED_LAUNCHES):
             self.start()
-            if (state := self._until_at_work()) is not None:
+            if (state := self._wait_until_training()) is not None:
                 return state
-        self.broke("no hang", f"{MAX_DEATHS} consecutive launches did not start to train")
+        self.record_violation("no hang", f"{MAX_FAILED_LAUNCHES} consecutive launches did not start to train")
         return None
 
-    def calm(self, seconds: float) -> bool:
+    def pause(self, seconds: float) -> bool:
         """Wait without injecting a fault. Return False if the launch has ended."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             if self.launch.ended() is not None:
-                self.died()
+                self.record_unexpected_end()
                 return False
-            self.look()
+            self.poll()
         return True
 
-    def _until_at_work(self) -> RunState | None:
+    def _wait_until_training(self) -> RunState | None:
         limit = time.monotonic() + self._options.start_limit_s
         first_step: int | None = None
         while time.monotonic() < limit:
             if self.launch.ended() is not None:
-                self.died()
+                self.record_unexpected_end()
                 return None
             state = self.state()
             if state is not None and state.phase == "running":
                 first_step = state.step if first_step is None else first_step
                 if state.step > first_step:
                     return state
-            self.look()
-        self.hung(f"the launch did not train within {self._options.start_limit_s:g} s of its start")
+            self.poll()
+        self.record_hang(f"the launch did not train within {self._options.start_limit_s:g} s of its start")
         return None
 
     # ------------------------------------------------------------------------------------------------ broken promises
 
-    def died(self) -> None:
+    def record_unexpected_end(self) -> None:
         """Record that a launch has ended unexpectedly, which a fault of one part must not cause."""
         details = f"launch {self._outcome.launches} ended with {self.launch.ended()}:\n{self.launch.tail()}"
-        self._outcome.deaths.append(details)
-        self.broke("other parts survive", f"launch {self._outcome.launches} ended unexpectedly")
-        self._say(f"   {details}")
+        self._outcome.ended_launches.append(details)
+        self.record_violation("other parts survive", f"launch {self._outcome.launches} ended unexpectedly")
+        self._log(f"   {details}")
 
-    def hung(self, details: str) -> None:
+    def record_hang(self, details: str) -> None:
         """Record a hang with the output of `asyncrl why`, and kill the launch."""
         target = self._options.work_dir / f"why-{self._outcome.launches}.txt"
         with suppress(OSError, ValueError):
-            launches.explain(self.run_dir, target)
-        self.broke("no hang", f"{details}; see {target.name}")
+            launches.write_why(self.run_dir, target)
+        self.record_violation("no hang", f"{details}; see {target.name}")
         if self.launch.ended() is None:
             self.launch.kill()
 
-    def broke(self, promise: str, details: str) -> None:
+    def record_violation(self, promise: str, details: str) -> None:
         self._outcome.violations.append(Violation(promise, details))
-        self._say(f"   BROKEN: {promise}: {details}")
+        self._log(f"   BROKEN: {promise}: {details}")
 
     def keep_records(self) -> Path:
         """Copy the records, without checkpoints, from the disk that will be unmounted."""

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 REWARD_TIMEOUT_S = 2.0
-WRONG_S = 4.0
+FAILURE_S = 4.0
 """Seconds for which the reward function fails."""
 PROBE_S = 10.0
 """`timeouts.probe_s` of the run."""
@@ -20,34 +20,34 @@ MAX_STALENESS = 4
 REWARD = '''\
 """An exact match, which fails if the JSON file next to it says so: {"how": "raise" | "hang" | "nan", "until": time}.
 
-Each failed call appends a byte to the `.met` file next to it.
+Each failed call appends a byte to the `.failed` file next to it.
 """
 
 import json
 import time
 from pathlib import Path
 
-ORDERS = Path(__file__).with_suffix(".json")
-MET = Path(__file__).with_suffix(".met")
+PLANNED_FAILURE = Path(__file__).with_suffix(".json")
+FAILED_CALLS = Path(__file__).with_suffix(".failed")
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
     try:
-        orders = json.loads(ORDERS.read_text(encoding="utf-8"))
+        failure = json.loads(PLANNED_FAILURE.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        orders = {"until": 0.0}
+        failure = {"until": 0.0}
     # One call in four fails, so that the run continues.
-    if time.time() < orders["until"] and hash(solution_str) % 4 == 0:
-        with MET.open("ab") as met:
-            met.write(b".")
-        if orders["how"] == "raise":
+    if time.time() < failure["until"] and hash(solution_str) % 4 == 0:
+        with FAILED_CALLS.open("ab") as failed_calls:
+            failed_calls.write(b".")
+        if failure["how"] == "raise":
             raise RuntimeError("a planned failure")
-        if orders["how"] == "nan":
+        if failure["how"] == "nan":
             return float("nan")
-        time.sleep(orders["hang_s"])
+        time.sleep(failure["hang_s"])
     return float(str(ground_truth) in solution_str)
 '''
-WATCHED = """
+WATCH_CALLS = """
 
 # Records the tokens from replicas that fail, in the process that loads this module.
 import sys  # noqa: E402
@@ -59,27 +59,27 @@ watch.install(Path({directory!r}))
 """
 
 
-def go_wrong(reward_file: Path, how: str) -> float:
-    """Make the reward function fail for `WRONG_S`, and return the wall clock at which it works again."""
-    until = time.time() + WRONG_S
-    orders = {"how": how, "until": until, "hang_s": REWARD_TIMEOUT_S + 3.0}
+def start_failing(reward_file: Path, how: str) -> float:
+    """Make the reward function fail for `FAILURE_S`, and return the wall clock at which it works again."""
+    until = time.time() + FAILURE_S
+    failure = {"how": how, "until": until, "hang_s": REWARD_TIMEOUT_S + 3.0}
     temporary = reward_file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(orders), encoding="utf-8")
+    temporary.write_text(json.dumps(failure), encoding="utf-8")
     temporary.replace(reward_file.with_suffix(".json"))
     return until
 
 
-def num_met(reward_file: Path) -> int:
+def num_failed_calls(reward_file: Path) -> int:
     """Return the number of failed calls of the reward function."""
-    met = reward_file.with_suffix(".met")
-    return met.stat().st_size if met.exists() else 0
+    failed_calls = reward_file.with_suffix(".failed")
+    return failed_calls.stat().st_size if failed_calls.exists() else 0
 
 
 def write_reward(path: Path, watched: Path | None = None) -> None:
     """Write the reward module; `watched`: directory of the records of `watch`, None: nothing is watched."""
     text = REWARD
     if watched is not None:
-        text += WATCHED.format(root=str(Path(__file__).parents[2]), directory=str(watched))
+        text += WATCH_CALLS.format(root=str(Path(__file__).parents[2]), directory=str(watched))
     path.write_text(text, encoding="utf-8")
 
 

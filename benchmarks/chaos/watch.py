@@ -36,20 +36,20 @@ def install(directory: Path) -> None:
     path = directory / f"{os.getpid()}.jsonl"
     path.touch()  # shows that this process is watched
 
-    def put(line: Line) -> None:
+    def write(line: Line) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    watch = CallWatch(put)
+    watch = CallWatch(write)
     call, generate = ServeFleet._call, ServeFleet.generate
 
     def watched_call(fleet: ServeFleet, requests: Sequence[GenerateRequest], **options: Any) -> ReplicaStream:
-        return watch.calling(call(fleet, requests, **options), requests)
+        return watch.record_failures(call(fleet, requests, **options), requests)
 
     def watched_generate(
         fleet: ServeFleet, requests: Sequence[GenerateRequest], **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
-        return watch.generating(generate(fleet, requests, **options), requests)
+        return watch.record_turns(generate(fleet, requests, **options), requests)
 
     ServeFleet._call = watched_call  # type: ignore[method-assign, assignment]
     ServeFleet.generate = watched_generate  # type: ignore[method-assign, assignment]
@@ -58,34 +58,34 @@ def install(directory: Path) -> None:
 class CallWatch:
     """Watches the calls of one process."""
 
-    def __init__(self, put: Callable[[Line], None]) -> None:
-        """`put` records a line. Only responses with a failed call get lines."""
-        self._put = put
+    def __init__(self, write: Callable[[Line], None]) -> None:
+        """`write` records a line. Only responses with a failed call get lines."""
+        self._write = write
         self._broken: set[str] = set()
         """Responses with a failed call that are not complete yet."""
 
-    async def calling(self, call: ReplicaStream, requests: Sequence[GenerateRequest]) -> ReplicaStream:
+    async def record_failures(self, call: ReplicaStream, requests: Sequence[GenerateRequest]) -> ReplicaStream:
         """Return the events of `call`, and record a failure."""
         # The client gives every attempt its own id.
         names = [request.request_id.rpartition("-")[0] for request in requests]
-        have = [_tokens(request.so_far) for request in requests]
-        for name, ids in zip(names, have, strict=True):
+        received = [_tokens(request.so_far) for request in requests]
+        for name, ids in zip(names, received, strict=True):
             if name in self._broken:
-                self._put({"request": name, "resumed": list(ids)})
+                self._write({"request": name, "resumed": list(ids)})
         async with aclosing(call):
             try:
                 async for event in call:
                     for delta in () if isinstance(event, (Accepted, EventBatch)) else event:
-                        have[delta.number] += _tokens(delta.turn)
+                        received[delta.number] += _tokens(delta.turn)
                     yield event
             except InfraError:
                 at = time.time()
-                for name, ids in zip(names, have, strict=True):
-                    self._put({"request": name, "at": at, "received": ids})
+                for name, ids in zip(names, received, strict=True):
+                    self._write({"request": name, "at": at, "received": ids})
                 self._broken.update(names)
                 raise
 
-    async def generating(
+    async def record_turns(
         self, events: AsyncGenerator[GenerationEvent, None], requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Return the events of a whole generate call, and record its turns, or that it was abandoned."""
@@ -106,38 +106,38 @@ class CallWatch:
     def _end(self, turns: Mapping[str, list[int] | None]) -> None:
         for name, ids in turns.items():
             if name in self._broken:
-                self._put({"request": name, "turn": ids})
+                self._write({"request": name, "turn": ids})
         self._broken.difference_update(turns)
 
 
 def read_broken_calls(directory: Path) -> list[BrokenCall]:
     """Return the records of all Rollouters. Blocking."""
-    found: list[BrokenCall] = []
+    calls: list[BrokenCall] = []
     for path in sorted(directory.glob("*.jsonl")):
         texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
         # The last line is torn if its process was killed while it wrote.
-        found += broken_calls(json.loads(text) for text in texts if text.endswith("\n"))
-    return found
+        calls += broken_calls(json.loads(text) for text in texts if text.endswith("\n"))
+    return calls
 
 
 def broken_calls(lines: Iterable[Line]) -> list[BrokenCall]:
     """Return the broken calls of one process; a response with two failures appears twice."""
-    found: list[BrokenCall] = []
-    hits: dict[str, list[int]] = {}
+    calls: list[BrokenCall] = []
+    open_calls: dict[str, list[int]] = {}
     for line in lines:
-        numbers = hits.setdefault(line["request"], [])
+        numbers = open_calls.setdefault(line["request"], [])
         if "received" in line:
-            numbers.append(len(found))
-            found.append(BrokenCall(line["request"], tuple(line["received"]), at=line["at"]))
+            numbers.append(len(calls))
+            calls.append(BrokenCall(line["request"], tuple(line["received"]), at=line["at"]))
         elif "resumed" in line:
             # A later attempt after a weight sync, without a crash, may have more tokens.
-            if numbers and found[numbers[-1]].resumed is None:
-                found[numbers[-1]] = found[numbers[-1]]._replace(resumed=tuple(line["resumed"]))
+            if numbers and calls[numbers[-1]].resumed is None:
+                calls[numbers[-1]] = calls[numbers[-1]]._replace(resumed=tuple(line["resumed"]))
         else:
-            for number in hits.pop(line["request"]):
+            for number in open_calls.pop(line["request"]):
                 turn = None if line["turn"] is None else tuple(line["turn"])
-                found[number] = found[number]._replace(turn=turn)
-    return found
+                calls[number] = calls[number]._replace(turn=turn)
+    return calls
 
 
 def _tokens(turn: Turn | None) -> list[int]:

@@ -30,14 +30,14 @@ from asyncrl.core.ports import (
 from asyncrl.core.types import SampleId, SampleMeta, Span, Turn
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos import disk, faults, task
-from benchmarks.chaos.faults import KINDS, Strike, kind_named
-from benchmarks.chaos.promises import Accounts, BrokenCall, Fate, TurnDone, surviving, violations
+from benchmarks.chaos.faults import KINDS, InjectedFault, kind_named
+from benchmarks.chaos.promises import BrokenCall, CompletedTurn, Fate, RunRecords, surviving_samples, violations
 from benchmarks.chaos.watch import CallWatch, broken_calls, read_broken_calls
 from rollouter.serving.client import Delta, ReplicaStream
 from tests.fakes.engine import finished_turns
 from tests.fakes.samples import make_turn
 
-# ------------------------------------------------------------------------------------------------ accounts
+# ------------------------------------------------------------------------------------------------ records
 
 
 def ids(*indices: int) -> list[SampleId]:
@@ -56,13 +56,13 @@ def meta(sample_id: SampleId, oldest: int = 0, newest: int = 1, trajectories: in
     return SampleMeta(sample_id, oldest, newest, trajectories, 8, 100)
 
 
-def turn(index: int, place: int, *spans: tuple[int, int]) -> TurnDone:
-    return TurnDone(SampleId(0, index), str(place), 4, tuple(Span(*span) for span in spans or ((0, 0), (2, 1))))
+def turn(index: int, place: int, *spans: tuple[int, int]) -> CompletedTurn:
+    return CompletedTurn(SampleId(0, index), str(place), 4, tuple(Span(*span) for span in spans or ((0, 0), (2, 1))))
 
 
-def good() -> Accounts:
-    """Return the accounts of four samples: 1 to 3 are trained, 2 and 3 again after a rewind, and 4 is dropped."""
-    return Accounts(
+def good() -> RunRecords:
+    """Return the records of four samples: 1 to 3 are trained, 2 and 3 again after a rewind, and 4 is dropped."""
+    return RunRecords(
         fates=[*(Fate(sample_id, "trained") for sample_id in ids(1, 2, 3)), Fate(SampleId(0, 4), "dropped", "failed")],
         counts=SampleCounts(fed=4, trained=3, dropped={"failed": 1, "stale": 0}),
         trained=[step(1, 1), step(2, 2, 3), back_to(1, 1), step(2, 3, 2, lineage=1)],
@@ -88,10 +88,10 @@ def test_only_a_stopped_run_may_have_outstanding_samples() -> None:
 
 def test_rewound_steps_are_not_in_the_surviving_model() -> None:
     lines = [step(1, 1), step(2, 2), step(3, 3), back_to(2, 1), step(3, 4, lineage=1), back_to(0, 2)]
-    assert surviving(lines[:3]) == ids(1, 2, 3)
-    assert surviving(lines[:4]) == ids(1, 2)
-    assert surviving(lines[:5]) == ids(1, 2, 4)
-    assert surviving(lines) == []
+    assert surviving_samples(lines[:3]) == ids(1, 2, 3)
+    assert surviving_samples(lines[:4]) == ids(1, 2)
+    assert surviving_samples(lines[:5]) == ids(1, 2, 4)
+    assert surviving_samples(lines) == []
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_a_broken_promise_is_found_and_named(planted: Mapping[str, Any], promise
 def test_a_lost_payload_may_be_generated_again() -> None:
     again = turn(2, 1, (0, 3))
     newer = {**good().metas, SampleId(0, 2): meta(SampleId(0, 2), 3, 3)}
-    accounts = replace(good(), turns=[*good().turns, again], metas=newer, generated_anew={SampleId(0, 2)})
-    assert violations(accounts) == []
+    records = replace(good(), turns=[*good().turns, again], metas=newer, generated_anew={SampleId(0, 2)})
+    assert violations(records) == []
 
 
 # ------------------------------------------------------------------------------------------------ the watch
@@ -173,7 +173,7 @@ async def finish(watch: CallWatch, turns: Mapping[str, Turn]) -> None:
         for number, turn in enumerate(turns.values()):
             yield TurnFinished(number, turn)
 
-    await finished_turns(watch.generating(events(), [request(name) for name in turns]))
+    await finished_turns(watch.record_turns(events(), [request(name) for name in turns]))
 
 
 async def test_tokens_reported_before_a_crash_are_compared_with_the_final_turn() -> None:
@@ -182,9 +182,9 @@ async def test_tokens_reported_before_a_crash_are_compared_with_the_final_turn()
     names = [request("a/0-1"), request("a/1-1")]
     died = call(Delta(0, make_turn(3, 2), False), Delta(0, make_turn(5, 1), False), error=EngineCrashError("it died"))
     with pytest.raises(EngineCrashError):
-        async for _ in watch.calling(died, names):
+        async for _ in watch.record_failures(died, names):
             pass
-    async for _ in watch.calling(call(), [request("a/0-2", make_turn(3, 3)), request("a/1-2")]):
+    async for _ in watch.record_failures(call(), [request("a/0-2", make_turn(3, 3)), request("a/1-2")]):
         pass
     await finish(watch, {"a/0": make_turn(3, 4), "a/1": make_turn(8, 1)})
     await finish(watch, {"b/0": make_turn(3, 4)})
@@ -200,13 +200,13 @@ async def test_tokens_of_an_abandoned_call_may_be_lost(tmp_path: Path) -> None:
     for _ in range(2):  # the sample is requeued under the same name
         with pytest.raises(InfraError):
             died = call(Accepted("replica-0"), Delta(0, make_turn(3, 2), False), error=InfraError("gone"))
-            async for _ in watch.calling(died, [request("a/0-1")]):
+            async for _ in watch.record_failures(died, [request("a/0-1")]):
                 pass
 
         async def events() -> AsyncGenerator[GenerationEvent, None]:
             yield Unplaced()
 
-        given_up = watch.generating(events(), [request("a/0")])
+        given_up = watch.record_turns(events(), [request("a/0")])
         await anext(given_up)
         await given_up.aclose()
     torn = "".join(json.dumps(line) + "\n" for line in lines) + '{"request": "a/0", "tur'
@@ -250,16 +250,16 @@ def moved(state: RunState, **pids: int) -> tuple[ProcessInfo, ...]:
     return tuple(process._replace(pid=pids.get(process.part, process.pid)) for process in state.processes)
 
 
-def struck(name: str, *parts: str) -> Strike:
+def injected(name: str, *parts: str) -> InjectedFault:
     before = running(10.0)
     hit = [process for process in before.processes if process.part in parts]
     pids, names = frozenset(p.pid for p in hit), frozenset((p.part, p.name) for p in hit)
-    return Strike(1, kind_named(name), 10.5, pids=pids, parts=names, before=before)
+    return InjectedFault(1, kind_named(name), 10.5, pids=pids, parts=names, before=before)
 
 
 def test_every_kind_of_fault_occurs_once_before_any_repeats_in_an_order_set_by_the_seed() -> None:
     def drawn(seed: int) -> list[str]:
-        draws = faults.deck(KINDS, random.Random(seed))
+        draws = faults.draw_kinds(KINDS, random.Random(seed))
         return [next(draws).name for _ in range(sum(kind.weight for kind in KINDS))]
 
     for seed in range(3):
@@ -269,7 +269,7 @@ def test_every_kind_of_fault_occurs_once_before_any_repeats_in_an_order_set_by_t
 
 
 def test_most_faults_hit_actors_and_engines() -> None:
-    drawn = list(islice(faults.deck(KINDS, random.Random(3)), 100))
+    drawn = list(islice(faults.draw_kinds(KINDS, random.Random(3)), 100))
     counts = Counter(kind.target for kind in drawn)
     assert sum(counts[target] for target in faults.ACTORS | faults.ENGINES) >= 75
     assert sum(kind.ends_launch for kind in drawn) <= 15
@@ -283,17 +283,17 @@ def test_a_hundred_faults_fit_into_a_planned_round() -> None:
     }  # fmt: skip
     rng = random.Random(1)
     now, limit_s = 80.0, 75 * 60.0
-    for dealt, fault in enumerate(islice(faults.deck(KINDS, rng), 100)):
-        now += faults.gap_s(rng, (1.0, 12.0), dealt=dealt, wanted=100, elapsed_s=now, limit_s=limit_s)
+    for number, fault in enumerate(islice(faults.draw_kinds(KINDS, rng), 100)):
+        now += faults.gap_s(rng, (1.0, 12.0), done=number, planned=100, elapsed_s=now, limit_s=limit_s)
         now += takes[fault.target]
     assert now < limit_s
 
 
 def test_a_round_that_is_late_makes_the_shortest_pauses() -> None:
     gap = partial(faults.gap_s, random.Random(0), (1.0, 12.0), limit_s=100.0)
-    assert gap(dealt=4, wanted=10, elapsed_s=60.0) == 1.0
-    assert gap(dealt=7, wanted=10, elapsed_s=60.0) > 1.0
-    assert gap(dealt=0, wanted=None, elapsed_s=60.0) > 1.0
+    assert gap(done=4, planned=10, elapsed_s=60.0) == 1.0
+    assert gap(done=7, planned=10, elapsed_s=60.0) > 1.0
+    assert gap(done=0, planned=None, elapsed_s=60.0) > 1.0
 
 
 def test_fault_kinds_are_selected_by_part_name_and_availability() -> None:
@@ -318,51 +318,52 @@ def test_parts_that_are_replaced_together_count_as_one() -> None:
     by_part = {process.part: process for process in state.processes}
 
     def parts(of: str) -> Sequence[str]:
-        return [process.part for process in faults.with_its_own(state.processes, by_part[of], state)]  # type: ignore[index]
+        return [process.part for process in faults.replaced_together(state.processes, by_part[of], state)]  # type: ignore[index]
 
     assert parts("trainer") == parts("rank") == ["trainer", "rank"]
     assert parts("engine") == parts("replica") == ["replica", "engine"]
     assert parts("queue") == ["queue"]
-    assert [process.name for process in faults.victims(state.processes, "node", "node-1")] == ["replica a", "engine a"]
+    on_node = faults.target_processes(state.processes, "node", "node-1")
+    assert [process.name for process in on_node] == ["replica a", "engine a"]
 
 
 def test_an_actor_has_recovered_once_its_successor_works() -> None:
-    strike = struck("trainer kill", "trainer", "rank")
+    fault = injected("trainer kill", "trainer", "rank")
     begun = Restart("trainer", 2, 11.0, "killed")
-    assert faults.recovered_at(strike, running(10.2)) is None, "written before the fault"
-    assert faults.recovered_at(strike, running(11.0)) is None, "the old process is still listed"
+    assert faults.recovered_at(fault, running(10.2)) is None, "written before the fault"
+    assert faults.recovered_at(fault, running(11.0)) is None, "the old process is still listed"
     new = moved(running(0.0), trainer=44, rank=55)
-    assert faults.recovered_at(strike, running(12.0, processes=new, restarts=(begun,))) is None
-    assert faults.recovered_at(strike, running(12.0, processes=new, restarting={"trainer": 11.0})) is None
+    assert faults.recovered_at(fault, running(12.0, processes=new, restarts=(begun,))) is None
+    assert faults.recovered_at(fault, running(12.0, processes=new, restarting={"trainer": 11.0})) is None
     ended = replace(begun, recovered_at=14.0)
-    assert faults.recovered_at(strike, running(15.0, processes=new, restarts=(ended,))) == 14.0
+    assert faults.recovered_at(fault, running(15.0, processes=new, restarts=(ended,))) == 14.0
 
 
 def test_the_queue_has_recovered_once_its_successor_answers() -> None:
-    strike = struck("queue kill", "queue")
+    fault = injected("queue kill", "queue")
     new = moved(running(0.0), queue=22)
-    assert faults.recovered_at(strike, running(12.0, processes=new, silent_s={"queue": 1.0})) is None
-    assert faults.recovered_at(strike, running(12.5, processes=new)) == 12.5
+    assert faults.recovered_at(fault, running(12.0, processes=new, silent_s={"queue": 1.0})) is None
+    assert faults.recovered_at(fault, running(12.5, processes=new)) == 12.5
 
 
 def test_an_engine_has_recovered_once_enough_replicas_serve() -> None:
-    strike = struck("engine kill", "replica", "engine")
-    assert faults.recovered_at(strike, running(12.0)) is None, "the last report comes from the old engine"
+    fault = injected("engine kill", "replica", "engine")
+    assert faults.recovered_at(fault, running(12.0)) is None, "the last report comes from the old engine"
     coming = replica("b", 66, 77, at=20.0, phase="starting")
-    assert faults.recovered_at(strike, running(20.0, replicas=(coming,))) is None
+    assert faults.recovered_at(fault, running(20.0, replicas=(coming,))) is None
     up = replica("b", 66, 77, at=30.0)
-    assert faults.recovered_at(strike, running(30.5, replicas=(up,))) == 30.0
-    assert faults.recovered_at(strike, running(30.5, replicas=(up,), num_replicas=2)) is None
+    assert faults.recovered_at(fault, running(30.5, replicas=(up,))) == 30.0
+    assert faults.recovered_at(fault, running(30.5, replicas=(up,), num_replicas=2)) is None
 
 
 def test_a_stopped_driver_has_recovered_once_it_knows_every_part() -> None:
-    strike = struck("driver stop", "driver")
+    fault = injected("driver stop", "driver")
     stale = (replica("a", 6, 7, at=10.2),)
-    assert faults.driver_back_at(strike, running(10.2)) is None, "written before it continued"
-    assert faults.driver_back_at(strike, running(12.0, replicas=stale)) is None
-    assert faults.driver_back_at(strike, running(12.0, silent_s={"queue": 9.0})) is None
-    assert faults.driver_back_at(strike, running(12.0, restarting={"trainer": 11.0})) is None
-    assert faults.driver_back_at(strike, running(12.0)) == 12.0
+    assert faults.driver_back_at(fault, running(10.2)) is None, "written before it continued"
+    assert faults.driver_back_at(fault, running(12.0, replicas=stale)) is None
+    assert faults.driver_back_at(fault, running(12.0, silent_s={"queue": 9.0})) is None
+    assert faults.driver_back_at(fault, running(12.0, restarting={"trainer": 11.0})) is None
+    assert faults.driver_back_at(fault, running(12.0)) == 12.0
 
 
 def test_only_replacements_since_the_fault_are_reported() -> None:
@@ -374,10 +375,10 @@ def test_only_replacements_since_the_fault_are_reported() -> None:
 
 def test_a_silent_replica_is_not_a_working_part() -> None:
     gone = replica("a", 6, 7, at=1.0)
-    assert {process.part for process in faults.at_work(running(2.0, replicas=(gone,)))} == {
+    assert {process.part for process in faults.working_processes(running(2.0, replicas=(gone,)))} == {
         "queue", "rollouter", "trainer", "rank", "replica", "engine",
     }  # fmt: skip
-    assert {process.part for process in faults.at_work(running(20.0, replicas=(gone,)))} == {
+    assert {process.part for process in faults.working_processes(running(20.0, replicas=(gone,)))} == {
         "queue", "rollouter", "trainer", "rank",
     }  # fmt: skip
 
@@ -413,7 +414,7 @@ def test_a_torn_log_loses_no_committed_row(tmp_path: Path, seed: int) -> None:
 
 def test_payloads_are_damaged_if_the_run_has_any(tmp_path: Path) -> None:
     for damage in (disk.flip_payload, disk.tear_journal):
-        with pytest.raises(disk.NothingThereError):
+        with pytest.raises(disk.NothingToDamageError):
             damage(tmp_path, random.Random(0))
     (tmp_path / "samples").mkdir()
     path = tmp_path / "samples" / "1-1.safetensors"
@@ -439,9 +440,9 @@ def test_the_reward_function_fails_on_demand(tmp_path: Path) -> None:
         return found
 
     assert set(scores()) == {"1.0"}
-    assert task.num_met(path) == 0
-    task.go_wrong(path, "raise")
+    assert task.num_failed_calls(path) == 0
+    task.start_failing(path, "raise")
     assert {"raised", "1.0"} == set(found := scores())
-    assert task.num_met(path) == found.count("raised")
-    task.go_wrong(path, "nan")
+    assert task.num_failed_calls(path) == found.count("raised")
+    task.start_failing(path, "nan")
     assert {"nan", "1.0"} == set(scores())

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
-from benchmarks.chaos.faults import Strike, kind_named
-from benchmarks.chaos.injector import Dealer, NotDealtError
-from benchmarks.chaos.launches import ChaosLaunch, lives
+from benchmarks.chaos.faults import InjectedFault, kind_named
+from benchmarks.chaos.injector import FaultInjector, NotInjectedError
+from benchmarks.chaos.launches import ChaosLaunch, is_alive
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
-from benchmarks.chaos.run_under_test import Subject
+from benchmarks.chaos.run_under_test import RunUnderTest
 
 PROBE_S = 0.2
 LIMIT_S = 20.0
@@ -29,20 +29,20 @@ PARTS = ("driver", "queue", "rollouter", "trainer")
 Processes = dict[str, subprocess.Popen[bytes]]
 
 
-class Standing(Subject):
+class FakeRun(RunUnderTest):
     """A run that trains until the test ends."""
 
     def __init__(self, path: Path, outcome: ChaosOutcome, processes: Processes) -> None:
         super().__init__(ChaosOptions(0, 60.0, None, None, path), outcome, lambda line: None)
         self.outcome = outcome
         self._processes = processes
-        self._standing = ChaosLaunch(processes["driver"], path / "launch.txt")
+        self._fake = ChaosLaunch(processes["driver"], path / "launch.txt")
         self.was_stopped: set[str] = set()
-        """Parts that `look` has found stopped."""
+        """Parts that `poll` has found stopped."""
 
     @property
     def launch(self) -> ChaosLaunch:
-        return self._standing
+        return self._fake
 
     def state(self) -> RunState:
         now = time.time()
@@ -51,7 +51,7 @@ class Standing(Subject):
             now, now - 9.0, self.launch.pid, "running", "chaos", "fully_async", processes=found, num_replicas=0
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Wait until a process shows as stopped, which takes a while on a busy machine."""
         limit = time.monotonic() + LIMIT_S
         while not self.was_stopped and time.monotonic() < limit:
@@ -73,92 +73,92 @@ def processes() -> Iterator[Processes]:
 
 
 @pytest.fixture
-def subject(tmp_path: Path, processes: Processes) -> Standing:
-    standing = Standing(tmp_path, ChaosOutcome(), processes)
-    standing.run_dir.mkdir(parents=True)
-    return standing
+def run(tmp_path: Path, processes: Processes) -> FakeRun:
+    fake = FakeRun(tmp_path, ChaosOutcome(), processes)
+    fake.run_dir.mkdir(parents=True)
+    return fake
 
 
-def dealer(subject: Standing) -> Dealer:
-    options = ChaosOptions(0, 60.0, None, None, subject.run_dir, settings={"timeouts.probe_s": str(PROBE_S)})
-    return Dealer(subject, options, random.Random(0), None)
+def make_injector(run: FakeRun) -> FaultInjector:
+    options = ChaosOptions(0, 60.0, None, None, run.run_dir, settings={"timeouts.probe_s": str(PROBE_S)})
+    return FaultInjector(run, options, random.Random(0), None)
 
 
 # ------------------------------------------------------------------------------------------------ a crash
 
 
 @pytest.mark.parametrize("name", ["journal tear", "payload flip"])
-def test_a_fault_without_a_target_is_skipped(subject: Standing, processes: Processes, name: str) -> None:
-    with pytest.raises(NotDealtError, match=r"no log|no payload files"):
-        dealer(subject).deal(kind_named(name), 1)
-    assert all(lives(process.pid) for process in processes.values())
+def test_a_fault_without_a_target_is_skipped(run: FakeRun, processes: Processes, name: str) -> None:
+    with pytest.raises(NotInjectedError, match=r"no log|no payload files"):
+        make_injector(run).inject(kind_named(name), 1)
+    assert all(is_alive(process.pid) for process in processes.values())
     limit = time.monotonic() + LIMIT_S
     while any(is_stopped(process) for process in processes.values()):
         assert time.monotonic() < limit
         time.sleep(0.01)
 
 
-def test_the_journal_writer_is_killed_before_its_journal_is_torn(subject: Standing, processes: Processes) -> None:
-    connection = sqlite3.connect(subject.run_dir / "journal.db", isolation_level=None)
+def test_the_journal_writer_is_killed_before_its_journal_is_torn(run: FakeRun, processes: Processes) -> None:
+    connection = sqlite3.connect(run.run_dir / "journal.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("CREATE TABLE rows (number INTEGER)")
-    strike = dealer(subject).deal(kind_named("journal tear"), 1)
+    fault = make_injector(run).inject(kind_named("journal tear"), 1)
     connection.close()
-    assert "journal.db-wal" in strike.note and not strike.lived
+    assert "journal.db-wal" in fault.note and not fault.launch_survived
     assert [processes[part].wait(LIMIT_S) for part in ("driver", "queue", "rollouter")] == [-signal.SIGKILL] * 3
-    assert lives(processes["trainer"].pid), "the fault does not kill the Trainer, which ends with the launch"
+    assert is_alive(processes["trainer"].pid), "the fault does not kill the Trainer, which ends with the launch"
 
 
-def test_no_process_stays_stopped_when_the_journal_writer_has_gone(subject: Standing, processes: Processes) -> None:
+def test_no_process_stays_stopped_when_the_journal_writer_has_gone(run: FakeRun, processes: Processes) -> None:
     processes["rollouter"].kill()
     processes["rollouter"].wait()
-    with pytest.raises(NotDealtError, match="rollouter"):
-        dealer(subject).deal(kind_named("journal tear"), 1)
-    assert lives(processes["driver"].pid) and lives(processes["queue"].pid)
+    with pytest.raises(NotInjectedError, match="rollouter"):
+        make_injector(run).inject(kind_named("journal tear"), 1)
+    assert is_alive(processes["driver"].pid) and is_alive(processes["queue"].pid)
 
 
 # ------------------------------------------------------------------------------------------------ a stopped driver
 
 
-def stopped(subject: Standing) -> tuple[Dealer, Strike, RunState]:
+def stopped(run: FakeRun) -> tuple[FaultInjector, InjectedFault, RunState]:
     """Stop a driver. The last returned value is a state that the driver writes after all probes are answered."""
-    by = dealer(subject)
+    injector = make_injector(run)
     began = time.time()
-    strike = by.deal(kind_named("driver stop"), 1)
-    assert subject.was_stopped == {"driver"}
-    assert strike.at - began > PROBE_S
-    assert strike.before is not None
-    return by, strike, replace(strike.before, written_at=strike.at + 2 * PROBE_S, step=1)
+    fault = injector.inject(kind_named("driver stop"), 1)
+    assert run.was_stopped == {"driver"}
+    assert fault.at - began > PROBE_S
+    assert fault.before is not None
+    return injector, fault, replace(fault.before, written_at=fault.at + 2 * PROBE_S, step=1)
 
 
-def over(by: Dealer, strike: Strike, settled: RunState, **changes: Any) -> float | None:
+def recovery(injector: FaultInjector, fault: InjectedFault, settled: RunState, **changes: Any) -> float | None:
     """Check a state that the driver writes soon after it continues, and then the settled one."""
-    assert by.over(strike, replace(settled, written_at=strike.at + PROBE_S / 2, **changes)) is None, (
+    assert injector.recovered_at(fault, replace(settled, written_at=fault.at + PROBE_S / 2, **changes)) is None, (
         "a replacement may still follow"
     )
-    return by.over(strike, replace(settled, **changes))
+    return injector.recovered_at(fault, replace(settled, **changes))
 
 
-def test_a_stopped_driver_must_replace_nothing(subject: Standing) -> None:
-    by, strike, settled = stopped(subject)
-    assert by.over(strike, replace(settled, step=0)) is None, "the run has made no progress since then"
-    assert over(by, strike, settled) == strike.at + PROBE_S / 2, "the driver is back at the time of its first state"
-    assert strike.lived and subject.outcome.violations == []
+def test_a_stopped_driver_must_replace_nothing(run: FakeRun) -> None:
+    injector, fault, settled = stopped(run)
+    assert injector.recovered_at(fault, replace(settled, step=0)) is None, "the run has made no progress since then"
+    assert recovery(injector, fault, settled) == fault.at + PROBE_S / 2, "the time of the driver's first new state"
+    assert fault.launch_survived and run.outcome.violations == []
 
 
-def test_a_replacement_after_a_stopped_driver_is_a_broken_promise(subject: Standing) -> None:
-    by, strike, settled = stopped(subject)
-    restart = Restart("trainer", 2, strike.at, "it did not answer", strike.at)
-    assert over(by, strike, settled, restarts=(restart,)) is not None
-    (found,) = subject.outcome.violations
+def test_a_replacement_after_a_stopped_driver_is_a_broken_promise(run: FakeRun) -> None:
+    injector, fault, settled = stopped(run)
+    restart = Restart("trainer", 2, fault.at, "it did not answer", fault.at)
+    assert recovery(injector, fault, settled, restarts=(restart,)) is not None
+    (found,) = run.outcome.violations
     assert found.promise == "nothing is replaced for a driver that was stopped"
     assert "trainer: it did not answer" in found.details
 
 
-def test_an_unreported_kill_after_a_stopped_driver_is_found(subject: Standing, processes: Processes) -> None:
-    by, strike, settled = stopped(subject)
+def test_an_unreported_kill_after_a_stopped_driver_is_found(run: FakeRun, processes: Processes) -> None:
+    injector, fault, settled = stopped(run)
     processes["queue"].kill()
     processes["queue"].wait()
-    assert over(by, strike, settled) is not None
-    (found,) = subject.outcome.violations
+    assert recovery(injector, fault, settled) is not None
+    (found,) = run.outcome.violations
     assert f"queue (pid {processes['queue'].pid}) is gone" in found.details

@@ -7,7 +7,7 @@ from collections import Counter
 from asyncrl.core.types import DropReason
 from asyncrl.queue.journal_reader import SampleHistories
 from asyncrl.queue.state import QueueState
-from benchmarks.chaos.promises import Accounts, Fate, surviving, violations
+from benchmarks.chaos.promises import Fate, RunRecords, surviving_samples, violations
 from benchmarks.chaos.records import journal_facts
 from benchmarks.chaos.watch import broken_calls
 from tests.fuzz.world import FuzzWorld
@@ -25,25 +25,25 @@ def check(world: FuzzWorld) -> None:
     for operation in operations:
         histories.add(0.0, operation)
         operation.apply(state)
-    accounts = Accounts(
+    records = RunRecords(
         fates=[Fate(record.sample_id, record.state, record.reason) for record in histories.records()],
         counts=state.counts(),
         trained=files.trained,
         turns=files.turns.log,
         metas=facts.metas,
-        generated_anew=facts.anew | world.let_go,
+        generated_anew=facts.generated_anew | world.let_go,
         rewinds=facts.rewinds,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
         # With over-sampling, a requeued sample may never be needed again.
         completed=not over_sampled,
         max_staleness=drift.max_staleness if drift.stale_action == "drop" else None,
     )
-    broken = violations(accounts)
+    broken = violations(records)
     assert not broken, "\n".join(f"{one.promise}: {one.details}" for one in broken)
     assert not world.broken, "\n".join(world.broken)
     _check_model(world)
     _check_validations(world)
-    _check_poison(world, accounts)
+    _check_poison(world, records)
     _check_staleness(world)
     steps = setup.config.trainer.total_training_steps
     assert world.completed_step == steps, f"the run ended at step {world.completed_step} of {steps}"
@@ -56,7 +56,7 @@ def _check_model(world: FuzzWorld) -> None:
     newest = checkpoints[max(checkpoints)]
     step, epochs = newest.progress.step, world.setup.config.trainer.ppo_epochs
     # The checkpoint does not contain the steps that were recorded after it.
-    recorded = surviving([*world.files.trained, {"rewound_to_step": step}])
+    recorded = surviving_samples([*world.files.trained, {"rewound_to_step": step}])
     counts = Counter(newest.model)
     assert set(counts) == set(recorded), f"checkpoint {step} has {sorted(counts)}, the record {sorted(recorded)}"
     over = {sample_id: count for sample_id, count in counts.items() if count > epochs}
@@ -74,7 +74,7 @@ def _check_validations(world: FuzzWorld) -> None:
         assert last == world.completed_step, f"the last validation is of step {last} of {world.completed_step}"
 
 
-def _check_poison(world: FuzzWorld, accounts: Accounts) -> None:
+def _check_poison(world: FuzzWorld, records: RunRecords) -> None:
     """Check that a sample that crashes every engine is dropped, and no other one if there are no other faults."""
     setup = world.setup
     # Each conversation of a sample is a separate suspect.
@@ -85,7 +85,7 @@ def _check_poison(world: FuzzWorld, accounts: Accounts) -> None:
     cut = setup.config.rollout.over_sample.samples > 0 and setup.config.rollout.over_sample.unfinished != "drop"
     assert not over or setup.faults or cut, f"poison that has crashed more than {limit} engines: {over}"
     if not setup.faults and setup.stragglers == 0 and setup.reward_fails == 0:
-        failed = [fate.sample_id for fate in accounts.fates if fate.reason == DropReason.FAILED]
+        failed = [fate.sample_id for fate in records.fates if fate.reason == DropReason.FAILED]
         innocent = [sample_id for sample_id in failed if not world.is_poisonous(sample_id)]
         assert not innocent, f"innocent samples were dropped as failed: {innocent}"
 

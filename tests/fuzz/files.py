@@ -10,7 +10,7 @@ from asyncrl.core.records import ValidationRecord
 from asyncrl.core.types import Sample, SampleId, Turn
 from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.storage.sample_bytes import FileRef
-from benchmarks.chaos.promises import TurnDone
+from benchmarks.chaos.promises import CompletedTurn
 from tests.fakes.parts import MemoryTurns
 from tests.fuzz.journal import Disk
 from tests.fuzz.setup import FuzzSetup
@@ -42,11 +42,11 @@ class Files:
 class CountedTurns(MemoryTurns):
     def __init__(self) -> None:
         super().__init__()
-        self.log: list[TurnDone] = []
+        self.log: list[CompletedTurn] = []
 
     async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
         await super().record(sample_id, key, turn)
-        self.log.append(TurnDone(sample_id, key, len(turn.response_ids), turn.spans))
+        self.log.append(CompletedTurn(sample_id, key, len(turn.response_ids), turn.spans))
 
 
 class MemoryFiles:

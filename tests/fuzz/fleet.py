@@ -78,12 +78,12 @@ class FuzzFleet(serving.ServeFleet):
     async def generate(
         self, requests: Sequence[GenerateRequest], *, session: str
     ) -> AsyncGenerator[GenerationEvent, None]:
-        async with aclosing(self._watch.generating(super().generate(requests, session=session), requests)) as events:
+        async with aclosing(self._watch.record_turns(super().generate(requests, session=session), requests)) as events:
             async for event in events:
                 yield event
 
     def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> ReplicaStream:
-        return self._watch.calling(self._engines.call(requests, session), requests)
+        return self._watch.record_failures(self._engines.call(requests, session), requests)
 
     async def _everywhere(self, method: str, *args: Any, limit_s: float) -> list[Any]:
         assert method == "apply_version"
