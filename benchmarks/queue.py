@@ -39,9 +39,9 @@ from asyncrl.queue.sample_queue import QueueOptions, SampleQueue
 from benchmarks.report import Table, arguments, report
 from benchmarks.running import alternating, local_ray, ratio
 
-IN_HAND = 64
+MAX_RUNNING = 64
 LEASE = 64
-UNDER_WAY = 4 * LEASE
+QUEUE_CAPACITY = 4 * LEASE
 TRAJECTORIES = 8
 CALL_TIMEOUT_S = 120.0
 LEASES_PER_CHECKPOINT = 8
@@ -112,20 +112,20 @@ class ThroughQueue:
         self._payloads = payloads
 
     async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pacer) -> None:
-        in_hand = anyio.Semaphore(IN_HAND)
+        running = anyio.Semaphore(MAX_RUNNING)
         async with anyio.create_task_group() as tasks:
             fed = 0
             while fed < num_samples:
-                admission = await self._queue.admit(min(IN_HAND, num_samples - fed), timeout_s=10)
+                admission = await self._queue.admit(min(MAX_RUNNING, num_samples - fed), timeout_s=10)
                 fed += len(admission.sample_ids)
                 for sample_id in admission.sample_ids:
-                    await in_hand.acquire()
+                    await running.acquire()
                     await pace.next()
-                    tasks.start_soon(self._one, make(sample_id.index), in_hand)
+                    tasks.start_soon(self._one, make(sample_id.index), running)
 
-    async def _one(self, sample: Sample, in_hand: anyio.Semaphore) -> None:
+    async def _one(self, sample: Sample, running: anyio.Semaphore) -> None:
         await self._queue.offer(sample_meta(sample), await self._payloads.put(sample))
-        in_hand.release()
+        running.release()
 
     async def consume(self, num_samples: int, batch: int, took: Callable[[list[Sample]], None]) -> None:
         trained = 0
@@ -144,7 +144,7 @@ class ThroughQueue:
                     tasks.start_soon(self._queue.set_applied_version, trained // LEASE)
             if trained // LEASE > version and trained // LEASE % LEASES_PER_CHECKPOINT == 0:
                 await self._queue.mark(trained // LEASE)
-                await self._queue.covered(trained // LEASE)
+                await self._queue.cover(trained // LEASE)
 
 
 class DequeActor:
@@ -176,16 +176,16 @@ class ThroughDeque:
         self._actor = handle
 
     async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pacer) -> None:
-        in_hand = anyio.Semaphore(IN_HAND)
+        running = anyio.Semaphore(MAX_RUNNING)
         async with anyio.create_task_group() as tasks:
             for index in range(1, num_samples + 1):
-                await in_hand.acquire()
+                await running.acquire()
                 await pace.next()
-                tasks.start_soon(self._one, make(index), in_hand)
+                tasks.start_soon(self._one, make(index), running)
 
-    async def _one(self, sample: Sample, in_hand: anyio.Semaphore) -> None:
+    async def _one(self, sample: Sample, running: anyio.Semaphore) -> None:
         await self._actor.put.remote(ray.cloudpickle.dumps(sample))
-        in_hand.release()
+        running.release()
 
     async def consume(self, num_samples: int, batch: int, took: Callable[[list[Sample]], None]) -> None:
         taken = 0
@@ -196,7 +196,7 @@ class ThroughDeque:
             taken += wanted
 
 
-WAYS: dict[str, Callable[[Any, Path], QueueTransport]] = {
+TRANSPORTS: dict[str, Callable[[Any, Path], QueueTransport]] = {
     "journal on": lambda handle, run_dir: ThroughQueue(handle, FilePayloads(run_dir, incarnation=1)),
     "journal off": lambda handle, _: ThroughQueue(handle, RayPayloads(CALL_TIMEOUT_S)),
     "deque": lambda handle, _: ThroughDeque(handle),
@@ -205,23 +205,23 @@ WAYS: dict[str, Callable[[Any, Path], QueueTransport]] = {
 
 class ProducerActor:
     async def run(
-        self, way: str, handle: Any, run_dir: Path, num_samples: int, num_bytes: int, interval_s: float
+        self, transport: str, handle: Any, run_dir: Path, num_samples: int, num_bytes: int, interval_s: float
     ) -> float:
         """Produce the samples and return the start time; `generate_s` of a sample holds the time it was made."""
         # No two samples of a batch may share an array: pickle would write it once.
-        pool = [make_sample(num_bytes, seed) for seed in range(max(8, min(IN_HAND, (64 << 20) // num_bytes)))]
+        pool = [make_sample(num_bytes, seed) for seed in range(max(8, min(MAX_RUNNING, (64 << 20) // num_bytes)))]
         started = time.monotonic()
 
         def make(index: int) -> Sample:
             return replace(pool[index % len(pool)], sample_id=SampleId(0, index), generate_s=time.monotonic())
 
-        await WAYS[way](handle, run_dir).produce(num_samples, make, Pacer(interval_s))
+        await TRANSPORTS[transport](handle, run_dir).produce(num_samples, make, Pacer(interval_s))
         return started
 
 
 class ConsumerActor:
     async def run(
-        self, way: str, handle: Any, run_dir: Path, num_samples: int, num_bytes: int, batch: int
+        self, transport: str, handle: Any, run_dir: Path, num_samples: int, num_bytes: int, batch: int
     ) -> tuple[float, list[float]]:
         """Consume the samples; return the end time and the latency of each sample in seconds."""
         latencies: list[float] = []
@@ -235,20 +235,20 @@ class ConsumerActor:
             for sample in samples:
                 reader.read(sample)
 
-        await WAYS[way](handle, run_dir).consume(num_samples, batch, took)
+        await TRANSPORTS[transport](handle, run_dir).consume(num_samples, batch, took)
         if len(seen) != num_samples:
             raise RuntimeError(f"{num_samples} samples were taken, but only {len(seen)} different ones")
         return time.monotonic(), latencies
 
 
-def start(way: str, run_dir: Path) -> Any:
-    """Start an empty queue of this kind with room for `UNDER_WAY` samples."""
-    if way == "deque":
+def start(transport: str, run_dir: Path) -> Any:
+    """Start an empty queue of this kind with room for `QUEUE_CAPACITY` samples."""
+    if transport == "deque":
         actor: Any = ray.remote(DequeActor)
-        return actor.options(num_cpus=0, max_concurrency=1000).remote(UNDER_WAY)
-    pacing = Pacing(samples_per_version=LEASE, staleness_threshold=UNDER_WAY / LEASE - 1)
+        return actor.options(num_cpus=0, max_concurrency=1000).remote(QUEUE_CAPACITY)
+    pacing = Pacing(samples_per_version=LEASE, staleness_threshold=QUEUE_CAPACITY / LEASE - 1)
     options = QueueOptions(prompts_per_epoch=1 << 40, pacing=pacing)
-    return start_queue(options, run_dir=run_dir if way == "journal on" else None)
+    return start_queue(options, run_dir=run_dir if transport == "journal on" else None)
 
 
 class StreamRunner:
@@ -266,16 +266,16 @@ class StreamRunner:
         self._consumer = consumer.options(num_cpus=0).remote()
 
     def __call__(
-        self, way: str, num_bytes: int, num_samples: int, *, interval_s: float = 0.0
+        self, transport: str, num_bytes: int, num_samples: int, *, interval_s: float = 0.0
     ) -> tuple[float, list[float]]:
         """Return samples per second, and the latency of each sample in seconds."""
         with tempfile.TemporaryDirectory(dir=self._root) as directory:
             run_dir = Path(directory)
-            handle = start(way, run_dir)
+            handle = start(transport, run_dir)
             ray.get(handle.__ray_ready__.remote())
             batch = 1 if interval_s else LEASE
-            taken = self._consumer.run.remote(way, handle, run_dir, num_samples, num_bytes, batch)
-            produced = self._producer.run.remote(way, handle, run_dir, num_samples, num_bytes, interval_s)
+            taken = self._consumer.run.remote(transport, handle, run_dir, num_samples, num_bytes, batch)
+            produced = self._producer.run.remote(transport, handle, run_dir, num_samples, num_bytes, interval_s)
             started = ray.get(produced)
             ended, latencies = ray.get(taken)
             ray.kill(handle)
@@ -315,7 +315,7 @@ def main() -> None:
         help="a directory on the disk to measure (default: the working directory)",
     )
     args = parser.parse_args()
-    ways = [way for way in WAYS if args.journal or way != "journal on"]
+    transports = [transport for transport in TRANSPORTS if args.journal or transport != "journal on"]
     rows: Table = []
     ratios: dict[str, dict[str, float]] = {}
     memory = {"object_store_memory": 3 << 30}
@@ -325,30 +325,30 @@ def main() -> None:
     ):
         one_round = StreamRunner(Path(root))
         for size in SIZES:
-            rates, latencies = measure(one_round, size, ways, args.rounds)
-            for way in ways:
-                row = {"size": size.name, "through": way}
-                rows.append({**row, **figures(rates[way], latencies[way], size.num_bytes)})
-            for way, other in itertools.pairwise(ways):
-                ratios.setdefault(f"{way} / {other}", {})[size.name] = round(ratio(rates[way], rates[other]), 2)
+            rates, latencies = measure(one_round, size, transports, args.rounds)
+            for transport in transports:
+                row = {"size": size.name, "through": transport}
+                rows.append({**row, **figures(rates[transport], latencies[transport], size.num_bytes)})
+            for one, other in itertools.pairwise(transports):
+                ratios.setdefault(f"{one} / {other}", {})[size.name] = round(ratio(rates[one], rates[other]), 2)
     report("queue", rows, args.json, aim=AIM, ratio=ratios)
 
 
 def measure(
-    one_round: StreamRunner, size: PayloadSize, ways: Sequence[str], rounds: int
+    one_round: StreamRunner, size: PayloadSize, transports: Sequence[str], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the rate of each round and the latencies of all samples, by transport.
 
     The transports alternate; the first round is a warm-up and does not count.
     """
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    latencies: dict[str, list[float]] = {way: [] for way in ways}
-    for counts, way in alternating(ways, rounds):
-        rate, _ = one_round(way, size.num_bytes, size.num_samples)
-        _, paced = one_round(way, size.num_bytes, size.paced, interval_s=size.interval_s)
+    rates: dict[str, list[float]] = {transport: [] for transport in transports}
+    latencies: dict[str, list[float]] = {transport: [] for transport in transports}
+    for counts, transport in alternating(transports, rounds):
+        rate, _ = one_round(transport, size.num_bytes, size.num_samples)
+        _, paced = one_round(transport, size.num_bytes, size.paced, interval_s=size.interval_s)
         if counts:
-            rates[way].append(rate)
-            latencies[way] += paced
+            rates[transport].append(rate)
+            latencies[transport] += paced
     return rates, latencies
 
 

@@ -101,18 +101,18 @@ def measure(cases: Sequence[UpdateCase], peak_tflops: float | None = None) -> li
             if not path.exists():
                 _make(case, path)
             measured = take_turns(case, path, Path(directory) / f"case_{number}")
-            table += [_row(case, way, measured, peak_tflops) for way in ("padded", "packed")]
+            table += [_row(case, layout, measured, peak_tflops) for layout in ("padded", "packed")]
     return table
 
 
-def _row(case: UpdateCase, way: str, measured: UpdateTimes, peak_tflops: float | None) -> dict[str, Any]:
-    ours = measured.tokens / statistics.median(measured.times_s[way])
+def _row(case: UpdateCase, layout: str, measured: UpdateTimes, peak_tflops: float | None) -> dict[str, Any]:
+    ours = measured.tokens / statistics.median(measured.times_s[layout])
     plain = measured.tokens / statistics.median(measured.times_s["plain"]) if measured.times_s["plain"] else None
     row: dict[str, Any] = {
         "model": case.model,
         "engine": f"local, {case.device}" if case.ranks == 1 else f"fsdp2 x {case.ranks}, {case.device}",
         "lengths": case.lengths,
-        "layout": way,
+        "layout": layout,
         "tokens": measured.tokens,
         "tokens_per_s": ours,
         "plain_tokens_per_s": plain,
@@ -121,7 +121,7 @@ def _row(case: UpdateCase, way: str, measured: UpdateTimes, peak_tflops: float |
     if case.device == "cuda":
         achieved = measured.flops / measured.tokens * ours
         row["mfu"] = achieved / (1e12 * peak_tflops) if peak_tflops else None
-        row["peak_GB"] = measured.peak_bytes[way] / 1e9
+        row["peak_GB"] = measured.peak_bytes[layout] / 1e9
         row["plain_peak_GB"] = measured.peak_bytes["plain"] / 1e9
     return row
 

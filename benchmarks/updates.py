@@ -26,7 +26,7 @@ from trainer.engines.compute.packing import balance, input_lengths
 from trainer.engines.registry import EngineRegistry
 from trainer.workers.tensors import to_batch
 
-WAYS = ("plain", "padded", "packed")
+VARIANTS = ("plain", "padded", "packed")
 LR = 1e-6
 ALGORITHM = AlgorithmConfig(clip_ratio_c=None)
 """Plain PPO with a single clip."""
@@ -107,40 +107,40 @@ class _Runner:
 
     def in_turns(self) -> tuple[dict[str, list[float]], dict[str, int]]:
         """Set up all methods and run each of them once in every round."""
-        ways = {name: self._build(name) for name in WAYS}
-        self._compare({name: way.update() for name, way in ways.items()})
-        times_s: dict[str, list[float]] = {name: [] for name in WAYS}
+        variants = {name: self._build(name) for name in VARIANTS}
+        self._compare({name: variant.update() for name, variant in variants.items()})
+        times_s: dict[str, list[float]] = {name: [] for name in VARIANTS}
         for _ in range(self._case.rounds):
-            for name, way in ways.items():
-                times_s[name].append(self._timed(way))
-        for way in ways.values():
-            way.close()
-        return times_s, dict.fromkeys(WAYS, 0)
+            for name, variant in variants.items():
+                times_s[name].append(self._timed(variant))
+        for variant in variants.values():
+            variant.close()
+        return times_s, dict.fromkeys(VARIANTS, 0)
 
     def alone(self) -> tuple[dict[str, list[float]], dict[str, int]]:
         """Run one method after another, each with the whole GPU memory."""
-        times_s: dict[str, list[float]] = {name: [] for name in WAYS}
-        peak_bytes = dict.fromkeys(WAYS, 0)
+        times_s: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        peak_bytes = dict.fromkeys(VARIANTS, 0)
         losses = {}
-        for name in WAYS:
+        for name in VARIANTS:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            way = self._build(name)
+            variant = self._build(name)
             try:
-                losses[name] = way.update()
-                times_s[name] = [self._timed(way) for _ in range(self._case.rounds)]
+                losses[name] = variant.update()
+                times_s[name] = [self._timed(variant) for _ in range(self._case.rounds)]
             except torch.OutOfMemoryError:
                 times_s[name] = []
             peak_bytes[name] = torch.cuda.max_memory_allocated()
-            way.close()
-            del way
+            variant.close()
+            del variant
         self._compare(losses)
         return times_s, peak_bytes
 
-    def _timed(self, way: UpdateMethod) -> float:
+    def _timed(self, variant: UpdateMethod) -> float:
         self._meet()
         started = time.perf_counter()
-        way.update()
+        variant.update()
         self._meet()
         return time.perf_counter() - started
 

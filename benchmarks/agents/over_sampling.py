@@ -23,7 +23,7 @@ SAMPLES = 16
 VERSIONS = 3
 LENGTHS = TurnLengths(median=48, sigma=0.6, longest=600, prompt_sigma=0.6)
 """The mean is 68 tokens, and the longest of 128 responses has 397."""
-WAYS: Mapping[str, Mapping[str, Any]] = {
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "samples 20 %": {"samples": 0.2, "unfinished": "drop"},
     f"n = {N} + 2": {"trajectories": 2, "unfinished": "drop"},
@@ -57,20 +57,20 @@ async def measure_over_sampling(
         versions: Versions per round.
         lengths: Response lengths.
     """
-    configs = {way: _config(settings, samples) for way, settings in WAYS.items()}
+    configs = {variant: _config(settings, samples) for variant, settings in VARIANTS.items()}
     prompts = SumPrompts(configs["none"])
-    measured: dict[str, list[OverSamplingRound]] = {way: [] for way in WAYS}
+    measured: dict[str, list[OverSamplingRound]] = {variant: [] for variant in VARIANTS}
     for number in range(-1, rounds):
         print_progress(f"over-sampling, round {number + 1} of {rounds}" if number >= 0 else "over-sampling, warming up")
-        for way, config in configs.items():
+        for variant, config in configs.items():
             work = RolloutWork(config, prompts, DrawnFleet(fleet, lengths, seed=number))
             if number < 0:
                 await take(work, 1)
                 break
             before = await generated_tokens()
             outcome = await take(work, versions)
-            measured[way].append(OverSamplingRound(outcome, await generated_tokens() - before))
-    return [_row(way, measured) for way in WAYS]
+            measured[variant].append(OverSamplingRound(outcome, await generated_tokens() - before))
+    return [_row(variant, measured) for variant in VARIANTS]
 
 
 def _config(over_sample: Mapping[str, Any], samples: int) -> Config:
@@ -90,18 +90,18 @@ def _config(over_sample: Mapping[str, Any], samples: int) -> Config:
     )
 
 
-def _row(way: str, measured: Mapping[str, list[OverSamplingRound]]) -> dict[str, Any]:
+def _row(variant: str, measured: Mapping[str, list[OverSamplingRound]]) -> dict[str, Any]:
     """Return the table row of a setting. `tokens` is the mean length of the accepted responses; `wasted` is the number
     of tokens in all other responses."""
-    mine = measured[way]
+    mine = measured[variant]
     seconds = {name: [one.outcome.seconds for one in some] for name, some in measured.items()}
     tokens, generated = sum(one.outcome.sampled_tokens for one in mine), sum(one.generated for one in mine)
     return {
-        "over-sampling": way,
-        "s": statistics.median(seconds[way]),
-        "least": min(seconds[way]),
-        "most": max(seconds[way]),
-        "faster": ratio(seconds["none"], seconds[way]),
+        "over-sampling": variant,
+        "s": statistics.median(seconds[variant]),
+        "least": min(seconds[variant]),
+        "most": max(seconds[variant]),
+        "faster": ratio(seconds["none"], seconds[variant]),
         "tokens": tokens / sum(one.outcome.trajectories for one in mine),
         "wasted": generated - tokens,
         "wasted %": 100 * (generated - tokens) / generated,

@@ -17,7 +17,7 @@ from rollouter.agent.loop import BuiltInAgent
 IN_FLIGHT = 64
 LATENCY_S = 0.5
 BATCHES = 3
-WAYS = ("barrier", "streaming")
+VARIANTS = ("barrier", "streaming")
 
 
 async def measure_tools(
@@ -38,20 +38,20 @@ async def measure_tools(
         batches: Batches of `IN_FLIGHT` trajectories in a round.
         lengths: Lengths of turns.
     """
-    configs = {way: _config(latency_s, jitter, ahead) for way, ahead in zip(WAYS, (0, batches), strict=True)}
+    configs = {name: _config(latency_s, jitter, ahead) for name, ahead in zip(VARIANTS, (0, batches), strict=True)}
     prompts, agent = SumPrompts(configs["barrier"]), make_agent(configs["barrier"])
-    outcomes: dict[str, list[RolloutOutcome]] = {way: [] for way in WAYS}
+    outcomes: dict[str, list[RolloutOutcome]] = {variant: [] for variant in VARIANTS}
     async with agent:
         for number in range(-1, rounds):
             print_progress(f"tools, round {number + 1} of {rounds}" if number >= 0 else "tools, warming up")
-            for way, config in configs.items():
-                engines = BarrierFleet(fleet, IN_FLIGHT) if way == "barrier" else fleet
+            for variant, config in configs.items():
+                engines = BarrierFleet(fleet, IN_FLIGHT) if variant == "barrier" else fleet
                 work = RolloutWork(config, prompts, DrawnFleet(engines, lengths, seed=number), agent)
                 if number >= 0:
-                    outcomes[way].append(_checked(await take(work, batches), agent))
-                elif way == "streaming":
+                    outcomes[variant].append(_checked(await take(work, batches), agent))
+                elif variant == "streaming":
                     await take(work, 1)
-    return [_row(way, outcomes) for way in WAYS]
+    return [_row(variant, outcomes) for variant in VARIANTS]
 
 
 def _config(latency_s: float, jitter: float, ahead: float) -> Config:
@@ -81,15 +81,15 @@ def _checked(outcome: RolloutOutcome, agent: BuiltInAgent) -> RolloutOutcome:
     return outcome
 
 
-def _row(way: str, outcomes: dict[str, list[RolloutOutcome]]) -> dict[str, Any]:
-    mine = outcomes[way]
+def _row(variant: str, outcomes: dict[str, list[RolloutOutcome]]) -> dict[str, Any]:
+    mine = outcomes[variant]
     rates = {name: [one.trajectories / one.seconds for one in some] for name, some in outcomes.items()}
     return {
-        "way": way,
+        "variant": variant,
         "trajectories": sum(one.trajectories for one in mine),
-        "per s": statistics.median(rates[way]),
-        "least": min(rates[way]),
-        "most": max(rates[way]),
+        "per s": statistics.median(rates[variant]),
+        "least": min(rates[variant]),
+        "most": max(rates[variant]),
         "tokens/s": statistics.median(one.sampled_tokens / one.seconds for one in mine),
-        "ratio": ratio(rates[way], rates["barrier"]),
+        "ratio": ratio(rates[variant], rates["barrier"]),
     }

@@ -94,7 +94,7 @@ class TorchSamples(TorchArrays):
 
 
 FINGERPRINT = {name: "sha256:" + 32 * "0" for name in ("prompt_ids", "sampling", "model", "tokenizer")} | {"n": "8"}
-WAYS: dict[str, Callable[[Path, Sequence[Generated]], SampleFormat]] = {
+FORMATS: dict[str, Callable[[Path, Sequence[Generated]], SampleFormat]] = {
     "skip": SkipRecords,
     "torch arrays": TorchArrays,
     "torch samples": TorchSamples,
@@ -110,20 +110,20 @@ def measure_files(directory: Path, sizes: Sequence[SampleSize], rounds: int) -> 
         megabytes = statistics.fmean(map(array_bytes, samples)) / 1e6
         for by, timed in CALLERS.items():
             print_progress(f"files, {size.name}, by the {by}")
-            times: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(OPS, WAYS)}
+            times: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(OPS, FORMATS)}
             for number in range(-1, rounds):  # the first round is a warm-up
-                for way in sorted(WAYS, reverse=bool(number % 2)):
-                    place = directory / f"{size.name}-{by}-{number}-{way}"
-                    made = WAYS[way](place, samples)
+                for format_name in sorted(FORMATS, reverse=bool(number % 2)):
+                    place = directory / f"{size.name}-{by}-{number}-{format_name}"
+                    made = FORMATS[format_name](place, samples)
                     for op, one in zip(OPS, (made.write, made.read), strict=True):
                         seconds = timed(op, one, size.records)
                         if number >= 0:
-                            times[op, way].append(seconds / size.records)
+                            times[op, format_name].append(seconds / size.records)
                     truncate_files(place)
-            for (op, way), taken in times.items():
+            for (op, format_name), taken in times.items():
                 rate = 1 / statistics.median(taken)
-                row = {"sample": size.name, "by": by, "what": op, "way": way, "per s": rate, "MB/s": rate * megabytes}
-                rows.append({**row, "skip faster": ratio(taken, times[op, "skip"])})
+                row = {"sample": size.name, "by": by, "what": op, "format": format_name, "per s": rate}
+                rows.append({**row, "MB/s": rate * megabytes, "skip faster": ratio(taken, times[op, "skip"])})
     return rows
 
 

@@ -24,7 +24,7 @@ from benchmarks.agents.conversations import MODEL, N, SlowTool, SumPrompts, conv
 from benchmarks.agents.cost import measure_cost
 from benchmarks.agents.fleets import SHORTEST, BarrierFleet, DrawnFleet, TurnLengths
 from benchmarks.agents.lag import TICK_S, lateness, measure_lag, percentiles_ms
-from benchmarks.agents.over_sampling import WAYS, measure_over_sampling
+from benchmarks.agents.over_sampling import VARIANTS, measure_over_sampling
 from benchmarks.agents.rollouts import RolloutWork, take
 from benchmarks.agents.tools import IN_FLIGHT, measure_tools
 from rollouter.agent.parsing import NO_TOOLS
@@ -166,7 +166,7 @@ async def test_the_barrier_makes_one_call_per_turn_and_streaming_one_per_convers
     warm_up = IN_FLIGHT * conversations.TURNS
     assert sum(session.startswith("batch-") for session in engines.sessions) == 2 * conversations.TURNS
     assert len(engines.sessions) == 2 * conversations.TURNS + 2 * warm_up + warm_up
-    assert (barrier["way"], streaming["way"], barrier["ratio"]) == ("barrier", "streaming", 1.0)
+    assert (barrier["variant"], streaming["variant"], barrier["ratio"]) == ("barrier", "streaming", 1.0)
     assert barrier["trajectories"] == streaming["trajectories"] == 2 * IN_FLIGHT
     assert complete([barrier, streaming])
 
@@ -206,7 +206,7 @@ async def test_over_sampling_wastes_tokens_and_discards_the_longest_trajectories
 
     rows = await measure_over_sampling(engines, generated, 1, samples=5, versions=2, lengths=LENGTHS)
     none, samples, trajectories = rows
-    assert [row["over-sampling"] for row in rows] == list(WAYS)
+    assert [row["over-sampling"] for row in rows] == list(VARIANTS)
     assert (none["wasted"], none["wasted %"], none["faster"]) == (0, 0, 1)
     for row in (samples, trajectories):
         assert row["wasted"] > 0 and 0 < row["wasted %"] < 60
@@ -241,7 +241,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def measure(only: Sequence[str], *args: Any) -> dict[str, list[dict[str, Any]]]:
         calls.append((tuple(only), *args))
         print("output of a library")  # noqa: T201
-        return {name: [{"way": "one", "figure": 1.5}] for name in benchmark.ASPECTS if name in only}
+        return {name: [{"variant": "one", "figure": 1.5}] for name in benchmark.ASPECTS if name in only}
 
     monkeypatch.setattr(benchmark, "measure", measure)
     return calls
@@ -251,7 +251,7 @@ def test_json_on_stdout_is_printed_alone(measured: list[Any], capsys: pytest.Cap
     benchmark.main(["--only", "lag,tools", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert measured == [(("lag", "tools"), 3, 0.0)]
-    assert result["tools"] == result["lag"] == [{"way": "one", "figure": 1.5}]
+    assert result["tools"] == result["lag"] == [{"variant": "one", "figure": 1.5}]
     assert "cost" not in result and result["aims"] == benchmark.AIMS and result["machine"]["cores"] > 0
     assert result["load_before"] >= 0
     assert logging.getLogger("rollouter.agent.loop").level == logging.NOTSET

@@ -46,12 +46,12 @@ def test_the_result_contains_every_figure(tmp_path: Path, monkeypatch: pytest.Mo
         str(tmp_path),
     )
     assert result["file_system"] and result["empty_file_us"] > 0 and result["machine"]["cores"] > 0
-    assert [(row["sample"], row["by"], row["what"], row["way"]) for row in result["files"]] == [
-        (size.name, by, what, way)
+    assert [(row["sample"], row["by"], row["what"], row["format"]) for row in result["files"]] == [
+        (size.name, by, what, format_name)
         for size in TINY
         for by in ("caller", "file thread")
         for what in ("write", "read")
-        for way in ("skip", "torch arrays", "torch samples")
+        for format_name in ("skip", "torch arrays", "torch samples")
     ]
     assert [(row["sample"], row["beside"]) for row in result["loop"]] == [
         (size.name, beside) for size in TINY for beside in ("nothing", "recording")

@@ -15,7 +15,7 @@ from asyncrl.config.sections.trainer import OptimConfig
 from benchmarks.models import TransformerShape, make_llama
 from benchmarks.plain_trainer import SIGMAS, PlainTrainer, Workload, make_rows
 from benchmarks.trainer import _row
-from benchmarks.updates import WAYS, UpdateCase, UpdateTimes, _Runner, update_flops
+from benchmarks.updates import VARIANTS, UpdateCase, UpdateTimes, _Runner, update_flops
 
 SHAPE = TransformerShape(
     hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24, vocab_size=40, max_positions=256
@@ -32,9 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_variant_makes_the_same_update(model: Path, lengths: str) -> None:
     rows = make_rows(WORKLOAD.lengths(SIGMAS[lengths]), WORKLOAD.prompt_tokens, SHAPE.vocab_size)
     runner = _Runner(0, UpdateCase("tiny", "cpu", 1, lengths, WORKLOAD, rounds=1), model, rows)
-    ways = {name: runner._build(name) for name in WAYS}
+    variants = {name: runner._build(name) for name in VARIANTS}
     # The second loss is computed with the weights after the first update.
-    losses = {name: [way.update(), way.update()] for name, way in ways.items()}
+    losses = {name: [variant.update(), variant.update()] for name, variant in variants.items()}
     assert losses["padded"] == pytest.approx(losses["plain"], abs=1e-6)
     assert losses["packed"] == pytest.approx(losses["plain"], abs=1e-6)
     assert losses["plain"][0] != losses["plain"][1]
