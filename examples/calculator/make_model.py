@@ -339,7 +339,7 @@ class Figures:
     """Well-formed calls with the expression of the question."""
     right_after_call: int
     """Correct final answers after well-formed calls."""
-    right_at_once: int
+    right_directly: int
     """Correct answers without a call."""
 
     def __str__(self) -> str:
@@ -350,8 +350,8 @@ class Figures:
             f"calls {share(self.calls, self.asked)}; of these well-formed {share(self.well_formed, self.calls)}; "
             f"of these with the question's expression {share(self.faithful, self.well_formed)}, with a correct answer "
             f"{share(self.right_after_call, self.well_formed)}; correct without a call "
-            f"{share(self.right_at_once, self.asked - self.calls)}; correct in total "
-            f"{share(self.right_after_call + self.right_at_once, self.asked)}"
+            f"{share(self.right_directly, self.asked - self.calls)}; correct in total "
+            f"{share(self.right_after_call + self.right_directly, self.asked)}"
         )
 
 
@@ -405,7 +405,7 @@ def measure(
         well_formed=len(called),
         faithful=faithful,
         right_after_call=sum(text == truths[index] for text, (index, _) in zip(finals, called, strict=True)),
-        right_at_once=sum(text == truth for text, truth, call in zip(texts, truths, tried, strict=True) if not call),
+        right_directly=sum(text == truth for text, truth, call in zip(texts, truths, tried, strict=True) if not call),
     )
 
 

@@ -163,4 +163,4 @@ def test_the_model_mostly_guesses_wrong_and_knows_how_to_call(script: Any, token
     assert 0.2 <= figures.calls / figures.asked <= 0.4
     assert figures.well_formed >= 0.95 * figures.calls
     assert figures.right_after_call >= 0.95 * figures.well_formed
-    assert figures.right_at_once < 0.1 * (figures.asked - figures.calls)
+    assert figures.right_directly < 0.1 * (figures.asked - figures.calls)
