@@ -138,7 +138,7 @@ class TemplateTextEncoder:
         head, *rest = text.split(MARK)
         return [*encode_text(self._tokenizer, head), *self._pieces(rest, self._anchor)]
 
-    def behind(self, text: str, token: str = "") -> list[int]:
+    def after(self, text: str, token: str = "") -> list[int]:
         """Return the tokens of `text` after the special token named `token`, or after the anchor if `token` is empty.
 
         The tokens depend on the special token: some tokenizers put a space before the first text of a sequence only,
@@ -231,11 +231,11 @@ class ChatTokenizer:
             return ChatExtension(self._encode.start(whole), rewritten=True)
         delta, mark = whole[len(turn.text) :], turn.end
         if not self.ends(sampled):
-            return ChatExtension(self._encode.behind(mark + delta), rewritten=False)
+            return ChatExtension(self._encode.after(mark + delta), rewritten=False)
         if not mark and (name := self._name(sampled[-1])) and delta.startswith(name):
             # Some turns end with the token that begins the next one, which has been sampled already.
             delta, mark = delta.removeprefix(name), name
-        return ChatExtension(self._encode.behind(delta, mark), rewritten=False)
+        return ChatExtension(self._encode.after(delta, mark), rewritten=False)
 
     def retokenized(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens that the template gives a finished conversation.
@@ -286,7 +286,7 @@ class ChatTokenizer:
             text,
             max_tokens,
             side,
-            encode=lambda part: self._encode.behind(self._escape_all.text(part)),
+            encode=lambda part: self._encode.after(self._escape_all.text(part)),
             decode=self._tokenizer.decode,
         )
 

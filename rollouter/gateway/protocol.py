@@ -183,7 +183,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "continue_final_message": False, "add_generation_prompt": True, "prompt_logprobs": 0,
 }  # fmt: skip
 """The only accepted value of each field: any other would change the sampling or the meaning of the response."""
-_NO_STRUCTURE = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+_UNSUPPORTED = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                  "structured_outputs", "functions", "function_call", "bad_words", "allowed_token_ids")  # fmt: skip
 _WHY = "responses that are trained on must be sampled as the run samples, or their log-probs are wrong; leave this out"
 
@@ -296,7 +296,7 @@ class RequestReader:
         for name, neutral in _NEUTRAL.items():
             if (value := body.get(name)) is not None and value != neutral:
                 raise RequestError(f"{name}={_shown(value)}: {_WHY}", param=name)
-        for name in _NO_STRUCTURE:
+        for name in _UNSUPPORTED:
             value = body.get(name)
             if value and not (name == "response_format" and value == {"type": "text"}):
                 raise RequestError(f"{name}={_shown(value)}: {_WHY}", param=name)

@@ -65,7 +65,7 @@ class ModelUser(Environment):
     def __init__(self, settings: ModelUserSettings, endpoint: ChatEndpoint) -> None:
         self._settings = settings
         self._endpoint = endpoint
-        self._part = ""
+        self._system_prompt = ""
 
     @classmethod
     def prepare(cls, **config: Any) -> Mapping[str, Any]:
@@ -105,7 +105,7 @@ class ModelUser(Environment):
             return filling
 
         # All placeholders are replaced in one pass, so that braces in a question stay.
-        self._part = _PLACEHOLDER.sub(filled, self._settings.system_prompt)
+        self._system_prompt = _PLACEHOLDER.sub(filled, self._settings.system_prompt)
         return ()
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
@@ -115,7 +115,7 @@ class ModelUser(Environment):
             InfraError, DataError, ConfigError: see `ChatEndpoint.ask`.
         """
         said = await self._endpoint.ask(
-            [{"role": "system", "content": self._part}, *swapped(messages, opening=self._settings.opening)]
+            [{"role": "system", "content": self._system_prompt}, *swapped(messages, opening=self._settings.opening)]
         )
         if self._settings.stop_phrase in said:
             return Reply(done=True)

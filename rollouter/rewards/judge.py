@@ -19,7 +19,7 @@ from rollouter.rewards.conversation import conversation, question, transcript
 from rollouter.user_code import shown
 
 NO_TRUTH = "(not given)"
-ENDING = 100
+QUOTED_CHARS = 100
 """Number of last characters of an answer that an error quotes, because the rating is expected there."""
 _FIELD = re.compile(r"\{(question|response|conversation|ground_truth)\}")
 
@@ -95,7 +95,7 @@ class JudgeScorer:
             number = self._number(answer)
             if number is not None:
                 return (number - self._config.min) / (self._config.max - self._config.min)
-            problem = f"it answered {shown(answer[-ENDING:])}"
+            problem = f"it answered {shown(answer[-QUOTED_CHARS:])}"
         config = self._config
         raise UserCodeError(
             f"reward.judge: {config.model} gave no rating from {config.min:g} to {config.max:g}, asked "

@@ -85,7 +85,7 @@ class PythonTool(BaseTool[PythonState]):
             read_paths=chosen.read_paths,
             keep=chosen.session,
         )
-        walls = ", ".join(f"{wall} by {' and '.join(how)}" for wall, how in self._sandbox.walls.stands.items() if how)
+        walls = ", ".join(f"{wall} by {' and '.join(by)}" for wall, by in self._sandbox.walls.mechanisms.items() if by)
         log.info("code of the model is confined: %s", walls)
 
     def create(self, context: ToolContext, **kwargs: Any) -> PythonState:

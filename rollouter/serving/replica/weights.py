@@ -193,7 +193,7 @@ class WeightUpdates:
                 refs = await self._store.tensors.remote(weights_version)
                 # Transfer the objects to this node first, so that the workers only map them, and so that the loss of an
                 # object is reported here with its cause.
-                await asyncio.to_thread(_bring, refs, max(0.0, until - loop.time()))
+                await asyncio.to_thread(_transfer, refs, max(0.0, until - loop.time()))
             left_s = max(FETCH_SLICE_S, until - loop.time())
             await self._answered(self._llm.collective_rpc("fetch_version", args=(*weights_version, left_s)))
             while not all(await self._answered(self._llm.collective_rpc("await_fetch", args=(FETCH_SLICE_S,)))):
@@ -229,7 +229,7 @@ class WeightUpdates:
         self.gate.clear()
         health.enter("pausing")
         in_flight = self._llm.output_processor.get_num_unfinished_requests()
-        wished = time.perf_counter()
+        requested = time.perf_counter()
         try:
             async with asyncio.timeout_at(until):
                 # `AsyncLLM.pause_generation` does the same, but then sleeps for 20 ms to let outputs arrive.
@@ -264,7 +264,7 @@ class WeightUpdates:
         profile.record_ended(
             "sync.pause", pause_s, version=weights_version.version, replica=health.replica, in_flight=held
         )
-        return _Swap(started - wished, pause_s, load_s, in_flight)
+        return _Swap(started - requested, pause_s, load_s, in_flight)
 
     def _span(self, name: str, weights_version: WeightsVersion) -> ProfilerSpan:
         return profile.span(name, version=weights_version.version, replica=self._health.replica)
@@ -309,7 +309,7 @@ class WeightUpdates:
         return ApplyReport(self._health.replica, version, 0.0, 0.0, 0.0, 0, self._verified, lineage)
 
 
-def _bring(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
+def _transfer(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
     """Transfer these objects to this node. They are mapped, not copied, into this process."""
     ray.get(list(refs), timeout=timeout_s)
 

@@ -264,10 +264,10 @@ class CodeSandbox:
                 f"code of a model cannot be kept from the {' and '.join(unwalled)} of this machine: "
                 f"{_lacking(unwalled)}{reasons}"
             )
-        return usable, ConfinementReport(walls.stands, missing)
+        return usable, ConfinementReport(walls.mechanisms, missing)
 
     def _unwalled(self, walls: ConfinementReport) -> list[str]:
-        return [wall for wall in self._required if not walls.stands.get(wall)]
+        return [wall for wall in self._required if not walls.mechanisms.get(wall)]
 
     def _probe(self, mechanisms: list[str]) -> ConfinementReport:
         with tempfile.TemporaryDirectory(prefix="asyncrl-code-") as directory:

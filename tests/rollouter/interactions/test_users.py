@@ -91,15 +91,15 @@ async def test_retry_with_a_right_first_answer_and_without_a_right_answer() -> N
     ]
 
 
-def half(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, *, scale: float = 1.0) -> Any:
+def length_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, *, scale: float = 1.0) -> Any:
     return {"score": scale * len(solution_str), "source": data_source}
 
 
-async def half_async(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+async def exact_match_async(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     return float(solution_str == str(ground_truth))
 
 
-def gives(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+def invalid(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
     return {"nan": float("nan"), "none": None, "empty": {}}[solution_str]
 
 
@@ -108,8 +108,8 @@ def gives(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
     [
         ({"kwargs": {"pattern": r"=(\d+)"}}, "22", "17+5=22"),
         ({"function": "math_verify"}, "$21$", "$\\frac{44}{2}$"),
-        ({"function": f"{__name__}:half", "kwargs": {"scale": 0.25}, "threshold": 0.75}, "ab", "abc"),
-        ({"function": f"{__name__}:half_async"}, "21", "22"),
+        ({"function": f"{__name__}:length_score", "kwargs": {"scale": 0.25}, "threshold": 0.75}, "ab", "abc"),
+        ({"function": f"{__name__}:exact_match_async"}, "21", "22"),
     ],
 )
 async def test_each_kind_of_reward_function_can_check_the_answer(
@@ -122,8 +122,8 @@ async def test_each_kind_of_reward_function_can_check_the_answer(
 
 @pytest.mark.parametrize("answer", ["nan", "none", "empty"])
 async def test_a_reward_function_that_returns_no_number_is_refused(answer: str) -> None:
-    with pytest.raises(ToolFailedError, match=r"RetryUser\.step raised ValueError: .*gives returned .*finite number"):
-        await talk("retry", {"function": f"{__name__}:gives"}, [answer])
+    with pytest.raises(ToolFailedError, match=r"RetryUser\.step raised ValueError: .*invalid returned .*finite number"):
+        await talk("retry", {"function": f"{__name__}:invalid"}, [answer])
 
 
 async def test_a_row_without_a_ground_truth_is_refused() -> None:

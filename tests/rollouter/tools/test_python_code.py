@@ -227,14 +227,14 @@ async def test_memory_is_bounded(level: CodeSandbox) -> None:
     grows = await run(level, "x = []\nwhile True: x.append(bytearray(1 << 24))")
     assert "MemoryError\n" in grows.output
     hidden = await run(level, "import os\nf = os.memfd_create('a')\nos.write(f, b'x')")
-    assert hidden.ending == ("error" if "seccomp" in level.walls.stands["processes"] else "ok")
+    assert hidden.ending == ("error" if "seccomp" in level.walls.mechanisms["processes"] else "ok")
 
 
 async def test_files_are_bounded(level: CodeSandbox) -> None:
     large = await run(level, "with open('a', 'wb') as f:\n    while True: f.write(b'x' * 65536)")
     assert "OSError: [Errno 27] File too large" in large.output
     many = await run(level, "for i in range(40):\n    open(str(i), 'wb').write(b'x' * 500_000)")
-    if "root" in level.walls.stands["files"]:
+    if "root" in level.walls.mechanisms["files"]:
         assert "OSError: [Errno 28] No space left on device" in many.output
     opens = await run(level, "files = [open('/dev/null') for _ in range(100)]")
     assert "OSError: [Errno 24] Too many open files" in opens.output
@@ -267,7 +267,7 @@ async def test_a_process_that_dies_is_reported(tool: PythonTool, code: str, text
 
 async def test_processes_are_refused_and_threads_work(level: CodeSandbox) -> None:
     before = descendants()
-    filtered = "seccomp" in level.walls.stands["processes"]
+    filtered = "seccomp" in level.walls.mechanisms["processes"]
     if filtered or os.geteuid() != 0 or "user" not in level.walls.missing:  # else only the time limit ends the bomb
         bomb = await run(level, "import os\nfor _ in range(10_000):\n    os.fork()")
         assert ("PermissionError" if filtered else "BlockingIOError") in bomb.output
@@ -356,7 +356,7 @@ for PID in ({victim.pid}, {os.getpid()}):
         print("REACHED", PID, attempt)
 """
     outcome = await run(level, code)
-    if "seccomp" in level.walls.stands["processes"]:
+    if "seccomp" in level.walls.mechanisms["processes"]:
         assert outcome.output == ""
     assert victim.poll() is None
     own = await run(level, "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
@@ -456,7 +456,7 @@ async def test_code_cannot_reach_the_network(level: CodeSandbox, servers: tuple[
     outcome = await run(level, CONNECT.format(port=port, path=path))
     assert (outcome.output, outcome.ending) == ("", "ok")
     raw = "import ctypes\nlibc = ctypes.CDLL(None)\n[libc.socket(family, 1, 0) >= 0 for family in (1, 2, 10, 16, 17)]"
-    if "seccomp" in level.walls.stands["network"]:
+    if "seccomp" in level.walls.mechanisms["network"]:
         assert (await run(level, raw)).output == "[False, False, False, False, False]\n"
         uring = f"ctypes.CDLL(None).syscall({kernel.number('io_uring_setup')}, 1, None)"
         assert (await run(level, f"import ctypes\n{uring}\n")).output == "-1\n"
@@ -608,7 +608,7 @@ def test_a_sandbox_without_enough_mechanisms_is_refused(mechanisms: tuple[str, .
 
 async def test_shared_files_can_be_accepted() -> None:
     sandbox = CodeSandbox(FAST, mechanisms=("seccomp",), shared_files=True)
-    assert sandbox.walls.stands["files"] == []
+    assert sandbox.walls.mechanisms["files"] == []
     assert (await run(sandbox, "len(open('/etc/passwd').read()) > 0")).output == "True\n"
 
 

@@ -82,13 +82,13 @@ _SIGKILL = 9
 class ConfinementReport:
     """The mechanisms that provide each wall, and the reasons why other mechanisms failed."""
 
-    def __init__(self, stands: dict[str, list[str]] | None = None, missing: dict[str, str] | None = None) -> None:
-        self.stands = stands or {wall: [] for wall in WALLS}
+    def __init__(self, mechanisms: dict[str, list[str]] | None = None, missing: dict[str, str] | None = None) -> None:
+        self.mechanisms = mechanisms or {wall: [] for wall in WALLS}
         self.missing = missing or {}
 
     def __repr__(self) -> str:
         """Return the report as a Python literal in one line, which the process writes before it runs code."""
-        return repr((self.stands, self.missing))
+        return repr((self.mechanisms, self.missing))
 
     def attempt(self, mechanism: str, build: Callable[..., int | None], *args: object, **options: object) -> int:
         """Set up a mechanism. Return the result of `build` (1 for None), or 0 if this machine does not support it."""
@@ -98,9 +98,9 @@ class ConfinementReport:
             self.missing[mechanism] = str(error)
             return 0
 
-    def stand(self, mechanism: str, *walls: str) -> None:
+    def add(self, mechanism: str, *walls: str) -> None:
         for wall in walls:
-            self.stands[wall].append(mechanism)
+            self.mechanisms[wall].append(mechanism)
 
 
 def confine(settings: ConfinementSettings) -> ConfinementReport:
@@ -115,14 +115,14 @@ def confine(settings: ConfinementSettings) -> ConfinementReport:
     if "namespaces" in mechanisms:
         try:
             counts_alone = namespaces.enter(network=settings.network) and _kernel() >= _PROCESSES_PER_NAMESPACE
-            report.stand("namespaces", "processes")
+            report.add("namespaces", "processes")
             disk_bytes = settings.disk_mib << 20
             if "root" in mechanisms and report.attempt(
                 "root", namespaces.own_root, settings.work_dir, read_paths, disk_bytes
             ):
                 work_dir, own_root = namespaces.WORK_DIR, True
                 # Unix socket files reach processes outside of a network namespace, but not from within this root.
-                report.stand("root", "files", *network)
+                report.add("root", "files", *network)
             namespaces.descend()
         except OSError as error:
             report.missing["namespaces"] = str(error)
@@ -140,9 +140,9 @@ def confine(settings: ConfinementSettings) -> ConfinementReport:
         "seccomp", seccomp.install, os.getpid(), network=settings.network, attributes=own_root
     )
     if filtered:
-        report.stand("seccomp", "processes", *network)
+        report.add("seccomp", "processes", *network)
     if abi and (own_user or (abi >= landlock.TRUNCATE_ABI and filtered)):
-        report.stand("landlock", "files")
+        report.add("landlock", "files")
     os.environ["HOME"] = os.environ["TMPDIR"] = work_dir
     return report
 
