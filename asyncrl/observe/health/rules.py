@@ -21,14 +21,14 @@ LONG_LAG_S = 2.0
 """A longer lag is reported without hold time: a process reports a lag for 10 s only, which is less than that time."""
 GROWTH_OVER_S = 600.0
 """Window for memory growth: allocators need time to settle."""
-GROWTH_PARTS = 4
+GROWTH_WINDOW_PARTS = 4
 KV_OVER_S = 60.0
 KV_PREEMPTIONS = 3
 """At least this many preemptions within `KV_OVER_S` are a problem."""
-DISK_PART_S = (60.0, 450.0)
+DISK_WINDOW_PART_S = (60.0, 450.0)
 """Limits of the length of the parts into which the disk's window is divided. A part is as long as the time between two
 checkpoints, clipped to these limits; writing a checkpoint takes less than the upper limit."""
-MAX_DISK_PARTS = 8
+MAX_DISK_WINDOW_PARTS = 8
 BUSY_CPU = 0.8
 """A process counts as computing if it keeps at least this many CPUs busy."""
 BUSY_MACHINE = 0.95
@@ -260,7 +260,7 @@ def _memory(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSett
 def _growth(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     machine = snapshot.health.machine
     for name, process in snapshot.health.processes.items():
-        trend = trends.add(f"rss/{name}", process.rss_bytes, GROWTH_OVER_S, GROWTH_PARTS)
+        trend = trends.add(f"rss/{name}", process.rss_bytes, GROWTH_OVER_S, GROWTH_WINDOW_PARTS)
         if machine is None or name in snapshot.elsewhere or trend.span_s < 0.9 * GROWTH_OVER_S:
             continue
         left_s = machine.memory_available_bytes / trend.per_s if trend.per_s > 0 else math.inf
@@ -293,8 +293,8 @@ def _disk(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
     free = machine.disk_free_bytes
     # Each of the first `kept_checkpoints` checkpoints takes much space at once; each later one replaces an older one.
     # The window has more parts than these first checkpoints, so at least one part shows only steady growth.
-    parts = min(settings.kept_checkpoints + 3, MAX_DISK_PARTS)
-    over_s = parts * min(max(snapshot.save_s, DISK_PART_S[0]), DISK_PART_S[1])
+    parts = min(settings.kept_checkpoints + 3, MAX_DISK_WINDOW_PARTS)
+    over_s = parts * min(max(snapshot.save_s, DISK_WINDOW_PART_S[0]), DISK_WINDOW_PART_S[1])
     trend = trends.add("disk", -free, over_s, parts)
     left_s = free / trend.per_s if trend.span_s > 0.9 * over_s and trend.per_s > 0 else math.inf
     conditions = (RULES["disk"].condition(left_s), RULES["disk_space"].condition(free))

@@ -33,7 +33,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
     start, end, down = find_outages(events, completed=completed, launched_at=about.get("started_at"))
     requests = logical_requests(events)
     histories = trace_samples(events, requests)
-    requests["step"] = histories.step_of(requests["index"].where(requests["counts"], 0), requests["step"])
+    requests["step"] = histories.step_of(requests["index"].where(requests["of_last_generation"], 0), requests["step"])
     done = requests[~requests["aborted"]]
     figures = {
         "requests": request_figures(requests),

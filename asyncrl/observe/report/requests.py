@@ -59,8 +59,8 @@ def attempts(events: Events) -> tuple[pd.DataFrame, NDArray[np.bool_]]:
 
 def logical_requests(events: Events) -> pd.DataFrame:
     """Return one row for each request: `index, trajectory, turn, sample, request, replica` (of its last attempt),
-    `timestamp, end, step` (current when it began), `attempts`, `aborted` (and not resumed), `SUMS`, and `counts`:
-    whether it belongs to the sample's last generation.
+    `timestamp, end, step` (current when it began), `attempts`, `aborted` (and not resumed), `SUMS`, and
+    `of_last_generation`: whether it belongs to the sample's last generation.
     """
     frame, resumes = attempts(events)
     frame[list(SUMS)] = frame[list(SUMS)].fillna(0.0)
@@ -73,9 +73,9 @@ def logical_requests(events: Events) -> pd.DataFrame:
         requests[column] = frame.loc[last, column].reset_index(drop=True)
     requests["aborted"] = requests["finish_reason"] == "aborted"
     requests["request"] = requests["request"].str.replace(r"-\d+$", "", regex=True)
-    requests["counts"] = _is_of_last_generation(events, requests)
+    requests["of_last_generation"] = _is_of_last_generation(events, requests)
     columns = ["index", "trajectory", "turn", "sample", "request", "replica", "timestamp", "end", "step"]
-    return requests[[*columns, "attempts", "aborted", "counts", *SUMS]]
+    return requests[[*columns, "attempts", "aborted", "of_last_generation", *SUMS]]
 
 
 def completed_trajectories(events: Events) -> pd.DataFrame:

@@ -151,7 +151,7 @@ def limit_figures(
     """
     rows = completed_trajectories(events)
     rows = rows[rows["tokens"] > 0].set_index(TRAJECTORY_KEYS)
-    times = requests[requests["counts"]].groupby(TRAJECTORY_KEYS)[["decode_s", "duration_s"]].sum()
+    times = requests[requests["of_last_generation"]].groupby(TRAJECTORY_KEYS)[["decode_s", "duration_s"]].sum()
     times = times.reindex(rows.index).fillna(0.0)
     decode, duration = times["decode_s"], times["duration_s"]
     reward, source = _rewards(events, rows.index)
