@@ -98,10 +98,10 @@ class TrainerActor:
             with anyio.move_on_after(CLOSE_S, shield=True):  # a failing disk may be what ended the run
                 await to_thread.run_sync(profile.flush, abandon_on_cancel=True)
 
-    async def served(self) -> None:
-        """See `Trainer.served`."""
+    async def confirm_served(self) -> None:
+        """See `Trainer.confirm_served`."""
         if self._trainer is not None:
-            self._trainer.served()
+            self._trainer.confirm_served()
 
     async def stop(self) -> None:
         """See `Trainer.stop`."""

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 LAST_STALENESS_BUCKET = 3
 """The staleness histogram counts samples of this staleness or more together."""
-MAX_LOSSES = 3
+MAX_PAYLOAD_LOSSES = 3
 """The run stops when the payload of one sample was lost this often, although the sample was generated again after each
 loss. Losses of many payloads at once are normal, because a process or a file can hold the payloads of many samples."""
 
@@ -306,7 +306,7 @@ class BatchSource:
         self._consecutive_filtered = 0
         self._max_consecutive_unusable = max_consecutive_unusable
         self._consecutive_unusable = 0
-        self._losses: Counter[SampleId] = Counter()
+        self._payload_losses: Counter[SampleId] = Counter()
         """How often the payload of a sample was lost; reset once it arrives."""
         self._logged_kinds: set[str] = set()
         """Kinds of unusable rows that have been logged; each kind is logged once."""
@@ -327,7 +327,7 @@ class BatchSource:
 
         Raises:
             DataError: too many samples in a row were filtered or unusable (`check_row`).
-            InfraError: one sample's payload was lost `MAX_LOSSES` times.
+            InfraError: one sample's payload was lost `MAX_PAYLOAD_LOSSES` times.
         """
         started = self._clock()
         with self._waits.waiting("samples"), profile.span("trainer.wait_samples") as span:
@@ -384,7 +384,7 @@ class BatchSource:
                 await self._queue.requeue(queued.meta.sample_id)
                 self._count_lost(queued.meta.sample_id)
                 continue
-            self._losses.pop(sample.sample_id, None)
+            self._payload_losses.pop(sample.sample_id, None)
             try:
                 prepared = prepare_sample(
                     sample, lease_id=lease.lease_id, trainer_version=trainer_version, rules=self._rules
@@ -422,8 +422,8 @@ class BatchSource:
             )
 
     def _count_lost(self, sample_id: SampleId) -> None:
-        self._losses[sample_id] += 1
-        if (losses := self._losses[sample_id]) >= MAX_LOSSES:
+        self._payload_losses[sample_id] += 1
+        if (losses := self._payload_losses[sample_id]) >= MAX_PAYLOAD_LOSSES:
             raise InfraError(
                 f"the payload of {sample_id} was lost or damaged {losses} times and generated again in between, so "
                 "generated samples do not reach the Trainer. The log names each cause; check the disk of the run "

@@ -2,7 +2,7 @@
 absent.
 
     begin ─ queue.mark ─▶ roles copy their state ─┬─▶ the next batch
-                                                  └─▶ finish ─▶ queue.covered ─▶ written
+                                                  └─▶ finish ─▶ queue.cover ─▶ written
 
 step_000050/        a checkpoint; renamed to abandoned_step_000050/ once training has gone back to an earlier step
   manifest.json     `asyncrl.storage.checkpoint_manifest`: written last
@@ -121,7 +121,7 @@ class CheckpointScheduler:
         try:
             path = await self._checkpoints.finish()
             # Payloads may be deleted only now. If this fails, they remain until the next checkpoint.
-            await self._queue.covered(step)
+            await self._queue.cover(step)
             logger.info("checkpoint %s", path)
         except BaseException:
             self.failed = True

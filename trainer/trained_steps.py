@@ -37,7 +37,7 @@ class TrainedStepsFile:
         self._path = run_dir / TRAINED
         self._lineage = lineage
 
-    async def rewound(self, step: int) -> None:
+    async def append_rewind(self, step: int) -> None:
         """Log that training continues from the checkpoint of `step` (0: the initial model). Call it before any
         `append`.
 

@@ -167,7 +167,7 @@ class Trainer:
         """See `TrainerGroups.ranks`."""
         return self._groups.ranks
 
-    def served(self) -> None:
+    def confirm_served(self) -> None:
         """Record that every replica serves the last published version, so that the ranks are no longer needed."""
         self._served.set()
 
@@ -198,14 +198,14 @@ class Trainer:
         profile.set_position(version=progress.version)  # events before the first step
         if not new_run:
             await to_thread.run_sync(self._files.set_abandoned_aside)
-            await self._trained_steps.rewound(progress.step)
+            await self._trained_steps.append_rewind(progress.step)
         if self._lineage > 0 or progress.version > 0:
-            validate = self._validation_is_owed()
+            validate = self._is_validation_due()
             await self._trained["actor"].publish(progress.version, progress.step, validate=validate)
             if validate:
                 self._validated_step = progress.step
 
-    def _validation_is_owed(self) -> bool:
+    def _is_validation_due(self) -> bool:
         """Return whether the weights that training starts from still have to be validated."""
         config, validated = self._config, self._validated_step
         if not config.has_validation:

@@ -258,7 +258,7 @@ class StoreStatus:
     """None: nothing was published, or the store was restarted since."""
     replicas: tuple[ReplicaReport, ...]
     """The last report of each replica that reported in the last minutes, the oldest report first."""
-    informed: bool = True
+    knows_newest: bool = True
     """False: the Trainer has not published since the store was restarted."""
     at: float = 0.0
     """Time of this status on the store's wall clock, which the times in `replicas` use, too. See `on_clock` in

@@ -91,7 +91,7 @@ def staleness(trainer_version: int, oldest_version: int, *, allows_newer: bool =
     return trainer_version - oldest_version
 
 
-def judge(
+def action_for_staleness(
     trainer_version: int,
     oldest_version: int,
     *,

@@ -183,7 +183,7 @@ class SupervisedRollouter(_SupervisedActor):
     prepared: Mapping[str, int] = field(default_factory=dict, init=False)
     """The answer of `RolloutActor.prepare`."""
 
-    async def claim(self, incarnation: int) -> str:
+    async def release_samples(self, incarnation: int) -> str:
         """Requeue the samples that were RUNNING and, without a journal, also those that were READY."""
         with attribute_failure_to("queue"):
             before = (await self.queue.status()).counts.fed
@@ -242,7 +242,7 @@ class SupervisedTrainer(_SupervisedActor):
             self.config, self.total_steps, self.num_prompts, step=at.step, trained_samples=at.trained_samples
         )
 
-    async def claim(self, incarnation: int) -> str:
+    async def release_samples(self, incarnation: int) -> str:
         """Rewind the run to the newest checkpoint."""
         with attribute_failure_to("queue"):
             await self.queue.attach("trainer", incarnation)
@@ -287,14 +287,14 @@ class SupervisedTrainer(_SupervisedActor):
             limit_s = self.config.timeouts.train_s
             await call(self.name, self._actor.republish.remote(), limit_s, doing="publishing its version again")
 
-    async def served(self) -> None:
+    async def confirm_served(self) -> None:
         """Notify the process that the last version is applied and validated, so that it may end.
 
         Raises:
             InfraError: the notification did not arrive.
         """
         if self._actor is not None:
-            await call(self.name, self._actor.served.remote(), self.config.timeouts.call_s, doing="ending")
+            await call(self.name, self._actor.confirm_served.remote(), self.config.timeouts.call_s, doing="ending")
 
     def _list_processes(self, status: ActorStatus) -> list[ProcessInfo]:
         ranks = [

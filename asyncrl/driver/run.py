@@ -259,7 +259,7 @@ class Run:
                 return True
             limit_s = math.inf
             try:
-                await self._trainer_part.served()
+                await self._trainer_part.confirm_served()
             except InfraError:  # the Trainer is being replaced, or the call failed and is repeated
                 limit_s = TICK_S
             with anyio.move_on_after(limit_s):

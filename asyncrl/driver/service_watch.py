@@ -183,7 +183,7 @@ class ServiceWatch:
     async def _on_store_status(self, status: StoreStatus) -> None:
         if self.store.on_answer(status.pid, "the newest version is published again"):
             self._store_since = status.at
-        if not status.informed:
+        if not status.knows_newest:
             self._store_is_empty.set()
         self._status.store = status
 

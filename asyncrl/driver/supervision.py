@@ -7,8 +7,8 @@
      └──────────────────────────────────┘
 
 Other failures (the configuration, user code, a bug, a full disk) would recur, so they end the run. So does a failure
-in `claim`, because the part did not cause it. A part that dies after it was asked to stop counts as stopped. Serve
-replaces a replica that ends; `ReplicaWatch` detects that by a new name once all replicas have reported.
+in `release_samples`, because the part did not cause it. A part that dies after it was asked to stop counts as stopped.
+Serve replaces a replica that ends; `ReplicaWatch` detects that by a new name once all replicas have reported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SupervisedPart(Protocol):
     async def kill(self) -> None:
         """Kill the process and all its descendants, whatever its state. Bounded in time."""
 
-    async def claim(self, incarnation: int) -> str:
+    async def release_samples(self, incarnation: int) -> str:
         """Give back the samples that the previous process held, and return a description for users.
 
         Raises:
@@ -186,7 +186,7 @@ class Supervisor:
             if self._stopping:
                 raise _RunStopped
             await self.part.kill()
-            detail = await self.part.claim(self.incarnation)
+            detail = await self.part.release_samples(self.incarnation)
             if self._restart is not None:
                 self._restart = replace(self._restart, detail=detail)
             try:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 from asyncrl.core.failures import AsyncRLError, BugError, FencedError
 from asyncrl.core.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot
-from asyncrl.core.staleness import Pacing, StaleAction, judge
+from asyncrl.core.staleness import Pacing, StaleAction, action_for_staleness
 from asyncrl.core.types import DropReason, Provenance, SampleId
 from asyncrl.profiling import profile
 from asyncrl.queue.state import (
@@ -69,7 +69,7 @@ class QueueLog(Protocol):
 class QueueCore:
     """The state, the options and the log on which operations are performed.
 
-    Staleness is judged once per READY sample and version of the Trainer.
+    Staleness is checked once per READY sample and version of the Trainer.
     """
 
     def __init__(self, options: QueueOptions, state: QueueState, log: QueueLog | None) -> None:
@@ -80,10 +80,10 @@ class QueueCore:
         self.pacing = replace(options.pacing, total_samples=state.total_samples)
         self.num_recorded = 0
         """Number of operations that this process recorded."""
-        self.lost_payloads: dict[SampleId, QueuedSample] = {}
+        self.regenerating: dict[SampleId, QueuedSample] = {}
         """Requeued samples that are generated again."""
-        self.judged_for: int | None = None
-        self.unjudged: list[SampleId] = []
+        self.checked_for: int | None = None
+        self.unchecked: list[SampleId] = []
 
     def record(self, operation: Operation) -> None:
         """Apply and log an operation; nothing else changes the state. If it is illegal, raise `BugError` and change
@@ -117,13 +117,13 @@ class QueueCore:
         return running == 0 or self.pacing.is_done(state.fed, state.num_dropped, running=running)
 
     def evict_stale(self, trainer_version: int) -> None:
-        """Drop READY samples beyond the staleness bound, if configured. Raises the `BugError` of `staleness.judge`."""
+        """Drop READY samples beyond the staleness bound, if configured. Raises the `BugError` of `staleness`."""
         state = self.state
-        suspects = self.unjudged if trainer_version == self.judged_for else state.ready
+        suspects = self.unchecked if trainer_version == self.checked_for else state.ready
         stale = tuple(
             dict.fromkeys(one for one in suspects if one in state.ready and self._is_stale(one, trainer_version))
         )
-        self.unjudged, self.judged_for = [], trainer_version
+        self.unchecked, self.checked_for = [], trainer_version
         for sample_id in stale:
             tokens = state.entries[sample_id].meta.response_tokens
             profile.note("sample.dropped", sample=str(sample_id), reason=str(DropReason.STALE), tokens=tokens)
@@ -132,7 +132,7 @@ class QueueCore:
 
     def _is_stale(self, sample_id: SampleId, trainer_version: int) -> bool:
         meta = self.state.entries[sample_id].meta
-        action = judge(
+        action = action_for_staleness(
             trainer_version,
             meta.oldest_version,
             max_staleness=self.options.max_staleness,
@@ -284,7 +284,7 @@ class OfferSamples(Operation):
         for sample in self.samples:
             sample_id = sample.meta.sample_id
             error: AsyncRLError | None = None
-            lost = queue.lost_payloads.get(sample_id)
+            lost = queue.regenerating.get(sample_id)
             if retried and lost is not None and sample.payload == lost.payload:
                 pass  # the offer was accepted, and the sample was requeued later because its payload was damaged
             elif sample_id not in accepted and sample_id in state.running:
@@ -294,9 +294,9 @@ class OfferSamples(Operation):
             errors.append(error)
         if accepted:
             for sample_id in accepted:
-                queue.lost_payloads.pop(sample_id, None)
+                queue.regenerating.pop(sample_id, None)
             queue.record(OfferSamples(tuple(accepted.values())))
-            queue.unjudged.extend(accepted)
+            queue.unchecked.extend(accepted)
         return errors
 
     def apply(self, state: QueueState) -> None:
@@ -430,7 +430,7 @@ class ReleaseLease(Operation):
     def perform(self, queue: QueueCore, *, retried: bool) -> None:
         if left := queue.state.left_of_lease(self.lease_id):
             queue.record(self)
-            queue.unjudged.extend(left)
+            queue.unchecked.extend(left)
 
     def apply(self, state: QueueState) -> None:
         state.release(state.left_of_lease(self.lease_id))
@@ -449,7 +449,7 @@ class RequeueSample(Operation):
             entry = state.entries.get(sample_id)
             queue.record(self)
             if entry is not None:
-                queue.lost_payloads[sample_id] = entry
+                queue.regenerating[sample_id] = entry
 
     def apply(self, state: QueueState) -> None:
         if not self._is_legal(state):
@@ -570,7 +570,7 @@ class AttachPart(Operation):
             )
         if self.incarnation > newest:
             queue.record(self)
-            queue.judged_for = None
+            queue.checked_for = None
 
     def apply(self, state: QueueState) -> None:
         if self.incarnation <= state.incarnations.get(self.part, 0):
@@ -609,7 +609,7 @@ class RewindTraining(Operation):
             return
         queue.record(replace(self, trained_since=state.ended_for_good(self.trained_since)))
         queue.pacing = replace(queue.pacing, total_samples=self.total_samples)
-        queue.judged_for = None
+        queue.checked_for = None
 
     def apply(self, state: QueueState) -> None:
         again = self.trained_since

@@ -117,7 +117,7 @@ class SampleQueue(ABC):
         """
         await self.call(ConfirmCheckpoint(step))
 
-    async def covered(self, step: int) -> None:
+    async def cover(self, step: int) -> None:
         """Record that the checkpoint of `step` is on disk; payloads of samples that ended before it may be deleted."""
         await self.call(CoverCheckpoint(step))
 

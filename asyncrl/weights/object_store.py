@@ -48,7 +48,7 @@ class WeightStoreActor:
         self._delivered: WeightsVersion | None = None
         """Newest weights version whose publication has reached the Rollouter."""
         self._changed = asyncio.Condition()
-        self._informed = not ray.get_runtime_context().was_current_actor_reconstructed
+        self._knows_newest = not ray.get_runtime_context().was_current_actor_reconstructed
         """Whether an empty store means that nothing was published, which is unknown after a restart."""
         self._replicas = ReplicaReports()
 
@@ -68,7 +68,7 @@ class WeightStoreActor:
             FencedError: training continues in a newer lineage.
         """
         async with self._changed:
-            self._informed = True
+            self._knows_newest = True
             weights_version = publication.weights_version
             if (newest := self._newest()) is not None:
                 if again and weights_version.lineage == newest.lineage and weights_version <= newest:
@@ -94,7 +94,7 @@ class WeightStoreActor:
     async def nothing_published(self) -> None:
         """Record that the publisher has published nothing, so an empty store is up to date."""
         async with self._changed:
-            self._informed = True
+            self._knows_newest = True
             self._changed.notify_all()
 
     async def latest(self) -> Publication | None:
@@ -135,13 +135,13 @@ class WeightStoreActor:
 
         def settled() -> bool:
             newest = self._newest()
-            return newest > lost if newest is not None and lost is not None else self._informed
+            return newest > lost if newest is not None and lost is not None else self._knows_newest
 
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(settled)
         except TimeoutError:
-            if not self._informed:
+            if not self._knows_newest:
                 raise DeadlineError(
                     "the weight store has restarted, and nothing has been published to it since"
                 ) from None
@@ -166,7 +166,7 @@ class WeightStoreActor:
     async def status(self) -> StoreStatus:
         now = self._wall_clock()
         health = self._health.measure() if self._health is not None else None
-        return StoreStatus(os.getpid(), self._newest(), self._replicas.recent(now), self._informed, now, health)
+        return StoreStatus(os.getpid(), self._newest(), self._replicas.recent(now), self._knows_newest, now, health)
 
     def _newest(self) -> WeightsVersion | None:
         return max(self._versions, default=None)

@@ -31,7 +31,7 @@ def check(world: FuzzWorld) -> None:
         trained=files.trained,
         turns=files.turns.log,
         metas=facts.metas,
-        generated_anew=facts.generated_anew | world.let_go,
+        generated_anew=facts.generated_anew | world.late_samples,
         rewinds=facts.rewinds,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
         # With over-sampling, a requeued sample may never be needed again.

@@ -76,7 +76,7 @@ class MemoryTrainedSteps:
         self._files = files
         self._lineage = lineage
 
-    async def rewound(self, step: int) -> None:
+    async def append_rewind(self, step: int) -> None:
         self._files.trained.append({"lineage": self._lineage, "rewound_to_step": step})
 
     async def append(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:

@@ -26,7 +26,7 @@ class Disk:
         return [from_row(row, self._num_prompts) for row in (*self.rows, *pending)]
 
 
-class CrashLog:
+class FuzzJournal:
     """The `asyncrl.queue.operations.QueueLog` of one process of the queue."""
 
     def __init__(

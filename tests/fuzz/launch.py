@@ -25,7 +25,7 @@ from rollouter.weight_updates import RolloutStart
 from tests.fakes.queues import rebuilt, replay
 from tests.fuzz.files import Checkpoint
 from tests.fuzz.fleet import Engines
-from tests.fuzz.journal import CrashLog
+from tests.fuzz.journal import FuzzJournal
 from tests.fuzz.parts import FuzzPart, RolloutPart, TrainPart, prompts
 from tests.fuzz.remote import ActorHost, Gate
 from tests.fuzz.setup import WATCHDOG_S, Fault
@@ -60,7 +60,7 @@ class FuzzQueueActor(QueueActor):
         self._world = launch.world
         self._files = launch.files
         disk = launch.files.journal
-        self._log = CrashLog(disk, launch.rng, launch.world.see, launch.committed)
+        self._log = FuzzJournal(disk, launch.rng, launch.world.see, launch.committed)
         self._ready_queue = rebuilt(options, disk.operations(), self._log)
         launch.world.log(f"queue rebuilt: {self._ready_queue.state.counts()}")
 
@@ -72,7 +72,7 @@ class FuzzQueueActor(QueueActor):
             # The Rollouter treats an offer to a queue that was just closed as accepted.
             state = self._ready_queue.state
             offered = [sample.meta.sample_id for sample in operation.samples]
-            self._world.let_go.update(sample_id for sample_id in offered if state.is_late(sample_id))
+            self._world.late_samples.update(sample_id for sample_id in offered if state.is_late(sample_id))
         answer = await super().call(caller, operation, timeout_s)
         return replace(answer, pid=self._number) if isinstance(operation, ReadStatus) else answer
 
@@ -253,7 +253,7 @@ class LaunchOfRun:
             await moved.wait()
         return False
 
-    def rewound(self) -> None:
+    def after_rewind(self) -> None:
         self._forget_validations()
         self.trainer_moved.set()
         self.trainer_moved = anyio.Event()

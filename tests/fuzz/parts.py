@@ -98,7 +98,7 @@ class FuzzPart:
 class RolloutPart(FuzzPart):
     name: PartName = "rollouter"
 
-    async def claim(self, incarnation: int) -> str:
+    async def release_samples(self, incarnation: int) -> str:
         await self.launch.queue.attach("rollouter", incarnation)
         return ""
 
@@ -149,14 +149,14 @@ class TrainPart(FuzzPart):
         self.loop: TrainLoop | None = None
         self.is_served = anyio.Event()
 
-    async def claim(self, incarnation: int) -> str:
+    async def release_samples(self, incarnation: int) -> str:
         launch = self.launch
         self.lineage += 1
         self.anew = False
         launch.newest = launch.newest_checkpoint()
         await launch.queue.attach("trainer", incarnation)
         await self.rewind()
-        launch.rewound()
+        launch.after_rewind()
         return f"back to step {launch.progress.step}"
 
     async def rewind(self) -> None:
@@ -183,7 +183,7 @@ class TrainPart(FuzzPart):
         progress = replace(launch.progress)
         record = MemoryTrainedSteps(files, self.lineage)
         if not self.anew:
-            await Gated(record, process.gate, world.pause).rewound(progress.step)
+            await Gated(record, process.gate, world.pause).append_rewind(progress.step)
             for step in [step for step in files.checkpoints if step > progress.step]:
                 del files.checkpoints[step]
         if self.lineage > 0 or progress.version > 0:

@@ -30,7 +30,7 @@ from rollouter.crash_isolation import CrashBlame, ReplicaCrash
 from rollouter.serving import client
 from rollouter.weight_updates import WeightUpdateLoop
 from tests.fuzz import watch
-from tests.fuzz.journal import CrashLog
+from tests.fuzz.journal import FuzzJournal
 from tests.fuzz.parts import TrainPart
 from tests.fuzz.run import FuzzError, play
 from tests.fuzz.setup import FAULTS, FaultKind, draw
@@ -145,9 +145,9 @@ def blame_every_session(self: CrashBlame, crash: ReplicaCrash) -> None:
             self._blame(session, crash)
 
 
-def claim_to_be_informed(self: FuzzStore, number: int) -> None:
+def claim_to_know_the_newest(self: FuzzStore, number: int) -> None:
     _start_store(self, number)
-    self._informed = True
+    self._knows_newest = True
 
 
 def wait_forever(self: QueueClient, actor: Any, call_timeout_s: float, **options: Any) -> None:
@@ -185,7 +185,7 @@ PLANTED = {
         ((operations, "_remember", lambda answers, request_id, answer: None),), ("no progress",), ("queue", "answer")
     ),
     "the queue answers before the commit": PlantedBug(
-        ((CrashLog, "flushed", do_nothing),), ("is in the surviving model, but not TRAINED in the journal",)
+        ((FuzzJournal, "flushed", do_nothing),), ("is in the surviving model, but not TRAINED in the journal",)
     ),
     "a trained sample's payload is deleted before a checkpoint covers it": PlantedBug(
         ((QueueState, "forget_payload_unless_reversible", QueueState.forget_payload),), ("turns once",)
@@ -211,7 +211,7 @@ PLANTED = {
     # the replica may continue responses of a newer version or generate samples that are too old, or the last version is
     # never validated. About one in sixty of the seeds with this fault finds the bug.
     "the store hides its memory loss": PlantedBug(
-        ((FuzzStore, "__init__", claim_to_be_informed),),
+        ((FuzzStore, "__init__", claim_to_know_the_newest),),
         ("virtual seconds without an end", "no progress", "spans in order", "the last validation is of step",
          "on-policy pacing"),
         ("store",),

@@ -170,7 +170,7 @@ class DriverWatch:
             status = on_clock(status, anyio.current_time())
             if self._store is None or self._store.pid != status.pid:
                 self._store_since = status.at
-            if not status.informed:
+            if not status.knows_newest:
                 self._store_forgot.set()
             self._store = status
 

@@ -52,7 +52,7 @@ class FuzzWorld:
         """All validations, including those of abandoned weights."""
         self.poisoned_by: Counter[str] = Counter()
         """The number of crashes that poisonous requests caused, by session."""
-        self.let_go: set[SampleId] = set()
+        self.late_samples: set[SampleId] = set()
         """Samples that were finished just after the queue was closed; the next launch generates them again."""
         self.broken: list[str] = []
         """Promises that were broken during the run."""

@@ -106,7 +106,7 @@ class Run:
         """Yield the records of the run. With `served`, the Trainer learns at once that the last version is served."""
         with anyio.fail_after(200):
             if served:
-                await self.trainer.served.remote()
+                await self.trainer.confirm_served.remote()
             async for ref in self.trainer.run.options(num_returns="streaming").remote(self.queue_actor, TOTAL_STEPS):
                 record = await ref
                 self.records.append(record)

@@ -470,12 +470,12 @@ async def test_payloads_are_deleted_after_the_checkpoint(monkeypatch: pytest.Mon
         events.append(("mark", step))
         return await mark(step)
 
-    async def covered(step: int) -> None:
+    async def cover(step: int) -> None:
         events.append(("covered", step))
 
     rig.checkpoints.on_finish = lambda: events.append(("named", rig.checkpoints.begun[-1][0].step))
     monkeypatch.setattr(rig.queue, "mark", marked)
-    monkeypatch.setattr(rig.queue, "covered", covered)
+    monkeypatch.setattr(rig.queue, "cover", cover)
     await rig.run(8)
     for step in (2, 4):
         assert [what for what, number in events if number == step] == ["mark", "named", "covered"]
@@ -485,12 +485,12 @@ async def test_payloads_stay_after_a_failed_checkpoint(monkeypatch: pytest.Monke
     async def full() -> None:
         raise DiskFullError("the disk is full")
 
-    async def covered(step: int) -> None:
+    async def cover(step: int) -> None:
         raise AssertionError(step)
 
     rig = TrainerRig()
     rig.checkpoints.on_finish = full
-    monkeypatch.setattr(rig.queue, "covered", covered)
+    monkeypatch.setattr(rig.queue, "cover", cover)
     with pytest.raises(DiskFullError):
         await rig.run(8)
     assert not (await rig.queue.admit(1, timeout_s=0.01)).closed, "a resumed run needs the open queue"

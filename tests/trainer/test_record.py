@@ -22,7 +22,7 @@ async def test_each_step_and_each_rewind_has_a_line(tmp_path: Path) -> None:
     await first.append(1, 0, [SampleId(0, 1), SampleId(0, 2)])
     await first.append(2, 0, [])
     second = TrainedStepsFile(tmp_path, 1)
-    await second.rewound(1)
+    await second.append_rewind(1)
     await second.append(2, 1, [SampleId(1, 3)])
     assert list(read_trained(tmp_path)) == [
         {"lineage": 0, "step": 1, "version": 0, "samples": ["sample_0_1", "sample_0_2"]},

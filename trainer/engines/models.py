@@ -60,7 +60,7 @@ def load_model(
         source = resolve(path)
         with quiet():
             settings = _settings(source, model_type, trust_remote_code)
-            if model_type == "language_model" and _sees(settings):
+            if model_type == "language_model" and _is_vision_language(settings):
                 kind = AutoModelForImageTextToText
             model, report = kind.from_pretrained(
                 source,
@@ -172,7 +172,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _sees(settings: PretrainedConfig) -> bool:
+def _is_vision_language(settings: PretrainedConfig) -> bool:
     """Whether these are the settings of a vision-language model, which transformers does not count among the language
     models."""
     kind = type(settings)

@@ -394,7 +394,7 @@ def undumped_run(run_dir: Path) -> Path:
         await queue.drop(found[2], DropReason.STALE)
         await queue.drop(found[3], DropReason.FAILED)
         await queue.mark(1)
-        await queue.covered(1)
+        await queue.cover(1)
         made = sample(1)
         await queue.offer(sample_meta(made), await payloads.put(made))
         await end(journal)

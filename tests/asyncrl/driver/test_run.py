@@ -170,7 +170,7 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_is_rewo
     driver, queue, answers = RunRig(tmp_path), Queue(), list[bool]()
     driver.run._queue = queue  # type: ignore[assignment]
     served = AsyncMock(side_effect=[InfraError("it died"), None])
-    driver.run._trainer_part.served = served  # type: ignore[method-assign]
+    driver.run._trainer_part.confirm_served = served  # type: ignore[method-assign]
 
     async def ask() -> None:
         answers.append(await driver.run._is_needed_again())
@@ -199,13 +199,13 @@ async def test_a_failed_notification_of_the_trainer_is_repeated(
     driver, calls = RunRig(tmp_path), iter(range(1, 4))
     driver.run._queue = Queue()  # type: ignore[assignment]
 
-    async def served() -> None:
+    async def confirm_served() -> None:
         if next(calls) < 3:
             raise InfraError("it was not reached")
         driver.run._trainer_ended = True
         driver.run._trainer_changed.set()
 
-    driver.run._trainer_part.served = served  # type: ignore[method-assign]
+    driver.run._trainer_part.confirm_served = confirm_served  # type: ignore[method-assign]
     with anyio.fail_after(5):
         assert not await driver.run._is_needed_again()
     assert list(calls) == []

@@ -97,13 +97,13 @@ async def test_a_new_trainer_process_rewinds_within_its_lineage_whatever_its_pre
     await queue.mark(3)
     await queue.mark(5)
     write_checkpoint(tmp_path, 3)
-    await part.claim(2)
+    await part.release_samples(2)
     write_checkpoint(tmp_path, 5)  # written by the first process although it was replaced
-    assert (await part.claim(3)).startswith("back to step 3 ")
+    assert (await part.release_samples(3)).startswith("back to step 3 ")
     assert queue.state.history == NO_REWINDS.after_rewind(3, 2)
     await queue.mark(4)
     write_checkpoint(tmp_path, 4, lineage=2)
-    assert (await part.claim(4)).startswith("back to step 4 ")
+    assert (await part.release_samples(4)).startswith("back to step 4 ")
     assert queue.state.history == NO_REWINDS.after_rewind(3, 2).after_rewind(4)
 
 

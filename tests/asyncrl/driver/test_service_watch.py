@@ -54,8 +54,8 @@ class Rig:
     def restarts(self) -> list[tuple[str, int, str]]:
         return [(one.part, one.incarnation, one.cause) for one in self.status.state().restarts]
 
-    async def store_has(self, *reports: Any, informed: bool = True, pid: int = 1, at: float = 0.0) -> None:
-        await self.watch._on_store_status(StoreStatus(pid, None, reports, informed, at))
+    async def store_has(self, *reports: Any, knows_newest: bool = True, pid: int = 1, at: float = 0.0) -> None:
+        await self.watch._on_store_status(StoreStatus(pid, None, reports, knows_newest, at))
 
 
 MakeRig = Callable[..., Rig]
@@ -195,7 +195,7 @@ async def test_versions_are_republished_until_a_restarted_store_has_one(make_rig
         assert len(answers) == 2, "the store has its version"
         for left in (1, 0):  # the phase of the run does not matter
             rig.status.phase = "starting"
-            await rig.store_has(informed=False)
+            await rig.store_has(knows_newest=False)
             await anyio.wait_all_tasks_blocked()
             assert len(answers) == left
         await rig.store_has()

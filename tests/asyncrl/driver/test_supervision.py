@@ -44,7 +44,7 @@ class ScriptedPart:
     async def kill(self) -> None:
         self.did.append("kill")
 
-    async def claim(self, incarnation: int) -> str:
+    async def release_samples(self, incarnation: int) -> str:
         self.did.append(f"claim {incarnation}")
         if self.claims:
             raise self.claims.pop(0)

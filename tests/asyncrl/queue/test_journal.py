@@ -412,7 +412,7 @@ async def test_a_run_can_rewind_to_the_checkpoint_at_which_its_journal_begins(tm
     lease = await queue.lease(2, trainer_version=3, timeout_s=0)
     await queue.commit(lease.lease_id, ids)
     await queue.mark(11)
-    await queue.covered(11)
+    await queue.cover(11)
     await end(journal)
 
     journal = open_journal(tmp_path / "journal.db", ten)

@@ -193,10 +193,10 @@ async def test_a_file_is_idle_once_no_sample_in_it_is_needed() -> None:
     assert await train(queue, 4) == [1, 3, 4, 6]
     assert queue.state.take_idle_files() == set(), "a rewind could need the files"
     await queue.mark(1)
-    await queue.covered(1)
+    await queue.cover(1)
     assert queue.state.take_idle_files() == {"1-1.safetensors", "1-2.safetensors"}
-    await queue.covered(1)
-    await queue.covered(0)
+    await queue.cover(1)
+    await queue.cover(0)
     assert not queue.state.is_file_needed("1-1.safetensors")
 
 
@@ -445,7 +445,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.checkpoints[self.step] = (len(self.trained), self.version)
         if covers:
             self.covered = len(self.trained)
-            self.call(lambda queue: queue.covered(self.step), "trainer", twice=True, dies=False)
+            self.call(lambda queue: queue.cover(self.step), "trainer", twice=True, dies=False)
 
     @rule(part=st.sampled_from(["rollouter", "trainer"]))
     def replace(self, part: str) -> None:
