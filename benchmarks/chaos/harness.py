@@ -12,13 +12,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from asyncrl.observe.status.run_status import RunState
 from benchmarks.chaos import disk, faults, launches
 from benchmarks.chaos.faults import FaultKind, InjectedFault
 from benchmarks.chaos.injector import FaultInjector, NotInjectedError
-from benchmarks.chaos.nodes import TwoNodeCluster, two_node_cluster
+from benchmarks.chaos.nodes import RayNodes
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.promises import violations
 from benchmarks.chaos.records import last_surviving_step, read_records, steps_discarded
@@ -46,7 +46,7 @@ class ChaosHarness:
         self._rng = random.Random(options.seed)
         self._mark = f"chaos-{options.seed}-{os.getpid()}"
         self._began = time.monotonic()
-        self._cluster: TwoNodeCluster | None = None
+        self._cluster: RayNodes | None = None
         self._injector: FaultInjector
         self.outcome = ChaosOutcome()
         self._run = RunUnderTest(options, self.outcome, log)
@@ -82,7 +82,7 @@ class ChaosHarness:
         self._run.prepare()
         if self._options.two_nodes:
             self._log("starting a Ray cluster of two nodes")
-            self._cluster = stack.enter_context(two_node_cluster(cpus=2))
+            self._cluster = stack.enter_context(closing(RayNodes(cpus=2)))
             self._run.address = self._cluster.address
         self._injector = FaultInjector(self._run, self._options, self._rng, self._cluster)
 

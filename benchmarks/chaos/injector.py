@@ -13,7 +13,7 @@ from pathlib import Path
 from asyncrl.observe.status.run_status import ProcessInfo, RunState
 from benchmarks.chaos import disk, faults, launches, task
 from benchmarks.chaos.faults import FaultKind, InjectedFault
-from benchmarks.chaos.nodes import TwoNodeCluster
+from benchmarks.chaos.nodes import RayNodes
 from benchmarks.chaos.outcome import ChaosOptions
 from benchmarks.chaos.run_under_test import POLL_S, RunUnderTest
 
@@ -31,9 +31,7 @@ class NotInjectedError(Exception):
 
 
 class FaultInjector:
-    def __init__(
-        self, run: RunUnderTest, options: ChaosOptions, rng: random.Random, cluster: TwoNodeCluster | None
-    ) -> None:
+    def __init__(self, run: RunUnderTest, options: ChaosOptions, rng: random.Random, cluster: RayNodes | None) -> None:
         self._run = run
         self._options = options
         self._rng = rng

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 SYSTEM = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
@@ -13,7 +11,7 @@ SYSTEM = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000, "healt
 STORE_BYTES = 300 << 20
 
 
-class TwoNodeCluster:
+class RayNodes:
     """The head and a second node. Create it before Ray is imported, because the import reads the environment."""
 
     def __init__(self, cpus: int) -> None:
@@ -66,13 +64,3 @@ class TwoNodeCluster:
     def close(self) -> None:
         self.remove_lost()
         self._cluster.shutdown()
-
-
-@contextmanager
-def two_node_cluster(cpus: int) -> Iterator[TwoNodeCluster]:
-    """Run a cluster for the duration of the block."""
-    cluster = TwoNodeCluster(cpus)
-    try:
-        yield cluster
-    finally:
-        cluster.close()
