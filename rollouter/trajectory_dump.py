@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import TokenRow, Trajectory
 from asyncrl.core.types import Prompt, Row, Sample, Span
-from asyncrl.storage.trajectory_files import PROMPT_ROLE, DumpedTrajectory, Piece, append, pieces, to_line
+from asyncrl.storage.trajectory_files import PROMPT_ROLE, DumpedTrajectory, VersionedText, append, pieces, to_line
 from rollouter.prompts.chat_template import Decode
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def _differing_spans(rows: Sequence[TokenRow], recorded: Sequence[tuple[Span, ..
     return others if any(others) else ()
 
 
-def _messages(prompt: Prompt, answer: Sequence[Piece], decode: Decode) -> tuple[Mapping[str, object], ...]:
+def _messages(prompt: Prompt, answer: Sequence[VersionedText], decode: Decode) -> tuple[Mapping[str, object], ...]:
     """Return the messages of a trajectory without a conversation: prompt and answer."""
     question = prompt.messages or ({"role": PROMPT_ROLE, "content": decode(prompt.prompt_ids)},)
     return (*question, {"role": "assistant", "content": "".join(piece.text for piece in answer)})

@@ -86,7 +86,7 @@ def check_config(
         base = _read_source(_QUICKSTART if source is None else str(source))
         arguments, overridden, problems = _parse_overrides(overrides, base)
         tree = _compose(base, arguments)
-    except _Refused as refused:
+    except _CompositionError as refused:
         return CheckedConfig(None, (refused.problem,))
     user_values = {**base.values, **overridden}
     problems += _remove_unknown(tree)
@@ -121,7 +121,7 @@ def recipes() -> list[str]:
     return sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != _BASE)
 
 
-class _Refused(Exception):
+class _CompositionError(Exception):
     """A problem that prevents composition."""
 
     def __init__(self, key: str, value: Any, consequence: str, fix: str, where: str = "") -> None:
@@ -162,7 +162,7 @@ def _read_source(name: str) -> _BaseConfig:
     close = get_close_matches(name, [*recipes(), *map(str, neighbours)], n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     fix = f"{hint}Give a YAML file or one of the recipes {', '.join(recipes())}; overrides are written key=value"
-    raise _Refused("config", name, "there is no such file", fix)
+    raise _CompositionError("config", name, "there is no such file", fix)
 
 
 def _read_file(name: str, file: Path) -> _BaseConfig:
@@ -174,9 +174,9 @@ def _read_file(name: str, file: Path) -> _BaseConfig:
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
         consequence = f"it cannot be read as YAML: {' '.join(str(error).split())}"
-        raise _Refused("config", name, consequence, "correct the file") from error
+        raise _CompositionError("config", name, consequence, "correct the file") from error
     if not isinstance(tree, dict):
-        raise _Refused("config", name, "it is not a mapping of keys to values", "write it as `key: value`")
+        raise _CompositionError("config", name, "it is not a mapping of keys to values", "write it as `key: value`")
     node: Tree = {str(key): value for key, value in tree.items()}
     values = leaves({key: value for key, value in node.items() if key != "defaults"})
     node["defaults"] = _complete_defaults(node.get("defaults"), name)
@@ -193,7 +193,7 @@ def _complete_defaults(defaults: Any, name: str) -> list[Any]:
         return [_BASE, "_self_"]
     if not isinstance(defaults, list):
         fix = "write it as a list: `defaults: [quickstart, {algorithm: grpo_kl}]`"
-        raise _Refused("defaults", defaults, f"{name}: Hydra's defaults are a list", fix)
+        raise _CompositionError("defaults", defaults, f"{name}: Hydra's defaults are a list", fix)
     configs: list[Any] = []
     choices: list[Any] = []
     for entry in defaults:
@@ -238,7 +238,7 @@ def _parse_overrides(texts: Sequence[str], base: _BaseConfig) -> tuple[list[str]
                 _check_list_index(name, raw)
                 argument, values[name] = _parse_value(name, raw)
                 arguments.append(argument)
-        except _Refused as refused:
+        except _CompositionError as refused:
             problems.append(replace(refused.problem, where="command line"))
     return arguments, values, problems
 
@@ -247,19 +247,19 @@ def _split_override(text: str) -> tuple[str, str]:
     name, equals, raw = text.partition("=")
     if text.startswith("~"):
         fix = f"set {text[1:] or 'KEY'}=null"
-        raise _Refused(text, "?", "every key has a default, so none can be removed", fix)
+        raise _CompositionError(text, "?", "every key has a default, so none can be removed", fix)
     if text in recipes() or (not equals and Path(text).expanduser().is_file()):
         fix = f"put it first: {text} KEY=VALUE ...; a group's option is chosen with GROUP=OPTION"
-        raise _Refused(text, "?", "a config comes before all overrides, and there can be only one", fix)
+        raise _CompositionError(text, "?", "a config comes before all overrides, and there can be only one", fix)
     if not equals or not name.strip("+ "):
-        raise _Refused(text, "?", "it is neither a config file nor an override", "write key=value")
+        raise _CompositionError(text, "?", "it is neither a config file nor an override", "write key=value")
     name = name.lstrip("+").strip()
     if name.partition(".")[0] == "hydra" or name.startswith("hydra/"):
         consequence = "Hydra only composes the configuration, so its run and sweep settings have no effect"
-        raise _Refused(name, raw, consequence, "leave it out")
+        raise _CompositionError(name, raw, consequence, "leave it out")
     if "@" in name:
         consequence = "a group always sets the section of the same name"
-        raise _Refused(name, raw, consequence, f"write {name.partition('@')[0]}={raw}")
+        raise _CompositionError(name, raw, consequence, f"write {name.partition('@')[0]}={raw}")
     return name, raw
 
 
@@ -269,7 +269,7 @@ def _check_option(group: str, raw: str, options: Sequence[str]) -> str:
     close = get_close_matches(raw, options, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     fix = f"{hint}Options are {', '.join(options)}; single keys are set as {group}.KEY=VALUE"
-    raise _Refused(group, raw, f"{group} is a group and has no option of this name", fix)
+    raise _CompositionError(group, raw, f"{group} is a group and has no option of this name", fix)
 
 
 def _check_list_index(name: str, raw: str) -> None:
@@ -280,7 +280,7 @@ def _check_list_index(name: str, raw: str) -> None:
         key, entry = all_keys().get(path), name.split(".")[end]
         if key is not None and key.kind.startswith("a list") and not entry.isdecimal():
             fix = f"give the whole list, {path}=[...], or the number of an entry, {path}.0"
-            raise _Refused(name, raw, f"{path} is a list, and {entry} is not the number of an entry", fix)
+            raise _CompositionError(name, raw, f"{path} is a list, and {entry} is not the number of an entry", fix)
 
 
 def _parse_value(name: str, raw: str) -> tuple[str, Any]:
@@ -296,12 +296,12 @@ def _parse_value(name: str, raw: str) -> tuple[str, Any]:
         override = OverridesParser.create().parse_override(f"++{name}={raw}")
         if override.is_sweep_override():
             fix = f"run the command once for each value; a list is written {name}=[{raw}]"
-            raise _Refused(name, raw, "these are several values, and a launch is one run", fix)
+            raise _CompositionError(name, raw, "these are several values, and a launch is one run", fix)
         return f"++{name}={raw}", override.value()
     except HydraException as error:
         reason = str(error).partition("\nSee ")[0].splitlines()[0]
         fix = f"put the value in quotes, twice for the shell: {name}='\"{raw}\"'"
-        raise _Refused(name, raw, f"it cannot be read: {reason}", fix) from error
+        raise _CompositionError(name, raw, f"it cannot be read: {reason}", fix) from error
 
 
 def _quote(text: str) -> str:
@@ -330,9 +330,9 @@ def _compose(base: _BaseConfig, arguments: Sequence[str]) -> Tree:
         tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = str(error.full_key or base.name)
-        raise _Refused(key, "?", _first_line(error), "correct the ${...} or give the value") from error
+        raise _CompositionError(key, "?", _first_line(error), "correct the ${...} or give the value") from error
     except HydraException as error:
-        raise _Refused(base.name, "?", _first_line(error), f"see the groups and recipes in {CONF}") from error
+        raise _CompositionError(base.name, "?", _first_line(error), f"see the groups and recipes in {CONF}") from error
     assert isinstance(tree, dict)  # the schema node is a mapping, and merging keeps it one
     return {str(key): value for key, value in tree.items()}
 

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
-class _Entry(Generic[Item, Result]):
+class _QueuedItem(Generic[Item, Result]):
     item: Item
     weight: int
     sent: bool = False
@@ -44,7 +44,7 @@ class CallBatcher(Generic[Item, Result]):
         self._send = send
         self._max_weight = max_weight
         self._sending: anyio.Event | None = None
-        self._queue: deque[_Entry[Item, Result]] = deque()
+        self._queue: deque[_QueuedItem[Item, Result]] = deque()
 
     async def submit(self, item: Item, weight: int = 1) -> Result:
         """Return the result of `item`, or raise its error.
@@ -52,7 +52,7 @@ class CallBatcher(Generic[Item, Result]):
         A caller that is cancelled before its item is sent withdraws the item. One that is cancelled later ignores the
         result.
         """
-        entry: _Entry[Item, Result] = _Entry(item, weight)
+        entry: _QueuedItem[Item, Result] = _QueuedItem(item, weight)
         self._queue.append(entry)
         try:
             while not entry.done:
@@ -83,7 +83,7 @@ class CallBatcher(Generic[Item, Result]):
             self._sending = None
             sending.set()
 
-    async def _send_batch(self, batch: Sequence[_Entry[Item, Result]]) -> None:
+    async def _send_batch(self, batch: Sequence[_QueuedItem[Item, Result]]) -> None:
         for entry in batch:
             entry.sent = True
         outcomes: Sequence[Result | AsyncRLError] = [BugError("the call ended without an answer")] * len(batch)

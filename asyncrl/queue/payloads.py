@@ -30,7 +30,7 @@ from asyncrl.core.ports import PayloadStore
 from asyncrl.core.types import Sample, sample_meta
 from asyncrl.storage.array_bytes import DamageError, decode, encode
 from asyncrl.storage.run_dir import SAMPLES, disk_error
-from asyncrl.storage.sample_bytes import FileRef, Packed, PackedBlob, pack, to_blob, unpack
+from asyncrl.storage.sample_bytes import FileRef, PackedBatch, PackedBlob, pack, to_blob, unpack
 from asyncrl.storage.segments import make_directory, read_segment, segment_incarnation, segment_name, write_segment
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class RayPayloads:
             ) from error
         return [PayloadRef(ref, position) for position in range(len(samples))]
 
-    def _get_blocking(self, refs: list[Any]) -> list[Packed | None]:
+    def _get_blocking(self, refs: list[Any]) -> list[PackedBatch | None]:
         try:
             return ray.get(refs, timeout=self._call_timeout_s)
         except ObjectLostError as error:

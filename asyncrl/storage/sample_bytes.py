@@ -55,7 +55,7 @@ class PackedSample(NamedTuple):
     replay: tuple[StrictInt, StrictBool, tuple[_Spans, ...]] | None
     rows: tuple[_Row, ...]
     media: tuple[tuple[Literal["image", "video"], _Count], ...] = ()
-    """Kinds and positions in `Packed.media`. A file omits this key and `asked` if they are empty."""
+    """Kinds and positions in `PackedBatch.media`. A file omits this key and `asked` if they are empty."""
     asked: tuple[_Count, ...] = ()
 
 
@@ -75,7 +75,7 @@ class Chunk(NamedTuple):
 _CHUNK_DTYPES = Chunk(np.int32, np.int32, np.bool_, np.float32)  # type: ignore[arg-type]
 
 
-class Packed(NamedTuple):
+class PackedBatch(NamedTuple):
     samples: tuple[PackedSample, ...]
     chunks: tuple[Chunk, ...]
     """Chunk 0 joins the short trajectories; each long one is a separate chunk."""
@@ -83,7 +83,7 @@ class Packed(NamedTuple):
     """Media that several samples share are stored once."""
 
 
-def pack(samples: Sequence[Sample]) -> Packed:
+def pack(samples: Sequence[Sample]) -> PackedBatch:
     """Pack any number of samples into one value that is cheap to pickle.
 
     Raises:
@@ -123,7 +123,7 @@ def pack(samples: Sequence[Sample]) -> Packed:
                 sample.asked,
             )
         )
-    return Packed(tuple(packed), (_join(short), *(_join([row]) for row in long)), tuple(media))
+    return PackedBatch(tuple(packed), (_join(short), *(_join([row]) for row in long)), tuple(media))
 
 
 def _plain(spans: Sequence[Span]) -> _Spans:
@@ -142,7 +142,7 @@ def _joined(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype)
 
 
-def unpack(packed: Packed, position: int) -> Sample:
+def unpack(packed: PackedBatch, position: int) -> Sample:
     """Return the sample at `position`; its arrays are views, read-only if the packed ones are."""
     return _unpack(packed.samples[position], packed.chunks, packed.media)
 
@@ -206,7 +206,7 @@ def _first(error: ValidationError) -> str:
     return ".".join(map(str, first["loc"])) + f" {first['msg']}"
 
 
-def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+def to_blob(packed: PackedBatch) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Convert `packed` for a file: named arrays, and JSON texts that map their ranges to samples."""
     arrays: dict[str, NDArray[Any]] = {
         f"{field}.{number}": array

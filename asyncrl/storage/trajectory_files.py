@@ -45,7 +45,7 @@ _NO_SUCH_LINE = (ValueError, KeyError, IndexError, TypeError, AttributeError, Ov
 _MEASURED = ("generate_s", "user_s", "duration_s", "wait_s", "reward")
 
 
-class Piece(NamedTuple):
+class VersionedText(NamedTuple):
     """Text that one version of the weights sampled."""
 
     version: int
@@ -68,7 +68,7 @@ class DumpedTrajectory:
     """Its messages are the whole conversation, even if there is only one turn; its spans are those used for
     training."""
     score: Score
-    texts: tuple[tuple[Piece, ...], ...] = ()
+    texts: tuple[tuple[VersionedText, ...], ...] = ()
     """The sampled text of each turn, without special tokens."""
     data_source: str = "default"
     ground_truth: Any = None
@@ -89,7 +89,7 @@ class DumpedTrajectory:
         return self.number if self.trajectory.number is None else self.trajectory.number
 
 
-def pieces(row: TokenRow, turn: TurnInfo, decode: Decode) -> tuple[Piece, ...]:
+def pieces(row: TokenRow, turn: TurnInfo, decode: Decode) -> tuple[VersionedText, ...]:
     """Split the text of a turn by the versions that sampled it."""
     end = turn.first_token + turn.num_tokens
     ids = row.response_ids[turn.first_token : end]
@@ -100,7 +100,7 @@ def pieces(row: TokenRow, turn: TurnInfo, decode: Decode) -> tuple[Piece, ...]:
         if last > first:
             text = _text(ids[:last], decode, whole=last == len(ids))
             # Decoded together with the preceding tokens, because a token's text may depend on them.
-            found.append(Piece(int(versions[first]), text[len(before) :]))
+            found.append(VersionedText(int(versions[first]), text[len(before) :]))
             before = text
     return tuple(found)
 
@@ -246,7 +246,9 @@ def _parse(raw: Mapping[str, Any]) -> DumpedTrajectory:
         score=Score(
             _number(raw["reward"]), _numbers(raw["reward_extra"]), tuple(_number(each) for each in raw["turn_rewards"])
         ),
-        texts=tuple(tuple(Piece(int(version), str(text)) for version, text in turn["text"]) for turn in raw["turns"]),
+        texts=tuple(
+            tuple(VersionedText(int(version), str(text)) for version, text in turn["text"]) for turn in raw["turns"]
+        ),
         data_source=str(raw["data_source"]),
         ground_truth=raw["ground_truth"],
         generate_s=_number(raw["generate_s"]),

@@ -42,7 +42,7 @@ class TurnLengths:
         return max(SHORTEST, min(self.longest, round(length)))
 
 
-class _Layer:
+class _FleetWrapper:
     """An `EngineFleet` that wraps another one."""
 
     def __init__(self, fleet: EngineFleet) -> None:
@@ -52,7 +52,7 @@ class _Layer:
         return await self._fleet.apply(publication)
 
 
-class DrawnFleet(_Layer):
+class DrawnFleet(_FleetWrapper):
     """Generates turns of drawn lengths, which finish with `STOP` as if the model had ended them."""
 
     def __init__(self, fleet: EngineFleet, lengths: TurnLengths, seed: int) -> None:
@@ -86,7 +86,7 @@ class _Batch:
         self.done = anyio.Event()
 
 
-class BarrierFleet(_Layer):
+class BarrierFleet(_FleetWrapper):
     """Collects `parties` requests, sends them to the engines in one call, and answers all of them together.
 
     Conversations proceed in lockstep, as in a synchronous system: all generate a turn, all call their tools, all

@@ -22,7 +22,7 @@ from asyncrl.storage.checkpoint_manifest import Progress
 from trainer.batches import TrainSample
 from trainer.experience import Experience
 from trainer.workers.tensors import to_batch
-from trainer.workers.worker import Published, RoleGroup
+from trainer.workers.worker import PublishedVersion, RoleGroup
 
 
 class FakeGroup(RoleGroup):
@@ -68,12 +68,12 @@ class FakeGroup(RoleGroup):
         self.asked.append(("infer", adapters))
         return self.scores(batch)
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
+    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
         self.published.append((version, step, len(self.steps), validate))
         outcome = self.on_publish(version)
         if outcome is not None:
             await outcome
-        return Published(Publication(version, step, 0, {}, validate=validate), 0.25, 0.5)
+        return PublishedVersion(Publication(version, step, 0, {}, validate=validate), 0.25, 0.5)
 
     async def step(self) -> int:
         return len(self.steps)

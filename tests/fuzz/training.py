@@ -19,7 +19,7 @@ from tests.fuzz.store import Publisher
 from tests.fuzz.world import FuzzWorld
 from trainer.batches import TrainSample
 from trainer.experience import Experience
-from trainer.workers.worker import Published
+from trainer.workers.worker import PublishedVersion
 
 
 class FakeBatch:
@@ -70,10 +70,10 @@ class FuzzRanks:
         self.model += dict.fromkeys(SampleId(*ids) for ids in batch["ids"].tolist())
         return {"loss": 0.0, "tokens": float(len(batch))}
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
+    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
         await self._gate.passing()
         await self._world.pause()
-        return Published(await self._publisher.publish(version, step, {}, validate=validate), 0.0, 0.0)
+        return PublishedVersion(await self._publisher.publish(version, step, {}, validate=validate), 0.0, 0.0)
 
     async def republish(self) -> None:
         await self._gate.passing()

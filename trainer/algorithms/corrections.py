@@ -29,7 +29,7 @@ _EPSILON = 1e-8
 """Normalization divides by the mean weight, or by this if the mean is smaller."""
 
 
-class Weighted(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """Importance weights of the trained tokens, `[N]`."""
 
     weights: Tensor
@@ -90,7 +90,7 @@ def correct(
     return Correction(is_weights, new_mask, metrics)
 
 
-def importance_weights(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> Weighted:
+def importance_weights(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> ImportanceWeights:
     """Return the importance weight proximal / behaviour of each token, or of its row (`rollout_is: sequence`), within
     thresholds.
 
@@ -116,7 +116,7 @@ def importance_weights(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionC
             mean = per_row[present].mean()
         if bool(mean > _EPSILON):
             weights = weights / mean
-    return Weighted(weights, clipped, masked)
+    return ImportanceWeights(weights, clipped, masked)
 
 
 def rejection_mask(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> Tensor:
@@ -151,7 +151,7 @@ _LEVELS: dict[str, Callable[[Rows, Tensor], Tensor]] = {
 }
 
 
-def weight_means(weighted: Weighted) -> dict[str, Tensor]:
+def weight_means(weighted: ImportanceWeights) -> dict[str, Tensor]:
     """Return the values `[N]` whose means over tokens are the metrics of the weights; `with_sample_size` needs the mean
     square."""
     return {

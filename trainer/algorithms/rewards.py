@@ -144,7 +144,7 @@ def scores_of(rewards: Rewards, trajectories: Trajectories) -> Tensor:
     return trajectories.sum(rewards.whole.sum(dim=1))
 
 
-class Penalised(NamedTuple):
+class PenalisedRewards(NamedTuple):
     rewards: Rewards
     kl: float
     """The KL in nats per trajectory, summed over its sampled tokens and averaged over trajectories; `target_kl` is
@@ -160,7 +160,7 @@ def kl_penalised(
     *,
     kind: str,
     coefficient: float,
-) -> Penalised:
+) -> PenalisedRewards:
     """Subtract `coefficient` times the estimated KL(policy ‖ reference) from each sampled token's reward.
 
     Ziegler et al. (https://arxiv.org/abs/1909.08593) eq. 2. A trajectory's score loses the KL of all its rows.
@@ -176,7 +176,7 @@ def kl_penalised(
     tokens, whole = rewards.tokens - coefficient * estimate, rewards.whole - coefficient * estimate
     if trajectories.forked:
         tokens = tokens - coefficient * on_last_token(trajectories.later(of_rows), response_mask)
-    return Penalised(Rewards(tokens, whole), float(trajectories.sum(of_rows).mean()))
+    return PenalisedRewards(Rewards(tokens, whole), float(trajectories.sum(of_rows).mean()))
 
 
 def next_kl_coefficient(coefficient: float, kl: float, num_trajectories: int, control: KlControlConfig) -> float:

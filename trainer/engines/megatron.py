@@ -82,7 +82,7 @@ class MegatronModel(ForeignModel):
         config = source.config
         check_settings(config, BACKEND, MODELS)
         super().__init__(config)
-        self._joined = _Joined(config)
+        self._joined = _JoinedProjections(config)
         with torch.device("meta"):
             self.inner = _build_gpt(config, source.dtype)
         # In Hugging Face's embedding, the padding token has no gradient as an input. Megatron-Core's embedding is for
@@ -119,7 +119,7 @@ class MegatronModel(ForeignModel):
         self.head.weight = self.get_input_embeddings().weight if tied else nn.Parameter(source["lm_head.weight"])
 
 
-class _Joined:
+class _JoinedProjections:
     """Converts the projections that Megatron-Core joins: gate and up; queries, keys and values, by key group
     `[q…, k, v]`."""
 

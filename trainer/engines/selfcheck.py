@@ -28,7 +28,7 @@ import torch.distributed
 from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from trainer.engines import dist
 from trainer.engines.contract.checks import checks_of
-from trainer.engines.contract.setting import Check, Setting, write_models
+from trainer.engines.contract.setting import Check, CheckSetting, write_models
 from trainer.engines.registry import BUILT_IN
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ SKIPPED_LOCAL = "it runs in one process: python -m trainer.engines.selfcheck --b
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     backend: str
     check: str
     passed: bool
@@ -48,7 +48,7 @@ class Result:
     """The failure of the first rank that failed; empty if none did."""
 
 
-def run(backends: Sequence[str], device: str, directory: Path) -> list[Result]:
+def run(backends: Sequence[str], device: str, directory: Path) -> list[CheckResult]:
     """Run all checks of all backends, on every rank of the process group. All ranks return the same results.
 
     Raises (on every rank):
@@ -56,12 +56,12 @@ def run(backends: Sequence[str], device: str, directory: Path) -> list[Result]:
     """
     checks = []
     for backend in backends:
-        setting = Setting(backend, device, directory)
+        setting = CheckSetting(backend, device, directory)
         checks += [(check, setting) for check in _checks(setting)]
     return [_run(check, setting) for check, setting in checks]
 
 
-def _checks(setting: Setting) -> list[Check]:
+def _checks(setting: CheckSetting) -> list[Check]:
     """Return the checks of a backend, after creating one of its engines on every rank."""
     failure: AsyncRLError | None = None
     checks: list[Check] = []
@@ -81,7 +81,7 @@ def _checks(setting: Setting) -> list[Check]:
     return checks
 
 
-def _run(check: Check, setting: Setting) -> Result:
+def _run(check: Check, setting: CheckSetting) -> CheckResult:
     began = time.perf_counter()
     failure = ""
     try:
@@ -90,7 +90,7 @@ def _run(check: Check, setting: Setting) -> Result:
         failure = f"rank {dist.rank()}: {type(error).__name__}: {error}"
     with dist.guarded(check.name):
         detail = next(filter(None, dist.gather(failure)), "")
-    return Result(setting.backend, check.name, not detail, round(time.perf_counter() - began, 2), detail)
+    return CheckResult(setting.backend, check.name, not detail, round(time.perf_counter() - began, 2), detail)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped = {"local": SKIPPED_LOCAL} if options.backend == "all" and dist.world_size() > 1 else {}
     backends = [name for name in BUILT_IN if name not in skipped] if options.backend == "all" else [options.backend]
     directory = _shared_directory()
-    results: list[Result] = []
+    results: list[CheckResult] = []
     failure = ""
     try:
         results = run(backends, device.type, directory)
@@ -137,7 +137,7 @@ def _shared_directory() -> Path:
     return Path(path[0])
 
 
-def _document(results: Sequence[Result], skipped: Mapping[str, str], device: str) -> str:
+def _document(results: Sequence[CheckResult], skipped: Mapping[str, str], device: str) -> str:
     document = {
         "ranks": dist.world_size(),
         "device": device,
@@ -147,7 +147,7 @@ def _document(results: Sequence[Result], skipped: Mapping[str, str], device: str
     return json.dumps(document, indent=1) + "\n"
 
 
-def _table(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
+def _table(results: Sequence[CheckResult], skipped: Mapping[str, str]) -> str:
     lines = []
     for result in results:
         mark = "ok  " if result.passed else "FAIL"

@@ -99,7 +99,7 @@ class _InnerAttention(Attention):
         return self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
 
 
-class _Parts(NamedTuple):
+class _ModelClasses(NamedTuple):
     """The classes of one of torchtitan's architectures."""
 
     model: Any
@@ -108,7 +108,7 @@ class _Parts(NamedTuple):
     adapter: Any
 
 
-def _parts(config: PretrainedConfig) -> _Parts:
+def _parts(config: PretrainedConfig) -> _ModelClasses:
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
     check_settings(config, BACKEND, MODELS)
@@ -116,14 +116,14 @@ def _parts(config: PretrainedConfig) -> _Parts:
         from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
         from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-        return _Parts(Llama3Model, Llama3TransformerBlock, ComplexRoPE, Llama3StateDictAdapter)
+        return _ModelClasses(Llama3Model, Llama3TransformerBlock, ComplexRoPE, Llama3StateDictAdapter)
     from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-    return _Parts(Qwen3Model, Qwen3TransformerBlock, CosSinRoPE, Qwen3StateDictAdapter)
+    return _ModelClasses(Qwen3Model, Qwen3TransformerBlock, CosSinRoPE, Qwen3StateDictAdapter)
 
 
-def _decoder_settings(config: PretrainedConfig, parts: _Parts) -> Any:
+def _decoder_settings(config: PretrainedConfig, parts: _ModelClasses) -> Any:
     from torchtitan.models.common import Embedding, Linear
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config

@@ -32,7 +32,7 @@ class Dispatch(NamedTuple):
     collect: Literal["first", "rows"]
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """The rows that one data rank computes."""
 
     rows: list[int]
@@ -72,14 +72,14 @@ def dispatch_of(worker: type, method: str) -> Dispatch:
     return declared
 
 
-def share_rows(lengths: Sequence[int], num_ranks: int) -> list[Share]:
+def share_rows(lengths: Sequence[int], num_ranks: int) -> list[RankShare]:
     """Assign every row to one data rank, at similar cost for each; a rank without rows gets the shortest row as
     padding."""
     shortest = min(range(len(lengths)), key=lambda row: (lengths[row], row))
-    return [Share(rows, [] if rows else [shortest]) for rows in balance(lengths, num_ranks)]
+    return [RankShare(rows, [] if rows else [shortest]) for rows in balance(lengths, num_ranks)]
 
 
-def scatter(mode: Dispatch, layouts: Sequence[Layout], call: RankCall) -> tuple[dict[int, RankCall], list[Share]]:
+def scatter(mode: Dispatch, layouts: Sequence[Layout], call: RankCall) -> tuple[dict[int, RankCall], list[RankShare]]:
     """Return each rank's arguments (ranks of a data group share the object), and for `rows` each data rank's share.
 
     Raises:
@@ -98,7 +98,7 @@ def scatter(mode: Dispatch, layouts: Sequence[Layout], call: RankCall) -> tuple[
     return {layout.rank: calls[layout.data_rank] for layout in layouts}, shares
 
 
-def collect(mode: Dispatch, layouts: Sequence[Layout], shares: Sequence[Share], results: Mapping[int, Any]) -> Any:
+def collect(mode: Dispatch, layouts: Sequence[Layout], shares: Sequence[RankShare], results: Mapping[int, Any]) -> Any:
     """Combine the ranks' results into one, without padding rows."""
     if mode.collect == "first":
         return results[0]
@@ -108,7 +108,7 @@ def collect(mode: Dispatch, layouts: Sequence[Layout], shares: Sequence[Share], 
     return torch.cat(parts)[torch.argsort(order)]
 
 
-def _take(batch: TensorDict, share: Share) -> TensorDict:
+def _take(batch: TensorDict, share: RankShare) -> TensorDict:
     part = batch[torch.tensor(share.rows + share.padding)]
     if share.padding and "loss_mask" in part:
         part["loss_mask"][len(share.rows) :] = False

@@ -31,7 +31,7 @@ from asyncrl.profiling import profile
 from trainer.engines.base import Layout
 from trainer.workers.dispatch import RankCall, collect, dispatch_of, from_wire, scatter, to_wire
 from trainer.workers.outcomes import (
-    Answer,
+    CallResult,
     LostRank,
     Outcome,
     find_failure,
@@ -43,7 +43,7 @@ from trainer.workers.placement import GroupPlan, Role, RolePlan, plan_groups
 from trainer.workers.processes import Processes, RankLocation, local_ranks
 from trainer.workers.rank import Rendezvous
 from trainer.workers.tracing import NO_PROFILING, RankProfiling
-from trainer.workers.worker import Published, RoleGroup, TrainingWorker, engine_spec
+from trainer.workers.worker import PublishedVersion, RoleGroup, TrainingWorker, engine_spec
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class WorkerGroup:
             lambda: collect(mode, layouts, shares, {rank: from_wire(value) for rank, value in values.items()})
         )
 
-    async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> Published:
+    async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> PublishedVersion:
         """See `RoleGroup.publish`."""
         calls = dict.fromkeys(self._ranks, (profile.place, role, dtype, version, step, validate))
         limit_s = self._timeouts.train_s
@@ -314,7 +314,7 @@ class WorkerGroup:
         """Gather outcomes, and ingest the events that came with them."""
         outcomes = await gather_outcomes(answers, limit_s)
         for rank, outcome in outcomes.items():
-            if isinstance(outcome, Answer) and outcome.events:
+            if isinstance(outcome, CallResult) and outcome.events:
                 profile.ingest(f"rank-{self.plan.name}-{rank}", outcome.events)
         return outcomes
 
@@ -356,7 +356,7 @@ class GroupRole(RoleGroup):
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await self._group.call(self._plan.role, method, *args, **kwargs)
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
+    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
         return await self._group.publish(self._plan.role, self._plan.weights_dtype, version, step, validate)
 
     async def republish(self) -> None:
@@ -459,9 +459,9 @@ def _time_left(limit_s: float, until: float | None) -> float:
 
 
 async def _outcome(ref: Any, *, plain: bool = False) -> Outcome:
-    """Wait for a rank's answer; return a `LostRank` if it died. `plain`: the call returns a value, not an `Answer`."""
+    """Wait for a rank's answer; return a `LostRank` if it died. `plain`: the call returns a value, no `CallResult`."""
     try:
-        return Answer(await ref, None) if plain else await ref
+        return CallResult(await ref, None) if plain else await ref
     except RayTaskError as error:
         return LostRank(BugError.wrap("could not take the call", error))
     except RayError as error:

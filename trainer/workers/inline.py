@@ -9,11 +9,11 @@ import anyio
 from asyncrl.config.sections.base import Dtype
 from asyncrl.core.ports import WeightPublisher
 from trainer.engines.base import EngineSpec, Layout
-from trainer.workers.outcomes import Answer
+from trainer.workers.outcomes import CallResult
 from trainer.workers.placement import Role
 from trainer.workers.rank import Rank
 from trainer.workers.tracing import NO_PROFILING, RankProfiling
-from trainer.workers.worker import Published, RoleGroup
+from trainer.workers.worker import PublishedVersion, RoleGroup
 
 
 class InlineGroup(RoleGroup):
@@ -62,7 +62,7 @@ class InlineGroup(RoleGroup):
         async with self._lock:
             return _value(await self._rank.call(self._role, method, args, kwargs))
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
+    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
         async with self._lock:
             return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate))
 
@@ -88,7 +88,7 @@ class InlineGroup(RoleGroup):
                 _value(await self._rank.close())
 
 
-def _value(answer: Answer) -> Any:
+def _value(answer: CallResult) -> Any:
     if answer.error is not None:
         raise answer.error
     return answer.value

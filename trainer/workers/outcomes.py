@@ -19,7 +19,7 @@ AGREED = (DataError, DivergenceError, ConfigError)
 """Failures that ranks decide on together, and that leave them unchanged."""
 
 
-class Answer(NamedTuple):
+class CallResult(NamedTuple):
     """The result of a call. A failure is a value, so that it reaches the caller unchanged over any transport."""
 
     value: Any
@@ -38,7 +38,7 @@ class LostRank(NamedTuple):
     """The reason. Its message continues "rank N of the … group "."""
 
 
-Outcome = Answer | LostRank
+Outcome = CallResult | LostRank
 
 
 async def gather_outcomes(answers: Mapping[int, Awaitable[Outcome]], limit_s: float) -> dict[int, Outcome]:
@@ -66,7 +66,7 @@ async def gather_outcomes(answers: Mapping[int, Awaitable[Outcome]], limit_s: fl
 
 
 def values_of(outcomes: Mapping[int, Outcome]) -> dict[int, Any]:
-    return {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Answer)}
+    return {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, CallResult)}
 
 
 def find_failure(
@@ -118,9 +118,9 @@ def group_is_usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, 
 def _all_agree(ranks: Collection[int], outcomes: Mapping[int, Outcome]) -> bool:
     """Return whether all ranks have answered with the same kind of `AGREED` failure."""
     kinds = {type(outcome.error) for outcome in outcomes.values()}
-    answered = len(outcomes) == len(ranks) and all(isinstance(outcome, Answer) for outcome in outcomes.values())
+    answered = len(outcomes) == len(ranks) and all(isinstance(outcome, CallResult) for outcome in outcomes.values())
     return answered and len(kinds) == 1 and kinds.pop() in AGREED
 
 
 def _is_local(outcome: Outcome) -> bool:
-    return isinstance(outcome, Answer) and outcome.local
+    return isinstance(outcome, CallResult) and outcome.local

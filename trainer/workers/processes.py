@@ -27,7 +27,7 @@ from asyncrl.core.failures import ConfigError, DeadlineError
 from asyncrl.core.ports import WeightPublisher
 from asyncrl.profiling import profile
 from trainer.workers.dispatch import RankCall, from_wire, to_wire
-from trainer.workers.outcomes import Answer
+from trainer.workers.outcomes import CallResult
 from trainer.workers.placement import GroupPlan, Role
 from trainer.workers.rank import Rank
 from trainer.workers.tracing import DIRECTORY, NO_PROFILING, RankProfiling, nsight_options
@@ -65,7 +65,7 @@ class RankActor(Rank):
         gpu = own_gpu(context.get_accelerator_ids()["GPU"], os.environ.get("CUDA_VISIBLE_DEVICES"))
         return RankLocation(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu)
 
-    async def call_at(self, at: StepAndVersion, role: Role, method: str, call: RankCall) -> Answer:
+    async def call_at(self, at: StepAndVersion, role: Role, method: str, call: RankCall) -> CallResult:
         def run() -> Any:
             args = [from_wire(value) for value in call.args]
             return to_wire(getattr(self._workers[role], method)(*args, **call.kwargs))
@@ -75,7 +75,7 @@ class RankActor(Rank):
 
     async def publish_at(
         self, at: StepAndVersion, role: Role, dtype: Dtype, version: int, step: int, validate: bool
-    ) -> Answer:
+    ) -> CallResult:
         profile.set_position(step=at[0], version=at[1])
         return await self.publish(role, dtype, version, step, validate)
 

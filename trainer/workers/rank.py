@@ -1,4 +1,4 @@
-"""One process of a group, which runs the workers of its roles on one thread and returns an `Answer` to each call.
+"""One process of a group, which runs the workers of its roles on one thread and returns an `CallResult` to each call.
 
 This module doesn't use Ray: `trainer.workers.processes` makes a `Rank` an actor, and `trainer.workers.inline` runs one
 in the caller's process.
@@ -26,10 +26,10 @@ from asyncrl.profiling import profile
 from asyncrl.profiling.process_usage import ProcessHealth, ProcessMonitor
 from trainer.engines.base import EngineSpec, Layout
 from trainer.engines.dist import BACKENDS, guarded, leave
-from trainer.workers.outcomes import Answer
+from trainer.workers.outcomes import CallResult
 from trainer.workers.placement import Role
 from trainer.workers.tracing import NO_PROFILING, RankProfiling, Tracer, set_up_profiling
-from trainer.workers.worker import Published, TrainingWorker
+from trainer.workers.worker import PublishedVersion, TrainingWorker
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class Rank:
         self._rendezvous = Rendezvous(0, 1, 0, "", 0)
         self._health: ProcessMonitor | None = None
 
-    async def open_store(self, host: str, timeout_s: float) -> Answer:
+    async def open_store(self, host: str, timeout_s: float) -> CallResult:
         """On rank 0, open the process group's store at `host`, an address of this machine. Answers with its port.
 
         The store chooses its port itself, because another process could take a port that was only checked to be free.
@@ -100,13 +100,13 @@ class Rank:
 
         return await self._answer("opening the store", open_tcp_store)
 
-    async def join(self, rendezvous: Rendezvous, device: Literal["cpu", "cuda"], timeout_s: float) -> Answer:
+    async def join(self, rendezvous: Rendezvous, device: Literal["cpu", "cuda"], timeout_s: float) -> CallResult:
         """Join the process group; `timeout_s` bounds this and every collective operation."""
         self._rendezvous = rendezvous
         os.environ.update(rendezvous.environment)
         return await self._answer("joining the group", _join, rendezvous, self._store, device, timeout_s)
 
-    async def load(self, specs: Mapping[Role, EngineSpec]) -> Answer:
+    async def load(self, specs: Mapping[Role, EngineSpec]) -> CallResult:
         """Create the roles' workers, one after the other. Answers with `{role: Layout}`. Collective."""
 
         def make() -> dict[Role, Layout]:
@@ -121,13 +121,13 @@ class Rank:
         set_up_profiling(self._profiling, may_have_gpu=any(spec.engine.device != "cpu" for spec in specs.values()))
         return await self._answer("loading", make)
 
-    async def call(self, role: Role, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
+    async def call(self, role: Role, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallResult:
         """Call a method of the role's worker."""
         worker = self._workers[role]
         return await self._call(role, method, lambda: getattr(worker, method)(*args, **kwargs))
 
-    async def publish(self, role: Role, dtype: Dtype, version: int, step: int, validate: bool) -> Answer:
-        """Collect the role's weights on rank 0, which publishes them as `version` and answers with `Published`."""
+    async def publish(self, role: Role, dtype: Dtype, version: int, step: int, validate: bool) -> CallResult:
+        """Collect the role's weights on rank 0, which publishes them as `version` and returns a `PublishedVersion`."""
         worker, started = self._workers[role], time.monotonic()
         collected = await self._call(role, "weights", lambda: worker.weights(dtype), "sync.gather", version=version)
         if collected.error is not None or worker.layout.rank != 0:
@@ -137,24 +137,24 @@ class Rank:
             with profile.span("sync.put", role=role, rank=0, version=version) as span:
                 publication = await self._offer(version, step, collected.value, validate)
                 span.add(bytes=publication.num_bytes)
-            published = Published(publication, gathered - started, time.monotonic() - gathered)
-            answer = Answer(published, None)
+            published = PublishedVersion(publication, gathered - started, time.monotonic() - gathered)
+            answer = CallResult(published, None)
         except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
-            answer = Answer(None, as_typed_error(error, f"publishing version {version}"), local=True)
+            answer = CallResult(None, as_typed_error(error, f"publishing version {version}"), local=True)
         return answer._replace(events=[*collected.events, *profile.drain()])
 
-    async def republish(self) -> Answer:
+    async def republish(self) -> CallResult:
         """On rank 0, offer the last published version again, concurrently with other calls but after a running
         publication."""
         try:
             if self._publisher is not None:
                 async with self._publish_lock:
                     await self._publisher.republish()
-            return Answer(None, None)
+            return CallResult(None, None)
         except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
-            return Answer(None, as_typed_error(error, "publishing again"), local=True)
+            return CallResult(None, as_typed_error(error, "publishing again"), local=True)
 
-    async def end_trace(self, step: int) -> Answer:
+    async def end_trace(self, step: int) -> CallResult:
         """Write the trace of `step`. Answers with a description of a problem, if there was one (`Tracer.end`)."""
         return await self._answer("writing a trace", self._tracer.end, step)
 
@@ -171,7 +171,7 @@ class Rank:
             self._health = ProcessMonitor(f"rank-{self._group}-{self._rendezvous.rank}")
         return self._health.measure()
 
-    async def close(self) -> Answer:
+    async def close(self) -> CallResult:
         """Close every worker, leave the process group and end the thread, even if one of these fails. Answers with the
         first failure, for example that of an unfinished checkpoint."""
 
@@ -202,7 +202,7 @@ class Rank:
 
     async def _call(
         self, role: Role, method: str, function: Callable[[], Any], event: str = "rank.call", **fields: Any
-    ) -> Answer:
+    ) -> CallResult:
         """Run `function` as an event of this rank and in its trace."""
         what, rank = f"{role}.{method}", self._workers[role].layout.rank
         if event == "rank.call":
@@ -218,11 +218,11 @@ class Rank:
 
         return await self._answer(what, run)
 
-    async def _answer(self, what: str, function: Callable[..., Any], *args: Any) -> Answer:
+    async def _answer(self, what: str, function: Callable[..., Any], *args: Any) -> CallResult:
         try:
-            answer = Answer(await self._run(what, function, *args), None)
+            answer = CallResult(await self._run(what, function, *args), None)
         except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
-            answer = Answer(None, as_typed_error(error, what))
+            answer = CallResult(None, as_typed_error(error, what))
         return answer._replace(events=profile.drain())
 
     async def _run(self, what: str, function: Callable[..., T], *args: Any) -> T:

@@ -184,7 +184,7 @@ def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], colle
     )
 
 
-class Published(NamedTuple):
+class PublishedVersion(NamedTuple):
     """A version that replicas can fetch, and how long its publication took."""
 
     publication: Publication
@@ -208,7 +208,7 @@ class RoleGroup(ABC):
         """Call a method of `TrainingWorker` by its name."""
 
     @abstractmethod
-    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
+    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
         """Publish the weights as `version`, directly from rank 0 to the weight store."""
 
     @abstractmethod

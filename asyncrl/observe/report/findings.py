@@ -62,7 +62,7 @@ _DISK = "The disk of the run directory is slow or shared: put run_dir on a local
 _MACHINE = "Check its machine for other work on its cores or GPU, a throttled GPU, swapping, or a slow link."
 
 
-class _Kind(NamedTuple):
+class _FindingKind(NamedTuple):
     what: str
     """The subject of the finding."""
     remedy: str
@@ -70,37 +70,37 @@ class _Kind(NamedTuple):
     """Findings of this kind are never alarms."""
 
 
-_hint = partial(_Kind, is_hint=True)
+_hint = partial(_FindingKind, is_hint=True)
 _KINDS = {
-    "replica_slow": _Kind("replica",
+    "replica_slow": _FindingKind("replica",
         f"{_MACHINE} Then restart it: `asyncrl status` names its process."),
     "replica_loaded": _hint("replica",
         "Requests are not spread evenly: rollout.max_concurrent_samples may be too low for this number of replicas."),
-    "request_stuck": _Kind("request",
+    "request_stuck": _FindingKind("request",
         "Look in logs/ at what its replica was doing then: a crash, a restart, or preemption because the KV cache was "
         "full (rollout.gpu_memory_utilization, rollout.cpu_kv_cache_gib, rollout.max_num_seqs)."),
-    "tool_hang": _Kind("tool",
+    "tool_hang": _FindingKind("tool",
         "Find out what {name} waits on. A lower timeout_s for it in rollout.multi_turn.tools bounds what one call can "
         "cost."),
-    "tool_slow": _Kind("tool",
+    "tool_slow": _FindingKind("tool",
         "Make {name} faster, or let more of its calls run at once (its max_concurrency or rate in "
         "rollout.multi_turn.tools)."),
-    "reward_hang": _Kind("reward",
+    "reward_hang": _FindingKind("reward",
         "Look at what the reward does with this sample (`asyncrl show`). A lower reward.timeout_s bounds a call."),
-    "reward_slow": _Kind("reward",
+    "reward_slow": _FindingKind("reward",
         "Make the reward faster, or let more of its calls run at once: reward.max_concurrency, "
         "reward.judge.max_concurrency, reward_model.num_replicas."),
-    "user_hang": _Kind("user", "Find out what the user or environment waits on."),
-    "weight_sync_hang": _Kind("weight_sync",
+    "user_hang": _FindingKind("user", "Find out what the user or environment waits on."),
+    "weight_sync_hang": _FindingKind("weight_sync",
         "The weight-sync table shows which phase it was, and report.json also on which replica; logs/ shows what "
         "happened there."),
-    "trainer_hang": _Kind("trainer",
+    "trainer_hang": _FindingKind("trainer",
         "Compare the step's tokens with those of other steps; logs/ of the ranks show more, and profiler.steps traces "
         "a step."),
-    "checkpoint_hang": _Kind("checkpoint", f"{_DISK} Or save less often: trainer.save_freq."),
-    "queue_hang": _Kind("queue", _DISK),
-    "disk_hang": _Kind("disk", _DISK),
-    "rank_slow": _Kind("rank", _MACHINE),
+    "checkpoint_hang": _FindingKind("checkpoint", f"{_DISK} Or save less often: trainer.save_freq."),
+    "queue_hang": _FindingKind("queue", _DISK),
+    "disk_hang": _FindingKind("disk", _DISK),
+    "rank_slow": _FindingKind("rank", _MACHINE),
     "trainer_waits": _hint("trainer",
         "Give generation more resources (rollout.num_replicas), or let it run further ahead with a higher "
         "async_training.staleness_threshold. Alarms above, if there are any, may be the cause."),
@@ -117,7 +117,7 @@ _KINDS = {
         "Publish less often (async_training.trigger_parameter_sync_step); the weight-sync table shows which phase "
         "takes the time."),
     "checkpoints": _hint("checkpoint", "Save less often: trainer.save_freq."),
-    "loop_stall": _Kind("part",
+    "loop_stall": _FindingKind("part",
         "Something blocks it: user code that does not await (rewards, tools, agents), or too few cores."),
     "restarts": _hint("part",
         "`asyncrl status` shows the restarts and their causes. More frequent checkpoints (trainer.save_freq) make "

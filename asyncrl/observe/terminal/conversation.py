@@ -17,7 +17,7 @@ from rich.text import Text
 from asyncrl.core.trajectory import ToolCall
 from asyncrl.core.types import FinishReason, Span, versions_per_token
 from asyncrl.observe.terminal.screen import DIM
-from asyncrl.storage.trajectory_files import DumpedTrajectory, Piece
+from asyncrl.storage.trajectory_files import DumpedTrajectory, VersionedText
 
 SHADES = ("green", "bright_green")
 """Colours of a trajectory's versions, alternating."""
@@ -199,7 +199,7 @@ def _sampled(one: DumpedTrajectory, number: int, message: Mapping[str, Any]) -> 
     if not pieces:
         content = _content(message.get("content"))
         version = next(iter(_turn_versions(one, number)), None)
-        pieces = (Piece(version, content),) if version is not None else ()
+        pieces = (VersionedText(version, content),) if version is not None else ()
     text = Text()
     for place, piece in enumerate(pieces):
         if place:

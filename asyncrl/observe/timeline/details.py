@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from asyncrl.observe.timeline.layout import PHASES, REQUEST, STATES, State, microseconds
+from asyncrl.observe.timeline.layout import PHASES, REQUEST, STATES, BarState, microseconds
 from asyncrl.observe.timeline.page import TEMPLATES
 from asyncrl.observe.timeline.view import clock, duration, readable
 
@@ -108,7 +108,7 @@ def _took(fields: Mapping[str, Any]) -> str:
     return duration(took) if took else ""
 
 
-def _phases(fields: Mapping[str, Any]) -> Iterator[tuple[State, str, float]]:
+def _phases(fields: Mapping[str, Any]) -> Iterator[tuple[BarState, str, float]]:
     """Yield the phases of a request: state, duration, and percent of the request."""
     total = microseconds(fields["duration_s"]) or 0
     for state in STATES:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.observe.timeline.reader import Event, EventChunk
+from asyncrl.observe.timeline.reader import EventChunk, TimelineEvent
 
 _MAX_PAUSES = 256
 """Number of a replica's newest pauses that are remembered; no request spans more pauses than these."""
@@ -26,7 +26,7 @@ _LONGEST_S = 1e10
 # ---------------------------------------------------------------------------------------------- places of events
 
 
-class State(NamedTuple):
+class BarState(NamedTuple):
     """The meaning of a bar's colour."""
 
     name: str
@@ -34,23 +34,23 @@ class State(NamedTuple):
     meaning: str
 
 
-STATES: tuple[State, ...] = (
-    State("gate", "#a8a29e", "held back while weights are loaded"),
-    State("queued", "#f2c94c", "in the engine, not scheduled yet"),
-    State("prefill", "#3f78b5", "from scheduling to the first token"),
-    State("decode", "#58a65c", "sampling tokens"),
-    State("paused", "#d64550", "the engine stands still for a weight sync"),
-    State("tool", "#f08a24", "a tool call"),
-    State("user", "#9b6fb8", "a user, an environment or an agent program answers"),
-    State("reward", "#ef8fa8", "scoring"),
-    State("wait", "#d6d9dd", "waiting"),
-    State("experience", "#5fb3b3", "log-probs, values, scores, advantages"),
-    State("update", "#1f5c7a", "forward, backward, optimizer"),
-    State("weights", "#96705b", "publishing, fetching and loading weights"),
-    State("sample", "#a9c9e8", "a sample or a trajectory as a whole"),
-    State("files", "#8a8f6a", "reading and writing files"),
-    State("trouble", "#8b0000", "a stall, a replaced part or a loss"),
-    State("other", "#9aa0a6", "anything else"),
+STATES: tuple[BarState, ...] = (
+    BarState("gate", "#a8a29e", "held back while weights are loaded"),
+    BarState("queued", "#f2c94c", "in the engine, not scheduled yet"),
+    BarState("prefill", "#3f78b5", "from scheduling to the first token"),
+    BarState("decode", "#58a65c", "sampling tokens"),
+    BarState("paused", "#d64550", "the engine stands still for a weight sync"),
+    BarState("tool", "#f08a24", "a tool call"),
+    BarState("user", "#9b6fb8", "a user, an environment or an agent program answers"),
+    BarState("reward", "#ef8fa8", "scoring"),
+    BarState("wait", "#d6d9dd", "waiting"),
+    BarState("experience", "#5fb3b3", "log-probs, values, scores, advantages"),
+    BarState("update", "#1f5c7a", "forward, backward, optimizer"),
+    BarState("weights", "#96705b", "publishing, fetching and loading weights"),
+    BarState("sample", "#a9c9e8", "a sample or a trajectory as a whole"),
+    BarState("files", "#8a8f6a", "reading and writing files"),
+    BarState("trouble", "#8b0000", "a stall, a replaced part or a loss"),
+    BarState("other", "#9aa0a6", "anything else"),
 )
 STATE: dict[str, int] = {state.name: place for place, state in enumerate(STATES)}
 PHASES = ("gate", "queued", "prefill", "decode", "paused")
@@ -108,7 +108,7 @@ _GROUP_ORDER = list(dict.fromkeys(group for group, _ in (*_PART_GROUPS.values(),
 _BLOCK_ORDER = ("trainer", "rank-", "rollouter", "replica-", SAMPLES, TRAJECTORIES, "queue", "driver")
 
 
-class Place(NamedTuple):
+class TrackPlace(NamedTuple):
     block: str
     """Tracks that belong together: those of a part, of all samples or of all trajectories."""
     group: str
@@ -118,15 +118,15 @@ class Place(NamedTuple):
 
 
 @cache
-def place_of(part: str, event: str) -> Place:
+def place_of(part: str, event: str) -> TrackPlace:
     """Return the place of an event recorded by `part`; an unknown event has a group with its name."""
     if event == "trajectory":
-        return Place(TRAJECTORIES, "conversations", STATE["sample"])
+        return TrackPlace(TRAJECTORIES, "conversations", STATE["sample"])
     if event in _SAMPLE_GROUPS:
         part, (group, state) = SAMPLES, _SAMPLE_GROUPS[event]
     else:
         group, state = _PART_GROUPS.get(event, (event, "other"))
-    return Place(part, group, STATE[state])
+    return TrackPlace(part, group, STATE[state])
 
 
 def block_order(block: str) -> tuple[int, str, int, str]:
@@ -252,8 +252,8 @@ def microseconds(seconds: object) -> int | None:
 
 
 class PlacedEvent(NamedTuple):
-    event: Event
-    place: Place
+    event: TimelineEvent
+    place: TrackPlace
     track: int
     """The number of the track in its group, from 0."""
     bars: list[Bar]
@@ -268,7 +268,7 @@ class TrackAssigner:
 
     def place(self, chunk: EventChunk) -> Iterator[PlacedEvent]:
         """Yield the events of a chunk with their places, sorted by group and start."""
-        groups: dict[tuple[str, str], list[tuple[Event, Place]]] = {}
+        groups: dict[tuple[str, str], list[tuple[TimelineEvent, TrackPlace]]] = {}
         for event in chunk.events:
             place = place_of(chunk.part, event.name)
             groups.setdefault((place.block, place.group), []).append((event, place))

@@ -26,7 +26,7 @@ _NUM_NEWEST = 4
 _WATCH_S = 1.5 * FULL_SCAN_S
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """One line."""
 
     start: int
@@ -47,7 +47,7 @@ class EventChunk(NamedTuple):
     part: str
     file: int
     """The number of the file, for `EventReader.read_lines`."""
-    events: list[Event]
+    events: list[TimelineEvent]
 
 
 class LinePosition(NamedTuple):
@@ -184,7 +184,7 @@ class EventReader:
                     file.read_to += complete
                     yield EventChunk(file.path.stem, number, self._parse(data[:complete], offset))
 
-    def _parse(self, data: bytes, offset: int) -> list[Event]:
+    def _parse(self, data: bytes, offset: int) -> list[TimelineEvent]:
         events = []
         for line in data.split(b"\n")[:-1]:
             if line.strip():
@@ -194,6 +194,6 @@ class EventReader:
                 else:
                     start = round(fields["timestamp"] * 1_000_000)
                     end = start + max(0, round(fields["duration_s"] * 1_000_000))
-                    events.append(Event(start, end, fields["event"], fields, offset, len(line)))
+                    events.append(TimelineEvent(start, end, fields["event"], fields, offset, len(line)))
             offset += len(line) + 1
         return events

@@ -25,7 +25,7 @@ from asyncrl.observe.terminal import conversation
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.payloads import FilePayloads
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.storage.trajectory_files import DumpedTrajectory, Piece, file_name
+from asyncrl.storage.trajectory_files import DumpedTrajectory, VersionedText, file_name
 from rollouter.trajectory_dump import TrajectoryDump
 from tests.fakes.command_line import CommandLine
 from tests.fakes.dumped import SCORES, calculation, decode, group, ids, prompt, sample
@@ -158,7 +158,7 @@ def drawn(*lines: Any) -> str:
 def test_neighbouring_versions_have_different_colours() -> None:
     one = DumpedTrajectory(
         SampleId(0, 1), 0, 1, "", 0.0, calculation(), SCORES[0],
-        ((Piece(3, "calculate"), Piece(4, "(6*7)")), (Piece(4, "It is 42."),)),
+        ((VersionedText(3, "calculate"), VersionedText(4, "(6*7)")), (VersionedText(4, "It is 42."),)),
     )  # fmt: skip
     text = drawn(*conversation.conversation(one))
     assert "\x1b[32mcalculate\x1b[0m" in text

@@ -19,7 +19,7 @@ from asyncrl.core.ports import Score
 from asyncrl.core.types import FinishReason, SampleId, Span
 from asyncrl.storage.trajectory_files import (
     DumpedTrajectory,
-    Piece,
+    VersionedText,
     append,
     as_json,
     file_name,
@@ -53,7 +53,7 @@ def write(directory: Path, *lines: DumpedTrajectory) -> Path:
 def test_a_parsed_line_is_unchanged() -> None:
     one = replace(
         dumped(),
-        texts=((Piece(3, "calculate"), Piece(4, "(6*7)\n\u2028\udc80")), (Piece(4, "It is 42."),)),
+        texts=((VersionedText(3, "call"), VersionedText(4, "(6*7)\n\u2028\udc80")), (VersionedText(4, "It is 42."),)),
         ground_truth={"answer": [42, None]},
         baseline_reward=0.5,
         replayed_from=3,

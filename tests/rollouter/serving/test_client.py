@@ -45,7 +45,7 @@ def whole(request: GenerateRequest) -> Turn:
 
 
 @dataclass
-class Play:
+class CallScript:
     """The tokens that one call reports, and the way it ends."""
 
     steps: list[dict[int, int]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class ScriptedEngine:
     """Samples the tokens of `whole` from the end of `so_far`. After the end of its script it completes every
     response."""
 
-    def __init__(self, plays: Sequence[Play] = ()) -> None:
+    def __init__(self, plays: Sequence[CallScript] = ()) -> None:
         self.plays = list(plays)
         self.calls: list[list[GenerateRequest]] = []
         self.closed = 0
@@ -68,7 +68,7 @@ class ScriptedEngine:
     ) -> AsyncGenerator[Sequence[Delta], None]:
         assert session == "s"
         self.calls.append(list(requests))
-        play = self.plays.pop(0) if self.plays else Play()
+        play = self.plays.pop(0) if self.plays else CallScript()
         at = [0 if one.so_far is None else len(one.so_far.response_ids) for one in requests]
         left = set(range(len(requests)))
 
@@ -125,7 +125,7 @@ class Sleeps:
 
 
 plays = st.builds(
-    Play,
+    CallScript,
     st.lists(st.dictionaries(st.integers(0, 3), st.integers(0, 9), max_size=4), max_size=5),
     st.sampled_from(["whole", "abort", "crash", "infra"]),
 )
@@ -136,7 +136,7 @@ plays = st.builds(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     begun=st.integers(0, 10),
 )
-def test_turns_survive_aborts_and_failures_unchanged(script: list[Play], lengths: list[int], begun: int) -> None:
+def test_turns_survive_aborts_and_failures_unchanged(script: list[CallScript], lengths: list[int], begun: int) -> None:
     requests = [request(f"r{number}", length, prompt=number) for number, length in enumerate(lengths)]
     # As after a restart of the Rollouter, the first request already has tokens, possibly its whole response.
     full = whole(requests[0])
@@ -166,7 +166,7 @@ def test_turns_survive_aborts_and_failures_unchanged(script: list[Play], lengths
 
 
 async def test_aborted_turns_resume_with_their_tokens_and_budget() -> None:
-    engine = ScriptedEngine([Play([{0: 4, 1: 4}], "abort"), Play([{0: 4}], "abort")])
+    engine = ScriptedEngine([CallScript([{0: 4, 1: 4}], "abort"), CallScript([{0: 4}], "abort")])
     short, long = await finished_turns(
         generate(engine, [request("a", 3), request("b", 10)], session="s", max_attempts=1)
     )
@@ -178,7 +178,7 @@ async def test_aborted_turns_resume_with_their_tokens_and_budget() -> None:
 
 
 async def test_aborts_without_a_token_do_not_count_as_failures() -> None:
-    engine = ScriptedEngine([Play(end="abort")] * 50)
+    engine = ScriptedEngine([CallScript(end="abort")] * 50)
     (turn,) = await finished_turns(generate(engine, [request("a", 8)], session="s", max_attempts=1))
     assert same(turn, whole(request("a", 8)))
 
@@ -195,7 +195,7 @@ async def test_an_abort_after_the_last_token_finishes_the_turn_by_length() -> No
 
 async def test_failures_back_off_and_keep_the_tokens() -> None:
     sleep = Sleeps()
-    engine = ScriptedEngine([Play([{0: 4}], "infra"), Play(end="infra"), Play(end="infra")])
+    engine = ScriptedEngine([CallScript([{0: 4}], "infra"), CallScript(end="infra"), CallScript(end="infra")])
     (turn,) = await finished_turns(generate(engine, [request("a", 6)], session="s", max_attempts=3, sleep=sleep))
     assert same(turn, whole(request("a", 6)))
     # The first call reported tokens, so it does not count as a failure.
@@ -205,7 +205,7 @@ async def test_failures_back_off_and_keep_the_tokens() -> None:
 
 async def test_the_error_after_the_last_attempt_has_the_cause_of_that_attempt() -> None:
     sleep = Sleeps()
-    engine = ScriptedEngine([Play(end="infra")] * 3)
+    engine = ScriptedEngine([CallScript(end="infra")] * 3)
     with pytest.raises(InfraError, match="failed 3 times in a row, the last time: no answer") as raised:
         await finished_turns(generate(engine, [request("a", 6)], session="s", max_attempts=3, sleep=sleep))
     assert raised.value.cause == "its traceback"
@@ -221,7 +221,7 @@ async def test_crashes_are_retried_until_the_consumer_ends_the_call() -> None:
             if len(crashes) == 5:
                 raise PoisonError("five crashes")
 
-    engine = ScriptedEngine([Play(end="crash")] * 9)
+    engine = ScriptedEngine([CallScript(end="crash")] * 9)
     events = generate(engine, [request("a", 6)], session="s", max_attempts=2, sleep=Sleeps())
     with pytest.raises(PoisonError, match="five crashes"):
         await finished_turns(events, observe)
@@ -261,7 +261,7 @@ async def test_other_errors_are_not_retried(error: Exception) -> None:
 
 
 async def test_closing_the_iterator_ends_the_call_to_the_replica() -> None:
-    engine = ScriptedEngine([Play([{0: 100}, {1: 1}])])
+    engine = ScriptedEngine([CallScript([{0: 100}, {1: 1}])])
     events = generate(engine, [request("a", 3), request("b", 9)], session="s", max_attempts=1, sleep=Sleeps())
     assert isinstance(await anext(events), TurnFinished)
     await events.aclose()

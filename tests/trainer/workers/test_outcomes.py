@@ -20,7 +20,7 @@ from asyncrl.core.failures import (
 )
 from trainer.workers import outcomes
 from trainer.workers.outcomes import (
-    Answer,
+    CallResult,
     LostRank,
     Outcome,
     find_failure,
@@ -29,12 +29,12 @@ from trainer.workers.outcomes import (
     values_of,
 )
 
-GOOD = Answer(1, None)
+GOOD = CallResult(1, None)
 DEAD = LostRank(InfraError("died"))
 
 
-def raised(error: AsyncRLError) -> Answer:
-    return Answer(None, error)
+def raised(error: AsyncRLError) -> CallResult:
+    return CallResult(None, error)
 
 
 async def answer(outcome: Outcome, after_s: float = 0.0) -> Outcome:
@@ -48,7 +48,7 @@ async def never() -> Outcome:
 
 
 async def test_all_answers_are_waited_for() -> None:
-    found = await gather_outcomes({0: answer(GOOD, 0.02), 1: answer(Answer(2, None))}, 10)
+    found = await gather_outcomes({0: answer(GOOD, 0.02), 1: answer(CallResult(2, None))}, 10)
     assert values_of(found) == {0: 1, 1: 2}
     assert find_failure("actor", "train", range(2), found, 10) is None
 
@@ -121,7 +121,7 @@ def test_a_broken_process_group_is_unusable_even_after_a_call_that_only_reads(ki
 
 @pytest.mark.parametrize("kind", [InfraError, DeadlineError, BugError, DataError])
 def test_a_local_failure_leaves_the_group_usable(kind: type[AsyncRLError]) -> None:
-    found: dict[int, Outcome] = {0: Answer(None, kind("no room"), local=True), 1: GOOD}
+    found: dict[int, Outcome] = {0: CallResult(None, kind("no room"), local=True), 1: GOOD}
     failure = find_failure("actor", "publishing", range(2), found, 1)
     assert type(failure) is kind
     assert failure.message == "rank 0 of the actor group: no room"
@@ -141,7 +141,7 @@ def test_other_failures_name_their_rank() -> None:
 KINDS: list[Any] = [
     GOOD,
     DEAD,
-    Answer(None, InfraError("x"), local=True),
+    CallResult(None, InfraError("x"), local=True),
     *(raised(kind("x")) for kind in (DataError, InfraError, DeadlineError, BugError)),
 ]
 
@@ -149,8 +149,8 @@ KINDS: list[Any] = [
 @given(st.lists(st.sampled_from([*KINDS, None]), min_size=1, max_size=5), st.booleans())
 def test_a_group_stays_usable_only_if_its_models_are_equal(answers: list[Outcome | None], changes_model: bool) -> None:
     found = {rank: outcome for rank, outcome in enumerate(answers) if outcome is not None}
-    names = [type(outcome.error).__name__ if isinstance(outcome, Answer) else "LostRank" for outcome in found.values()]
-    fine = [isinstance(outcome, Answer) and (outcome.error is None or outcome.local) for outcome in found.values()]
+    names = [type(result.error).__name__ if isinstance(result, CallResult) else "LostRank" for result in found.values()]
+    fine = [isinstance(outcome, CallResult) and (outcome.error is None or outcome.local) for outcome in found.values()]
     lone = len(answers) == 1 and not changes_model and names != ["LostRank"]
     usable = len(found) == len(answers) and (all(fine) or set(names) == {"DataError"} or lone)
     assert group_is_usable(range(len(answers)), found, changes_model=changes_model) == usable

@@ -27,7 +27,7 @@ from tests.trainer.conftest import Recorded
 from trainer.engines.base import EngineSpec
 from trainer.workers.group import WorkerGroup
 from trainer.workers.inline import InlineGroup
-from trainer.workers.outcomes import Answer
+from trainer.workers.outcomes import CallResult
 from trainer.workers.placement import plan_groups
 from trainer.workers.processes import Processes, RankActor, check_tool
 from trainer.workers.tracing import RankProfiling, Tracer, nsight_options, synchronize
@@ -193,14 +193,14 @@ class SilentRank:
         await self._free.wait()
         self.log.append("answered")
 
-    async def _end_trace(self, step: int) -> Answer:
+    async def _end_trace(self, step: int) -> CallResult:
         self.log.append("writes")
         self._free = anyio.Event()
         await anyio.sleep(self._writes_s)
         self._free.set()
         self.log.append("has written")
         self.wrote.set()
-        return Answer("", None)
+        return CallResult("", None)
 
 
 def group_of(rank: SilentRank) -> WorkerGroup:

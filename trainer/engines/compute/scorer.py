@@ -78,7 +78,7 @@ class Scorer:
         self._sp_group = sp_group
         self._media_encoder = media_encoder
         self._embedding = model.get_input_embeddings()
-        self._pass: _Pass | None = None
+        self._pass: _ForwardPass | None = None
         if model_type == "language_model":
             head, self._behind_head = model.get_output_embeddings(), behind_head(model)
             assert head is not None, "a causal language model has an output head"
@@ -124,7 +124,7 @@ class Scorer:
         """
         inputs, positions, targets, counts = self._inputs(micro)
         sampled = inputs.pop("sampled", None)
-        self._pass = current = _Pass(positions, targets, inputs["input_ids"].shape[:2], entropy_gradient)
+        self._pass = current = _ForwardPass(positions, targets, inputs["input_ids"].shape[:2], entropy_gradient)
         try:
             with self._precision(), embedded(self._embedding, sampled):
                 logits = self.module(**inputs, use_cache=False).logits
@@ -199,7 +199,7 @@ class Scorer:
         vocab = getattr(self._head, "out_features", 0)
         return self._behind_head is not None and hidden.shape[1] * vocab > MAX_LOGITS[self._device.type]
 
-    def _score_in_pieces(self, current: _Pass) -> Tensor:
+    def _score_in_pieces(self, current: _ForwardPass) -> Tensor:
         """Return scores, float32 `[2, N]`. The logits of a piece are freed at once, and computed again in the backward
         pass."""
         assert current.hidden is not None and self._behind_head is not None
@@ -225,7 +225,7 @@ class Scorer:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
 
-class _Pass:
+class _ForwardPass:
     """State of one forward pass, between the hooks and the call."""
 
     def __init__(self, positions: Tensor, targets: Tensor, shape: torch.Size, entropy_gradient: bool) -> None:

@@ -27,9 +27,9 @@ from trainer.engines.contract.setting import (
     SAME,
     SINGLE,
     Check,
+    CheckSetting,
     Reference,
-    Setting,
-    Step,
+    StepResult,
     check,
     close,
     copies,
@@ -52,18 +52,18 @@ from trainer.engines.registry import EngineRegistry
 
 
 @check()
-def policy_steps_equal_the_reference(setting: Setting) -> None:
+def policy_steps_equal_the_reference(setting: CheckSetting) -> None:
     _follow_the_reference(setting, make_loss())
 
 
 @check()
-def policy_steps_with_kl_and_entropy_equal_the_reference(setting: Setting) -> None:
+def policy_steps_with_kl_and_entropy_equal_the_reference(setting: CheckSetting) -> None:
     loss = make_loss(loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05)
     _follow_the_reference(setting, loss, temperature=0.7)
 
 
 @check()
-def rows_of_one_trajectory_count_as_one(setting: Setting) -> None:
+def rows_of_one_trajectory_count_as_one(setting: CheckSetting) -> None:
     loss, batch = make_loss(loss_agg_mode="seq-mean-token-mean"), make_batch(8, 6)
     batch["loss_mask"][1] = False  # no token of one row of a trajectory is trained
     batch["loss_mask"][6] = False  # no token of a whole trajectory is trained
@@ -76,12 +76,12 @@ def rows_of_one_trajectory_count_as_one(setting: Setting) -> None:
 
 
 @check("value_model")
-def value_steps_equal_the_reference(setting: Setting) -> None:
+def value_steps_equal_the_reference(setting: CheckSetting) -> None:
     _follow_the_reference(setting, make_loss("value_model"), "value_model")
 
 
 def _follow_the_reference(
-    setting: Setting, loss: Loss, model_type: ModelType = "language_model", *, temperature: float = 1.0
+    setting: CheckSetting, loss: Loss, model_type: ModelType = "language_model", *, temperature: float = 1.0
 ) -> None:
     """Compare three steps, with rows of unequal length that are unevenly divided over ranks, in many micro-batches."""
     reference = Reference(setting.spec(model_type, temperature=temperature), loss)
@@ -106,7 +106,7 @@ def _step_as_the_reference(
 
 
 @check()
-def two_passes_before_a_step_add_up(setting: Setting) -> None:
+def two_passes_before_a_step_add_up(setting: CheckSetting) -> None:
     loss, batches = make_loss(), [make_batch(6, 4), make_batch(5, 5)]
     reference, engine = Reference(setting.spec(), loss), setting.engine(float64=True)
     batches[1]["advantages"][::2] = 0.0
@@ -117,12 +117,12 @@ def two_passes_before_a_step_add_up(setting: Setting) -> None:
 
 
 @check()
-def log_probs_and_entropies_equal_transformers(setting: Setting) -> None:
+def log_probs_and_entropies_equal_transformers(setting: CheckSetting) -> None:
     _infer_as_transformers(setting, "language_model", ("log_probs", "entropy"))
 
 
 @check("value_model")
-def values_equal_transformers(setting: Setting) -> None:
+def values_equal_transformers(setting: CheckSetting) -> None:
     engine, batch = setting.engine("value_model"), make_batch(5, 1)
     close(engine.infer(share_of(engine, batch))["values"].abs().max(), 0.0, 0.0, "values of a head that starts at 0")
     take_step(engine, batch)
@@ -136,11 +136,11 @@ def values_equal_transformers(setting: Setting) -> None:
 
 
 @check("reward_model")
-def scores_equal_transformers(setting: Setting) -> None:
+def scores_equal_transformers(setting: CheckSetting) -> None:
     _infer_as_transformers(setting, "reward_model", ("scores",))
 
 
-def _infer_as_transformers(setting: Setting, model_type: ModelType, keys: Sequence[str]) -> None:
+def _infer_as_transformers(setting: CheckSetting, model_type: ModelType, keys: Sequence[str]) -> None:
     engine = setting.engine(model_type, ppo_max_token_len=48, optim=None)
     model = plain_model(model_paths(setting.directory)[model_type], model_type, torch.float32)
     for first in (3, 6):
@@ -163,13 +163,13 @@ def _compare_rows(
 
 
 @check()
-def micro_batches_do_not_change_a_step(setting: Setting) -> None:
+def micro_batches_do_not_change_a_step(setting: CheckSetting) -> None:
     for limit in (1, 30):
         same_step(one_step(setting, ppo_max_token_len=limit), one_step(setting))
 
 
 @check()
-def packed_rows_equal_padded_ones(setting: Setting) -> None:
+def packed_rows_equal_padded_ones(setting: CheckSetting) -> None:
     same_step(one_step(setting), one_step(setting, use_remove_padding=False))
     batch, found = make_batch(8, 2), []
     for flag in (True, False):
@@ -183,18 +183,18 @@ def packed_rows_equal_padded_ones(setting: Setting) -> None:
 
 
 @check()
-def gradient_checkpointing_gives_the_same_step(setting: Setting) -> None:
+def gradient_checkpointing_gives_the_same_step(setting: CheckSetting) -> None:
     same_step(one_step(setting, gradient_checkpointing=True), one_step(setting))
 
 
 @check()
-def offloading_gives_the_same_step(setting: Setting) -> None:
+def offloading_gives_the_same_step(setting: CheckSetting) -> None:
     offloaded = one_step(setting, param_offload=True, optimizer_offload=True, activation_offload=True)
     same_step(offloaded, one_step(setting))
 
 
 @check()
-def moving_away_and_back_gives_the_same_step(setting: Setting) -> None:
+def moving_away_and_back_gives_the_same_step(setting: CheckSetting) -> None:
     engine, loss, batch = setting.engine(float64=True), make_loss(), make_batch(6, 1)
     engine.to("cpu")
     figures = engine.forward_backward(share_of(engine, batch), loss)
@@ -203,11 +203,11 @@ def moving_away_and_back_gives_the_same_step(setting: Setting) -> None:
     engine.to("cpu", grad=False)
     engine.forward_backward(share_of(engine, batch), loss)
     second = engine.optim_step(0.0)
-    same_step(Step([figures["loss"], outcome.grad_norm, second.grad_norm], weights_of(engine)), one_step(setting))
+    same_step(StepResult([figures["loss"], outcome.grad_norm, second.grad_norm], weights_of(engine)), one_step(setting))
 
 
 @check(num_ranks=2)
-def sequence_parallel_ranks_give_the_same_step(setting: Setting) -> None:
+def sequence_parallel_ranks_give_the_same_step(setting: CheckSetting) -> None:
     parallel = one_step(setting, ulysses_sequence_parallel_size=2)
     same_step(parallel, one_step(setting), SAME / 10)
     engine, batch = setting.engine(ulysses_sequence_parallel_size=2), make_batch(5, 2)
@@ -220,7 +220,7 @@ def sequence_parallel_ranks_give_the_same_step(setting: Setting) -> None:
 
 
 @check("value_model", num_ranks=2)
-def sequence_parallel_ranks_give_the_same_values(setting: Setting) -> None:
+def sequence_parallel_ranks_give_the_same_values(setting: CheckSetting) -> None:
     batch, found = make_batch(6, 1), []
     for size in (2, 1):
         engine = setting.engine("value_model", float64=True, ulysses_sequence_parallel_size=size)
@@ -232,7 +232,7 @@ def sequence_parallel_ranks_give_the_same_values(setting: Setting) -> None:
 
 
 @check()
-def rows_without_a_gradient_may_skip_the_backward_pass(setting: Setting) -> None:
+def rows_without_a_gradient_may_skip_the_backward_pass(setting: CheckSetting) -> None:
     batch = make_batch(8, 1)
     batch["advantages"][::2] = 0.0
     same_step(one_step(setting, batch), one_step(setting, batch, loss=_AllRows()))
@@ -247,7 +247,7 @@ def rows_without_a_gradient_may_skip_the_backward_pass(setting: Setting) -> None
 
 
 @check()
-def passes_are_in_bfloat16_and_weights_in_float32(setting: Setting) -> None:
+def passes_are_in_bfloat16_and_weights_in_float32(setting: CheckSetting) -> None:
     full, half = setting.engine(), setting.engine(dtype="bfloat16")
     batch = make_batch(6, 1)
     share = share_of(full, batch)
@@ -262,7 +262,7 @@ def passes_are_in_bfloat16_and_weights_in_float32(setting: Setting) -> None:
 
 
 @check("value_model")
-def values_in_bfloat16_come_from_a_float32_head(setting: Setting) -> None:
+def values_in_bfloat16_come_from_a_float32_head(setting: CheckSetting) -> None:
     engine, full = (setting.engine("value_model", dtype=dtype) for dtype in ("bfloat16", "float32"))
     batch = make_batch(6, 1)
     share = share_of(engine, batch)
@@ -272,7 +272,7 @@ def values_in_bfloat16_come_from_a_float32_head(setting: Setting) -> None:
 
 
 @check("reward_model")
-def scores_in_bfloat16_come_from_a_float32_head(setting: Setting) -> None:
+def scores_in_bfloat16_come_from_a_float32_head(setting: CheckSetting) -> None:
     engine, full = (setting.engine("reward_model", dtype=dtype) for dtype in ("bfloat16", "float32"))
     share = share_of(engine, make_batch(6, 1))
     _finer_than_bfloat16(engine.infer(share)["scores"], full.infer(share)["scores"])
@@ -285,7 +285,7 @@ def _finer_than_bfloat16(got: Tensor, full: Tensor) -> None:
 
 
 @check()
-def gradients_in_bfloat16_add_up_in_float32(setting: Setting) -> None:
+def gradients_in_bfloat16_add_up_in_float32(setting: CheckSetting) -> None:
     """Many copies of one row, each in its own micro-batch, have the same gradient as two; powers of two are exact."""
     row = make_batch(1, 1)
     norms = []
@@ -306,7 +306,7 @@ class _AllRows(PolicyLoss):
 
 
 @check()
-def a_step_that_is_not_finite_changes_nothing(setting: Setting) -> None:
+def a_step_that_is_not_finite_changes_nothing(setting: CheckSetting) -> None:
     engine, same, loss = setting.engine(), setting.engine(), make_loss()
     batch = make_batch(6, 1)
     for one in (engine, same):
@@ -326,7 +326,7 @@ def a_step_that_is_not_finite_changes_nothing(setting: Setting) -> None:
 
 
 @check()
-def training_continues_from_a_checkpoint_bit_for_bit(setting: Setting) -> None:
+def training_continues_from_a_checkpoint_bit_for_bit(setting: CheckSetting) -> None:
     directory = _fresh(setting, "steps")
     batch, optim = make_batch(6, 1), OPTIM.model_copy(update={"decay": "linear", "warmup_steps": 1})
     engine = setting.engine(optim=optim)
@@ -346,7 +346,7 @@ def training_continues_from_a_checkpoint_bit_for_bit(setting: Setting) -> None:
 
 
 @check()
-def a_load_forgets_the_gradient(setting: Setting) -> None:
+def a_load_forgets_the_gradient(setting: CheckSetting) -> None:
     directory = _fresh(setting, "pending")
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
     engine.save(directory)
@@ -357,7 +357,7 @@ def a_load_forgets_the_gradient(setting: Setting) -> None:
 
 
 @check(num_ranks=2)
-def what_one_rank_cannot_read_is_refused_on_both(setting: Setting) -> None:
+def what_one_rank_cannot_read_is_refused_on_both(setting: CheckSetting) -> None:
     whole, empty = _fresh(setting, "whole"), _fresh(setting, "empty")
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
     stepped = two_steps(engine, batch)
@@ -372,7 +372,7 @@ def what_one_rank_cannot_read_is_refused_on_both(setting: Setting) -> None:
 
 
 @check()
-def reset_is_a_fresh_engine(setting: Setting) -> None:
+def reset_is_a_fresh_engine(setting: CheckSetting) -> None:
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
     take_step(engine, batch)
     gc.collect()
@@ -384,7 +384,7 @@ def reset_is_a_fresh_engine(setting: Setting) -> None:
 
 
 @check()
-def exported_weights_are_those_of_the_files(setting: Setting) -> None:
+def exported_weights_are_those_of_the_files(setting: CheckSetting) -> None:
     engine = setting.engine()
     saved = load_file(model_paths(setting.directory)["language_model"] / "model.safetensors")
     same_weights(weights_of(engine), saved, 0.0, "exported")
@@ -396,7 +396,7 @@ def exported_weights_are_those_of_the_files(setting: Setting) -> None:
 
 
 @check()
-def adapters_learn_and_switch_off(setting: Setting) -> None:
+def adapters_learn_and_switch_off(setting: CheckSetting) -> None:
     engine, plain, batch = setting.engine(lora_rank=4), setting.engine(), make_batch(6, 1)
     share = share_of(engine, batch)
     base = plain.infer(share)["log_probs"]
@@ -419,7 +419,7 @@ def adapters_learn_and_switch_off(setting: Setting) -> None:
     raises(ConfigError, "lora_rank", lambda: plain.adapters_off().__enter__())
 
 
-def _fresh(setting: Setting, name: str) -> Path:
+def _fresh(setting: CheckSetting, name: str) -> Path:
     """Create a directory that all ranks see."""
     directory = setting.directory / setting.backend / name
     directory.mkdir(parents=True, exist_ok=True)
@@ -431,7 +431,7 @@ def _num_models() -> int:
 
 
 @check()
-def bad_input_is_refused_on_every_rank(setting: Setting) -> None:
+def bad_input_is_refused_on_every_rank(setting: CheckSetting) -> None:
     engine, batch, loss = setting.engine(), make_batch(6, 1), make_loss()
     before = copies(weights_of(engine))
     odd = batch.clone()
@@ -449,7 +449,7 @@ def bad_input_is_refused_on_every_rank(setting: Setting) -> None:
 
 
 @check()
-def a_pass_that_fails_leaves_no_gradient(setting: Setting) -> None:
+def a_pass_that_fails_leaves_no_gradient(setting: CheckSetting) -> None:
     """The loss fails on every rank in its second micro-batch, and `zero_grad` discards the first one's gradient."""
     engine, batch = setting.engine(float64=True, ppo_max_token_len=1), make_batch(6, 1)
     share = share_of(engine, batch)
@@ -460,7 +460,7 @@ def a_pass_that_fails_leaves_no_gradient(setting: Setting) -> None:
 
 
 @check()
-def a_step_needs_a_gradient(setting: Setting) -> None:
+def a_step_needs_a_gradient(setting: CheckSetting) -> None:
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
     raises(BugError, "forward_backward", lambda: engine.optim_step(0.0))
     stepped = two_steps(engine, batch)
@@ -473,7 +473,7 @@ def a_step_needs_a_gradient(setting: Setting) -> None:
 
 
 @check()
-def a_rank_without_trained_tokens_does_not_change_the_step(setting: Setting) -> None:
+def a_rank_without_trained_tokens_does_not_change_the_step(setting: CheckSetting) -> None:
     batch = make_batch(6, 1)
     filled = TensorDict.cat([batch, batch[:2]])
     filled["loss_mask"][6:] = False

@@ -199,14 +199,14 @@ SAME = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CheckSetting:
     """The engine settings, models and directory that a check uses."""
 
     backend: str
     device: str
     directory: Path
     """A directory that all ranks see, with the models (`write_models`), and for checkpoints."""
-    baseline: list[Step] = field(default_factory=list)
+    baseline: list[StepResult] = field(default_factory=list)
     """The result of `one_step` with default arguments, once computed; many checks compare with it."""
 
     def spec(self, model_type: ModelType = "language_model", **changes: Any) -> EngineSpec:
@@ -225,7 +225,7 @@ class Setting:
 
 class Check(NamedTuple):
     name: str
-    run: Callable[[Setting], None]
+    run: Callable[[CheckSetting], None]
     model_type: ModelType
     num_ranks: int | None
     """The number of ranks that the check needs; None: any number."""
@@ -236,22 +236,22 @@ CHECKS: list[Check] = []
 
 def check(
     model_type: ModelType = "language_model", *, num_ranks: int | None = None
-) -> Callable[[Callable[[Setting], None]], Callable[[Setting], None]]:
-    def add(run: Callable[[Setting], None]) -> Callable[[Setting], None]:
+) -> Callable[[Callable[[CheckSetting], None]], Callable[[CheckSetting], None]]:
+    def add(run: Callable[[CheckSetting], None]) -> Callable[[CheckSetting], None]:
         CHECKS.append(Check(run.__name__, run, model_type, num_ranks))
         return run
 
     return add
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     figures: list[float]
     weights: dict[str, Tensor]
 
 
 def one_step(
-    setting: Setting, batch: TensorDict | None = None, *, loss: Loss | None = None, first: int = 0, **changes: Any
-) -> Step:
+    setting: CheckSetting, batch: TensorDict | None = None, *, loss: Loss | None = None, first: int = 0, **changes: Any
+) -> StepResult:
     is_default = batch is None and loss is None and not first and not changes
     if is_default and setting.baseline:
         return setting.baseline[0]
@@ -270,13 +270,13 @@ def take_step(
     return value, engine.optim_step(value)
 
 
-def two_steps(engine: BaseEngine, batch: TensorDict, loss: Loss | None = None, first: int = 0) -> Step:
+def two_steps(engine: BaseEngine, batch: TensorDict, loss: Loss | None = None, first: int = 0) -> StepResult:
     """Take two steps, because only the second one uses the optimizer's state."""
     (value, outcome), (_, second) = (take_step(engine, batch, loss, first) for _ in range(2))
-    return Step([value, outcome.grad_norm, second.grad_norm], copies(weights_of(engine)))
+    return StepResult([value, outcome.grad_norm, second.grad_norm], copies(weights_of(engine)))
 
 
-def same_step(got: Step, expected: Step, tolerance: float = EXACT) -> None:
+def same_step(got: StepResult, expected: StepResult, tolerance: float = EXACT) -> None:
     for name, left, right in zip(("loss", "first norm", "second norm"), got.figures, expected.figures, strict=True):
         close(left, right, tolerance, name)
     same_weights(got.weights, expected.weights, max(tolerance, SAME / 10) * 10, "after two steps")

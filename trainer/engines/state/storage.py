@@ -32,14 +32,14 @@ INDEX = "index.json"
 CHECKSUMS = "crc32"
 
 
-class Box(NamedTuple):
+class TensorBox(NamedTuple):
     """The part of a tensor that one rank holds."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A box of a tensor, stored in a file."""
 
     file: str
@@ -47,15 +47,15 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A whole tensor."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
 
-Index = Mapping[str, Entry]
+Index = Mapping[str, TensorEntry]
 
 
 def damaged(path: Path, detail: object) -> ConfigError:
@@ -70,12 +70,12 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def box_of(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor) -> TensorBox:
     """Return the part of `tensor` that this rank holds, which is all of it unless it is a DTensor."""
     if isinstance(tensor, DTensor):
         (chunk,) = tensor.__create_chunk_list__()
-        return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    return Box((0,) * tensor.ndim, tuple(tensor.shape))
+        return TensorBox(tuple(chunk.offsets), tuple(chunk.sizes))
+    return TensorBox((0,) * tensor.ndim, tuple(tensor.shape))
 
 
 class ShardWriter:
@@ -87,7 +87,7 @@ class ShardWriter:
         boxes: for each rank, the result of `box_of` for each tensor.
     """
 
-    def __init__(self, directory: Path, boxes: Sequence[Mapping[str, Box]], rank: int) -> None:
+    def __init__(self, directory: Path, boxes: Sequence[Mapping[str, TensorBox]], rank: int) -> None:
         self._directory = directory
         self._rank = rank
         self._parts = {name: _shared_out(name, number, boxes) for number, name in enumerate(boxes[0])}
@@ -132,7 +132,7 @@ def read_shards(directory: Path, index: Index, wanted: Mapping[str, Tensor]) -> 
     """
     boxes = {name: box for name, tensor in wanted.items() if math.prod((box := box_of(tensor)).sizes)}
     staged = {name: torch.empty(box.sizes, dtype=wanted[name].dtype) for name, box in boxes.items()}
-    needed: dict[str, list[tuple[str, Part]]] = {}
+    needed: dict[str, list[tuple[str, StoredPart]]] = {}
     for name, box in boxes.items():
         for part in index[name].parts:
             if all(begin < end for begin, end in _overlap(box, part)):
@@ -164,10 +164,10 @@ def read_index(directory: Path) -> Index:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         index = {
-            name: Entry(
+            name: TensorEntry(
                 entry["dtype"],
                 tuple(entry["shape"]),
-                tuple(Part(p["file"], tuple(p["offsets"]), tuple(p["sizes"])) for p in entry["parts"]),
+                tuple(StoredPart(p["file"], tuple(p["offsets"]), tuple(p["sizes"])) for p in entry["parts"]),
             )
             for name, entry in content["tensors"].items()
         }
@@ -204,16 +204,16 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
         raise
 
 
-def _shared_out(name: str, number: int, boxes: Sequence[Mapping[str, Box]]) -> list[Part]:
+def _shared_out(name: str, number: int, boxes: Sequence[Mapping[str, TensorBox]]) -> list[StoredPart]:
     """Return the distinct parts of a tensor, each in the file of one of the ranks that hold it."""
-    holders: dict[Box, list[int]] = {}
+    holders: dict[TensorBox, list[int]] = {}
     for rank, held in enumerate(boxes):
         if math.prod(held[name].sizes):  # a rank may hold no part of a small tensor
             holders.setdefault(held[name], []).append(rank)
-    return [Part(_file(ranks[number % len(ranks)]), *box) for box, ranks in holders.items()]
+    return [StoredPart(_file(ranks[number % len(ranks)]), *box) for box, ranks in holders.items()]
 
 
-def _overlap(box: Box, part: Part) -> list[tuple[int, int]]:
+def _overlap(box: TensorBox, part: StoredPart) -> list[tuple[int, int]]:
     """Return where the intersection begins and ends in each dimension of the whole tensor."""
     return [
         (max(first, second), min(first + size, second + other))

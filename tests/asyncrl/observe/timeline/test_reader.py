@@ -13,7 +13,7 @@ import pytest
 from asyncrl.observe.status.run_files import read_liveness
 from asyncrl.observe.timeline.details import Conversation
 from asyncrl.observe.timeline.index import Index
-from asyncrl.observe.timeline.reader import Event, EventChunk, EventReader, LinePosition
+from asyncrl.observe.timeline.reader import EventChunk, EventReader, LinePosition, TimelineEvent
 from asyncrl.observe.timeline.server import Timeline
 from tests.fakes.timeline_run import FakeRun, FileAccess, read, shown, timeline_of
 
@@ -81,7 +81,7 @@ def test_events_with_lone_surrogates_are_shown(run: FakeRun) -> None:
 @pytest.mark.parametrize("tracks", [40, 3000])
 def test_bars_that_lie_decades_apart_are_sorted_by_track_and_time(tracks: int) -> None:
     index, far = Index(), 2 * 10**15
-    events = [Event(at + track, at + 10_000, "step", {}, 0, 2) for at in (0, far) for track in range(tracks)]
+    events = [TimelineEvent(at + track, at + 10_000, "step", {}, 0, 2) for at in (0, far) for track in range(tracks)]
     for some in (events[:tracks], events[tracks:]):
         index.add(EventChunk("trainer", 0, some))
     bars = index.bars(-1, 2 * far, range(tracks))
