@@ -218,7 +218,7 @@ class StoppablePart:
         self.name: PartName = name
         self.error = error
         self.asked = anyio.Event()
-        self.kill = self.claim = self.start = AsyncMock(side_effect=AssertionError("nothing is replaced"))
+        self.kill = self.release_samples = self.start = AsyncMock(side_effect=AssertionError("nothing is replaced"))
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:
         await self.asked.wait()
