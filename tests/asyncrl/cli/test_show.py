@@ -444,7 +444,7 @@ def test_show_reports_why_a_sample_has_no_trajectories(cli: CommandLine, index: 
     out, err = cli("show", index, code=BAD_CONFIG)
     assert out == "" and reason in err
     assert (
-        ("its payload is not (or no longer) in the run" in err)
+        ("the sample's payload is not (or no longer) in the run" in err)
         == ("Launch with rollout.dump_dir=DIR" in err)
         == (index in (2, 3))
     )

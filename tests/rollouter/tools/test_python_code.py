@@ -596,9 +596,9 @@ async def test_the_tool_is_configured_by_its_short_name() -> None:
     ("mechanisms", "message"),
     [
         ((), "network and files and processes"),
-        (("seccomp",), r"files of this machine: .*config: \{files: shared\} accepts"),
+        (("seccomp",), r"files of this machine: .*config: \{files: shared\} allows"),
         (("landlock",), r"network and files and processes"),
-        (("namespaces",), r"network and files of this machine: .*config: \{network: allowed\} accepts"),
+        (("namespaces",), r"network and files of this machine: .*config: \{network: allowed\} allows"),
     ],
 )
 def test_a_sandbox_without_enough_mechanisms_is_refused(mechanisms: tuple[str, ...], message: str) -> None:
