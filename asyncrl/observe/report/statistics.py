@@ -24,8 +24,8 @@ NORMAL_MAD = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
 OUTLIER_RATIO = 5.0
 OUTLIER_SIGMAS = 4.0
-"""Least distance of an outlier from the median, in standard deviations of the logarithm of the duration, estimated from
-the slower half of the calls; calls whose duration varies widely therefore need a larger excess."""
+"""Least distance of an outlier from the median, in standard deviations of the logarithm of the duration; calls whose
+duration varies widely therefore need a larger excess."""
 OUTLIER_MIN_S = 1.0
 """Least excess of an outlier beyond the median."""
 
@@ -155,8 +155,10 @@ def find_outliers(calls: pd.DataFrame) -> Outliers | None:
     if len(durations) < 3:
         return None
     median = float(np.median(durations))
-    slower = np.log(np.maximum(durations[durations >= median], 1e-4) / max(median, 1e-4))
-    ratio = max(OUTLIER_RATIO, float(np.exp(OUTLIER_SIGMAS * NORMAL_MAD * np.median(slower))))
+    excess = np.log(np.maximum(durations, 1e-4) / max(median, 1e-4))
+    # If many calls are very fast, only the slower half tells how far calls usually exceed the median.
+    sigma = NORMAL_MAD * min(np.median(np.abs(excess)), np.median(excess[excess >= 0]))
+    ratio = max(OUTLIER_RATIO, float(np.exp(OUTLIER_SIGMAS * sigma)))
     late = calls[durations > max(median + OUTLIER_MIN_S, median * ratio)]
     if not len(late):
         return None

@@ -167,7 +167,7 @@ def function(**changes: Any) -> dict[str, Any]:
         (function(parameters=True), "arguments have names"),
         (
             function(parameters={"properties": {"a": {"type": "text"}}}),
-            r"function\.parameters\.properties\.a\.type: no JSON",
+            r"function\.parameters\.properties\.a\.type: not a JSON",
         ),
         (function(parameters={"required": "a"}), r"function\.parameters\.required"),
         (function(parameters={"default": float("nan")}), "values that JSON cannot represent"),
