@@ -1,13 +1,11 @@
-"""`asyncrl skip diff`: find the first step in which two runs over the same samples differ, in `metrics.jsonl`."""
+"""Find the first step in which two runs over the same samples differ, in `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import click
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.storage.run_dir import METRICS, find_run
@@ -33,8 +31,16 @@ class StepDifference(NamedTuple):
     other: Mapping[str, Any]
 
 
-def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
-    """Print the first difference between two runs; return exit code 1 if a common step differs.
+class RunComparison(NamedTuple):
+    """The steps and metrics that two runs have in common, and where the runs differ."""
+
+    steps: Sequence[int]
+    names: Sequence[str]
+    difference: StepDifference | None
+
+
+def compare_runs(one: Path, other: Path, tolerance: float) -> RunComparison:
+    """Compare the steps of two runs.
 
     Raises:
         ConfigError: one of them is not a run with steps, or they have none in common.
@@ -43,18 +49,8 @@ def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
     common = sorted(first.keys() & second.keys())
     if not common:
         raise ConfigError(f"{one} and {other} have no step in common: {_range(first)} and {_range(second)}")
-    found = first_difference([(step, first[step], second[step]) for step in common], tolerance)
-    if as_json:
-        click.echo(json.dumps({"steps": len(common), "difference": found and found._asdict()}, indent=2))
-    elif found is None:
-        click.echo(
-            f"{len(common)} steps are equal, {common[0]} to {common[-1]}: {', '.join(_compared(first[common[0]]))}"
-        )
-    else:
-        click.echo(f"step {found.step} of {len(common)} common ones is the first that differs:")
-        for name in found.names:
-            click.echo(f"  {name:20} {_shown(found.one[name], found.other[name])}")
-    return 0 if found is None else 1
+    difference = first_difference([(step, first[step], second[step]) for step in common], tolerance)
+    return RunComparison(common, _compared(first[common[0]]), difference)
 
 
 def first_difference(
@@ -108,15 +104,3 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _range(steps: Mapping[int, Any]) -> str:
     return f"{min(steps)} to {max(steps)}"
-
-
-def _shown(one: Any, other: Any) -> str:
-    """Return both values as text; of lists, the first items that differ."""
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        place = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), 0)
-        return f"{one[place]!r} and {other[place]!r}, sample {place + 1} of {len(one)}"
-    return f"{_brief(one)} and {_brief(other)}"
-
-
-def _brief(value: Any) -> str:
-    return f"{len(value)} values" if isinstance(value, list) else "none" if value is None else repr(value)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.cli.main import main
 from asyncrl.core.failures import ConfigError
-from skip import run_diff as compare
+from skip.run_diff import compare_runs
 
 
 def write(run_dir: Path, *steps: dict[str, Any], tail: str = "") -> Path:
@@ -26,7 +27,7 @@ def step(loss: float = 0.5, **more: Any) -> dict[str, Any]:
 
 
 def asked(capsys: pytest.CaptureFixture[str], one: Path, other: Path, tolerance: float = 0.0) -> tuple[int, Any]:
-    code = compare.diff(one, other, tolerance, as_json=True)
+    code = main(["skip", "diff", str(one), str(other), f"--tolerance={tolerance}", "--json"])
     return code, json.loads(capsys.readouterr().out)["difference"]
 
 
@@ -34,7 +35,7 @@ def test_equal_runs_are_equal_although_their_timings_differ(tmp_path: Path, caps
     one = write(tmp_path / "one", step(), step(0.25))
     other = write(tmp_path / "other", step(**{"timing/step_s": 9}), step(0.25), step(0.1), tail='{"kind": "st')
     assert asked(capsys, one, other) == (0, None)
-    assert compare.diff(one, other, 0.0, as_json=False) == 0
+    assert main(["skip", "diff", str(one), str(other)]) == 0
     assert capsys.readouterr().out.startswith("2 steps are equal, 1 to 2: rewards, actor/loss")
 
 
@@ -46,7 +47,7 @@ def test_the_first_different_step_is_printed_with_its_values(
     code, difference = asked(capsys, one, other)
     assert (code, difference["step"], difference["names"]) == (1, 2, ["rewards", "actor/loss"])
     assert (difference["one"]["actor/loss"], difference["other"]["actor/loss"]) == (0.25, 0.26)
-    assert compare.diff(one, other, 0.0, as_json=False) == 1
+    assert main(["skip", "diff", str(one), str(other)]) == 1
     assert "step 2" in capsys.readouterr().out
     assert asked(capsys, one, other, tolerance=1.0)[0] == 0
 
@@ -54,7 +55,7 @@ def test_the_first_different_step_is_printed_with_its_values(
 def test_a_missing_value_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = write(tmp_path / "one", step(**{"critic/loss": 1.0})), write(tmp_path / "other", step())
     assert asked(capsys, one, other)[1]["names"] == ["critic/loss"]
-    assert compare.diff(one, other, 0.0, as_json=False) == 1
+    assert main(["skip", "diff", str(one), str(other)]) == 1
     assert "none" in capsys.readouterr().out
 
 
@@ -62,14 +63,14 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     one = write(tmp_path / "one", step())
     empty = write(tmp_path / "empty")
     with pytest.raises(ConfigError, match=r"empty/metrics\.jsonl has no step yet"):
-        compare.diff(one, empty, 0.0, as_json=False)
+        compare_runs(one, empty, 0.0)
     (empty / "metrics.jsonl").write_text("no JSON\n")
     with pytest.raises(ConfigError, match="is damaged"):
-        compare.diff(one, empty, 0.0, as_json=False)
+        compare_runs(one, empty, 0.0)
     (empty / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match="has no jsonl"):
-        compare.diff(empty, one, 0.0, as_json=False)
+        compare_runs(empty, one, 0.0)
     later = write(tmp_path / "later")
     (later / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 5}) + "\n")
     with pytest.raises(ConfigError, match="no step in common: 1 to 1 and 5 to 5"):
-        compare.diff(one, later, 0.0, as_json=False)
+        compare_runs(one, later, 0.0)
