@@ -18,6 +18,7 @@ from asyncrl.observe.status.run_status import RunState
 from asyncrl.queue.actor import QueueClient
 from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.weights.object_store import on_clock
+from tests.fuzz.fleet import SERVE_S
 from tests.fuzz.parts import FuzzPart
 from tests.fuzz.process import Process
 from tests.fuzz.setup import PROBE_S, START_S, WATCHDOG_S
@@ -40,7 +41,8 @@ class DriverWatch:
         self._asks_store = anyio.Event()
         self._answers: dict[str, tuple[Progress, tuple[Wait, ...]]] = {}
         self._watchdog = Watchdog(WATCHDOG_S, start_s=START_S)
-        self._replicas = ReplicaWatch(launch.setup.num_replicas, 2 * PROBE_S, START_S)
+        # A replica that hangs is unknown to a new store, and Serve replaces it only after SERVE_S.
+        self._replicas = ReplicaWatch(launch.setup.num_replicas, 2 * PROBE_S, SERVE_S + START_S)
 
     def start(self, group: TaskGroup) -> None:
         for task in (self._probe_queue, self._probe_store, self._keep_store_informed, self._watch):
