@@ -17,10 +17,9 @@ import pydantic
 import yaml
 
 import asyncrl
-from asyncrl.config.environment import check_environment
 from asyncrl.config.keys import all_keys, known_section, leaves, nearest, unknown_keys
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
-from asyncrl.config.rules import as_sync, check_rules
+from asyncrl.config.rules import as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 

@@ -1,7 +1,8 @@
 """Problems of a configuration as users read them, and the rules that find them. Pure.
 
-A section's module declares its rules in two tables: `RULES` (combinations that cannot work or will surprise) and
-`NO_EFFECT` (keys that other keys make meaningless). Texts are format strings: `{c.rollout.n}` is a configured value.
+A section's module declares its checks in tables: `RULES` (combinations that cannot work or will surprise), `NO_EFFECT`
+(keys that other keys make meaningless) and `ENVIRONMENT` (what a machine of the run lacks). Texts are format strings:
+`{c.rollout.n}` is a configured value.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The table of all rules between keys, and the transform that makes a run synchronous. Pure.
-
-Rules that need files, packages or devices are in `asyncrl.config.environment`.
-"""
+"""The tables of the rules between keys and of the checks of this machine, and the transform to a synchronous run."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from asyncrl.config.keys import leaves
@@ -30,6 +28,11 @@ def _names(config: Config) -> Iterator[ConfigProblem]:
 SERVER_RULES: tuple[RuleFunction, ...] = (_names, *rollout.ENGINE_RULES, *run.SERVER_RULES)
 RULES: tuple[RuleFunction, ...] = (_names, *(rule for section in _SECTIONS for rule in section.RULES))
 
+SERVER_ENVIRONMENT = (*data.ENGINE_ENVIRONMENT, *run.SERVER_ENVIRONMENT)
+ENVIRONMENT = tuple(check for section in _SECTIONS for check in section.ENVIRONMENT)
+DRIVER_ENVIRONMENT = (*trainer.DRIVER_ENVIRONMENT, *observe.DRIVER_ENVIRONMENT, *run.DRIVER_ENVIRONMENT)
+"""Checks that the driver's machine has to pass even if the run uses a cluster."""
+
 
 def check_rules(config: Config, set_keys: Collection[str] = (), *, serve_only: bool = False) -> list[ConfigProblem]:
     """Return the problems that all rules find.
@@ -41,6 +44,16 @@ def check_rules(config: Config, set_keys: Collection[str] = (), *, serve_only: b
     if serve_only:
         return [problem for rule in SERVER_RULES for problem in rule(config)]
     return [*(problem for rule in RULES for problem in rule(config)), *_without_effect(config, set_keys)]
+
+
+def check_environment(config: Config, *, serve_only: bool = False) -> list[ConfigProblem]:
+    """Return the problems of a configuration on this machine; `serve_only`: for engines without training."""
+    if serve_only:
+        return [problem for check in SERVER_ENVIRONMENT for problem in check(config)]
+    found = [problem for check in ENVIRONMENT for problem in check(config)]
+    if config.ray.address is not None:  # the cluster may have files and packages that this machine lacks
+        found = [replace(problem, severity="warning") for problem in found]
+    return [*found, *(problem for check in DRIVER_ENVIRONMENT for problem in check(config))]
 
 
 def _without_effect(config: Config, set_keys: Collection[str]) -> Iterator[ConfigProblem]:

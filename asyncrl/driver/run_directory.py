@@ -19,9 +19,9 @@ from typing import Any, Self, TextIO
 
 import yaml
 
-from asyncrl.config.environment import num_prompts as count_prompts
 from asyncrl.config.plan import training_steps
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import num_prompts as count_prompts
 from asyncrl.core.failures import ConfigError
 from asyncrl.driver.resume import completed_at, find_resume
 from asyncrl.storage.checkpoint_manifest import Resume

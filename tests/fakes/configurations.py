@@ -8,9 +8,8 @@ from functools import cache
 from typing import Any
 
 from asyncrl.config.compose import load_config
-from asyncrl.config.environment import check_environment
 from asyncrl.config.problems import ConfigProblem
-from asyncrl.config.rules import check_rules
+from asyncrl.config.rules import check_environment, check_rules
 from asyncrl.config.schema import Config
 
 

@@ -234,6 +234,8 @@ RULES: tuple[RuleFunction, ...] = (
                "set it well above {c.samples_per_lease} x {c.rollout.n}", "warning"),
 )  # fmt: skip
 
+ENVIRONMENT: tuple[RuleFunction, ...] = ()
+
 NO_EFFECT = (
     only_with("algorithm.norm_adv_by_std_in_grpo", "algorithm.adv_estimator", "grpo", "grpo_passk"),
     only_with("algorithm.gamma", "algorithm.adv_estimator", "gae", "reinforce_plus_plus"),

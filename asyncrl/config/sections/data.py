@@ -1,13 +1,26 @@
-"""`model` and `data`: the trained model, the prompts, and the rules between their keys."""
+"""`model` and `data`: the trained model, the prompts, and the checks of their keys."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.problems import ConfigRule, RuleFunction, no_effect
+from asyncrl.config.environment import check_model_path, not_there
+from asyncrl.config.model_files import local_path, model_config, tensor_shapes
+from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+_JSON_LINES = (".jsonl", ".ndjson")
+_DATA_SUFFIXES = (".parquet", *_JSON_LINES)
+_ALL_LINEAR = "all-linear"
+_NOT_ADAPTED = ("lm_head", "embed_out", "embed_tokens", "wte", "wpe")
+"""Names of matrices that get no adapter: embeddings and output heads."""
 
 
 class ModelConfig(ConfigSection):
@@ -28,7 +41,7 @@ class ModelConfig(ConfigSection):
     """Train low-rank adapters of this rank (LoRA) and freeze the weights; 0: train the weights."""
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     """Adapters are scaled by `lora_alpha / lora_rank`."""
-    target_modules: str | tuple[str, ...] = "all-linear"
+    target_modules: str | tuple[str, ...] = _ALL_LINEAR
     """Layers that get an adapter: `all-linear`, or names such as `[q_proj, v_proj]`."""
 
 
@@ -69,6 +82,77 @@ class DataConfig(ConfigSection):
     """Number of validation rows to use, from the first one; null: all."""
 
 
+def num_prompts(config: Config) -> int | None:
+    """Return the number of rows of the training set before filtering, or None if counting them needs a library."""
+    if config.data.reasoning_gym is not None:
+        return config.data.reasoning_gym.train_size
+    total = 0
+    for name in config.data.train_files:
+        local = local_path(name)
+        if local is None or local.suffix.lower() not in _JSON_LINES or not local.is_file():
+            return None
+        with local.open("rb") as stream:
+            total += sum(1 for line in stream if line.strip())
+    return min(total, config.data.max_train_samples or total)
+
+
+def _policy(config: Config) -> Iterator[ConfigProblem]:
+    path, tokenizer = config.model.path, config.model.tokenizer_path
+    yield from check_model_path("model.path", path)
+    if tokenizer is not None:
+        otherwise = "; null means the tokenizer at model.path"
+        yield from check_model_path("model.tokenizer_path", tokenizer, otherwise, is_model=False)
+    limit = model_config(path).get("max_position_embeddings")
+    if isinstance(limit, int) and config.max_model_len > limit:
+        consequence = f"the model at {path} has positions for {limit} tokens; the engine would refuse to start"
+        lengths = "data.max_prompt_length + rollout.response_length (or rollout.max_model_len)"
+        yield ConfigProblem("rollout.max_model_len", config.max_model_len, consequence, f"lower {lengths} to {limit}")
+
+
+def _chat_template(config: Config) -> Iterator[ConfigProblem]:
+    template = config.model.chat_template
+    if template is not None and not ((local := local_path(template)) and local.is_file()):
+        yield not_there("model.chat_template", template, "the file")
+
+
+def _data_files(config: Config) -> Iterator[ConfigProblem]:
+    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        for name in files:
+            local = local_path(name)
+            if local is None or not local.is_file():
+                yield not_there(key, name, "the file")
+            elif local.suffix.lower() not in _DATA_SUFFIXES:
+                consequence = "files with this suffix cannot be read"
+                yield ConfigProblem(key, name, consequence, f"use {' or '.join(_DATA_SUFFIXES)}")
+
+
+def _target_modules(config: Config) -> Iterator[ConfigProblem]:
+    """Check that each name in `model.target_modules` is a matrix in the model's files.
+
+    Files may lack a prefix that the modules have (`transformer.h.0` is saved as `h.0`), so a target also matches a
+    saved name that it ends with.
+    """
+    targets = config.model.target_modules
+    if config.model.lora_rank == 0 or targets == _ALL_LINEAR:
+        return
+    modules = [
+        name.removesuffix(".weight")
+        for name, shape in tensor_shapes(config.model.path).items()
+        if name.endswith(".weight") and len(shape) == 2 and name.split(".")[-2] not in _NOT_ADAPTED
+    ]
+    known = sorted({module.rpartition(".")[2] for module in modules})
+    for target in (targets,) if isinstance(targets, str) else targets:
+        if modules and not any(f".{one}".endswith(f".{target}") or target.endswith(f".{one}") for one in modules):
+            close = get_close_matches(target, known, n=1)
+            hint = f"instead of {target}, did you mean {close[0]}? " if close else ""
+            yield ConfigProblem(
+                "model.target_modules",
+                targets,
+                f"the model at {config.model.path} has no linear layer called {target}, so it would get no adapter",
+                f"{hint}There are {', '.join(known)}; or {_ALL_LINEAR}",
+            )
+
+
 _GYM_AND_FILES = "data.reasoning_gym.task = {c.data.reasoning_gym.task} generates the prompts, and files are not read"
 
 RULES: tuple[RuleFunction, ...] = (
@@ -80,6 +164,11 @@ RULES: tuple[RuleFunction, ...] = (
     ConfigRule("data.val_files", lambda c: c.data.reasoning_gym and c.data.val_files,
                _GYM_AND_FILES, "set data.val_files=[] or data.reasoning_gym=null"),
 )  # fmt: skip
+
+ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (_policy, _chat_template)
+"""Checks for a run and for `asyncrl serve`."""
+
+ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _data_files, _target_modules)
 
 NO_EFFECT = (
     no_effect("model.lora_alpha model.target_modules", lambda c: c.model.lora_rank == 0,

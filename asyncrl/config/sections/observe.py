@@ -1,18 +1,30 @@
-"""`logging` and `profiler`: metrics, log files, events, and the rules between their keys."""
+"""`logging` and `profiler`: metrics, log files, events, and the checks of their keys."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from asyncrl.config.environment import check_code, is_installed, visible_gpus
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive
 from asyncrl.config.sections.trainer import model_roles
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
+
+BUILTIN_SINKS = ("jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")
+_SINK_PACKAGES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "wandb": (("wandb",), "asyncrl[wandb]"),
+    "mlflow": (("mlflow",), "asyncrl[mlflow]"),
+    "trackio": (("trackio",), "asyncrl[trackio]"),
+    "prometheus": (("ray", "prometheus_client"), "ray[default]"),
+}
+"""The modules that each metric sink imports, and the package to install."""
+_OTLP_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class LoggingConfig(ConfigSection):
@@ -85,6 +97,33 @@ def _profiled_ranks(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _packages(config: Config) -> Iterator[ConfigProblem]:
+    """Check that metric sinks exist, and that built-in sinks and the OTLP export have the packages they need."""
+    for name in config.logging.sinks:
+        yield from check_code("logging.sinks", name, BUILTIN_SINKS, "sink")
+    needed: list[tuple[str, str, tuple[str, ...], str]] = [
+        ("logging.sinks", name, *_SINK_PACKAGES[name]) for name in config.logging.sinks if name in _SINK_PACKAGES
+    ]
+    if config.profiler.otlp_endpoint is not None:
+        needed.append(("profiler.otlp_endpoint", config.profiler.otlp_endpoint, _OTLP_MODULES, "asyncrl[otlp]"))
+    for key, value, modules, package in needed:
+        if missing := next((module for module in modules if not is_installed(module)), None):
+            consequence = f"it needs the package {missing}, which is not installed here"
+            yield ConfigProblem(key, value, consequence, f"pip install '{package}'")
+
+
+def _nsight(config: Config) -> Iterator[ConfigProblem]:
+    if config.profiler.tool != "nsys" or not config.profiler.steps or config.trainer.device == "cpu":
+        return
+    if not visible_gpus():
+        consequence = "this machine has no visible NVIDIA GPU, and Nsight Systems profiles training processes on GPUs"
+        yield ConfigProblem("profiler.tool", "nsys", consequence, "set profiler.tool=torch, or use a machine with GPUs")
+    if shutil.which("nsys") is None:
+        consequence = "the command nsys is not on PATH here, and the training processes are started under it"
+        fix = "install NVIDIA Nsight Systems (https://developer.nvidia.com/nsight-systems), or set profiler.tool=torch"
+        yield ConfigProblem("profiler.tool", "nsys", consequence, fix)
+
+
 RULES: tuple[RuleFunction, ...] = (
     ConfigRule("logging.sinks", lambda c: len(set(c.logging.sinks)) < len(c.logging.sinks),
                "a sink that is listed twice would get every metric twice", "list each once"),
@@ -103,6 +142,9 @@ RULES: tuple[RuleFunction, ...] = (
                "trainer.device is cpu, and Nsight Systems profiles GPUs",
                "set profiler.tool=torch, or trainer.device=cuda"),
 )  # fmt: skip
+
+ENVIRONMENT: tuple[RuleFunction, ...] = (_nsight,)
+DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_packages,)
 
 NO_EFFECT = (
     only_with("profiler.buffer_events profiler.synchronize profiler.otlp_endpoint",

@@ -1,4 +1,4 @@
-"""`reward`: the score of trajectories, its parts, and the rules between its keys."""
+"""`reward`: the score of trajectories, its parts, and the checks of its keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from asyncrl.config.environment import check_api_key, check_code
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive, Seconds
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
+BUILTIN_REWARDS = ("exact_match", "math_verify", "reasoning_gym")
 _BUILTIN_PARTS = ("rule", "tools", "turns", "judge", "model")
 """Names of parts that every reward may have."""
 _JUDGE_FIELDS = ("question", "response", "conversation", "ground_truth")
@@ -208,6 +210,17 @@ def _judge(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem("reward.judge.pattern", judge.pattern, consequence, fix)
 
 
+def _code(config: Config) -> Iterator[ConfigProblem]:
+    reward = config.reward
+    names = [("reward.function", reward.function)]
+    names += [("reward.functions.function", function.function) for function in reward.functions]
+    for key, name in names:
+        if name != "none":
+            yield from check_code(key, name, BUILTIN_REWARDS, "reward")
+    if reward.judge.model is not None:
+        yield from check_api_key("reward.judge", reward.judge.api_key_env)
+
+
 RULES: tuple[RuleFunction, ...] = (
     ConfigRule("reward.function", lambda c: _is_constant(c) and c.reward.function == "none",
                "nothing else counts in the reward, so every response would be worth 0 and nothing would be learned",
@@ -232,6 +245,8 @@ RULES: tuple[RuleFunction, ...] = (
                "it is longer than a response may be (rollout.response_length = {c.rollout.response_length}): every "
                "response would be punished", "set it to a fraction of {c.rollout.response_length}"),
 )  # fmt: skip
+
+ENVIRONMENT: tuple[RuleFunction, ...] = (_code,)
 
 NO_EFFECT = (
     no_effect("reward.kwargs reward.batch reward.weight", lambda c: c.reward.function == "none",

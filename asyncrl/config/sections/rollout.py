@@ -1,19 +1,23 @@
-"""`rollout`: engines, sampling, conversations with tools, users and agents, and the rules between their keys."""
+"""`rollout`: engines, sampling, conversations with tools, users and agents, and the checks of their keys."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from asyncrl.config.environment import check_code, is_importable
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with
 from asyncrl.config.sections.base import ConfigSection, Dtype, NonNegative, Positive, Seconds, Share
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
+BUILTIN_TOOLS = ("calculator", "python", "search", "gsm8k")
+BUILTIN_INTERACTIONS = ("scripted", "model", "retry", "reasoning_gym", "verifiers")
 _TURNS = "rollout.multi_turn"
 _SET_ELSEWHERE: Mapping[str, str] = {
     "model": "set model.path",
@@ -289,6 +293,38 @@ def _entries(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(f"{_TURNS}.interactions", name, consequence, "give each a different name")
 
 
+def _conversations(config: Config) -> Iterator[ConfigProblem]:
+    """Yield the problems of the code of tools, interactions and agents."""
+    turns, agent = config.rollout.multi_turn, config.rollout.agent
+    if turns.enable:
+        for number, tool in enumerate(turns.tools):
+            yield from _tool(f"{_TURNS}.tools.{number}", tool)
+        for number, interaction in enumerate(turns.interactions):
+            key = f"{_TURNS}.interactions.{number}.class_name"
+            yield from check_code(key, interaction.class_name, BUILTIN_INTERACTIONS, "interaction")
+    if agent.program is not None:
+        yield from check_code("rollout.agent.program", agent.program, (), "function")
+    yield from _program("rollout.agent.command", agent.command)
+
+
+def _tool(key: str, tool: ToolConfig) -> Iterator[ConfigProblem]:
+    if tool.function is not None:
+        yield from check_code(f"{key}.function", tool.function, (), "function")
+    if tool.class_name is not None:
+        module = tool.class_name.rpartition(".")[0]
+        if ":" in tool.class_name or not module or not is_importable(module):
+            yield from check_code(f"{key}.class_name", tool.class_name, BUILTIN_TOOLS, "tool")
+    if tool.mcp is not None:
+        yield from _program(f"{key}.mcp.command", tool.mcp.command)
+
+
+def _program(key: str, command: Sequence[str]) -> Iterator[ConfigProblem]:
+    if command and shutil.which(command[0]) is None:
+        fix = "check the name, or give a path"
+        fix = "give a list, the program first and then its arguments" if " " in command[0] else fix
+        yield ConfigProblem(key, command[0], "there is no such program on the PATH", fix)
+
+
 ENGINE_RULES: tuple[RuleFunction, ...] = (
     ConfigRule("rollout.max_model_len",
                lambda c: c.rollout.max_model_len is not None and c.rollout.max_model_len < c.longest_trajectory,
@@ -350,6 +386,8 @@ RULES: tuple[RuleFunction, ...] = (
                "skip.rollout records a version's samples as one batch, and over-sampling selects them by their speed",
                "set rollout.over_sample.samples=0, or record single samples: skip.async_rollout"),
 )  # fmt: skip
+
+ENVIRONMENT: tuple[RuleFunction, ...] = (_conversations,)
 
 _LOOP_KEYS = " ".join(
     f"{_TURNS}.{name}*"

@@ -1,12 +1,16 @@
-"""`async_training`, `weight_sync`, `timeouts`, `recovery`, `ray`, `serve`, and the rules between their keys."""
+"""`async_training`, `weight_sync`, `timeouts`, `recovery`, `ray`, `serve`; their checks, and those of the directory."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from asyncrl.config.environment import check_api_key, similar_path, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, warning
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive, Seconds
 
@@ -17,6 +21,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BYTES_PER_TOKEN = 9
 """Size of a token on disk: id, log-prob and mask."""
 _MANY_GIB = 20
+_FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints")
 
 
 class AsyncTrainingConfig(ConfigSection):
@@ -181,6 +186,49 @@ def _disk_space(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _api_key(config: Config) -> Iterator[ConfigProblem]:
+    yield from check_api_key("serve", config.serve.api_key_env)
+
+
+def _port(config: Config) -> Iterator[ConfigProblem]:
+    host, port = config.serve.host, config.serve.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind((host, port))
+        except OSError as error:
+            consequence = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            fix = "choose another serve.port or serve.host, or stop the program that uses it"
+            yield ConfigProblem("serve.port", port, consequence, fix)
+
+
+def _resume(config: Config) -> Iterator[ConfigProblem]:
+    source = config.resume
+    if source in ("none", "auto") or Path(source).expanduser().is_dir():
+        return
+    close = [] if "/" in source else get_close_matches(source, ("none", "auto"), n=1)
+    fix = f"give none, auto, a run directory or one of its checkpoints; {similar_path(Path(source))}"
+    fix = f"did you mean {close[0]}?" if close else fix
+    yield ConfigProblem("resume", source, "there is no such directory to resume from", fix)
+
+
+def _run_dir(config: Config) -> Iterator[ConfigProblem]:
+    if config.run_dir is None:
+        return
+    path = Path(config.run_dir).expanduser()
+    parent, obstacle = writable_parent(path)
+    if obstacle:
+        yield ConfigProblem("run_dir", config.run_dir, f"{parent} {obstacle}", "choose another directory")
+    elif config.resume == "none" and any((path / name).exists() for name in _FILES_OF_A_RUN):
+        yield ConfigProblem(
+            "run_dir",
+            config.run_dir,
+            "it has the files of an earlier run, and this run would overwrite them",
+            "choose another directory, or continue that run: resume=auto. Remove it only if `asyncrl status` says that "
+            "no run uses it, and you need none of its files",
+        )
+
+
 SERVER_RULES: tuple[RuleFunction, ...] = (
     ConfigRule("serve.host", lambda c: c.serve.host not in _LOOPBACK and not c.serve.api_key_env,
                "anybody who reaches this address could use the model",
@@ -204,6 +252,12 @@ RULES: tuple[RuleFunction, ...] = (
                "set it to less than {c.timeouts.call_s:g}, or raise timeouts.call_s", "warning"),
     _disk_space,
 )  # fmt: skip
+
+SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _port)
+"""Checks for `asyncrl serve`."""
+
+ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume)
+DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir,)
 
 NO_EFFECT = (
     no_effect("async_training.stale_action", lambda c: c.async_training.max_staleness is None,

@@ -1,4 +1,4 @@
-"""`skip`: stages that are recorded and replayed, and the rules between their keys."""
+"""`skip`: stages that are recorded and replayed, and the checks of their keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from asyncrl.config.environment import is_importable, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, only_with, warning
 from asyncrl.config.sections.base import ConfigSection, Positive
 from asyncrl.core.skip_steps import StepSet
@@ -147,6 +148,18 @@ def _ageing_records(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _modules_and_directories(config: Config) -> Iterator[ConfigProblem]:
+    for module in config.skip.modules:
+        if not is_importable(module):
+            fix = "give its dotted name, and put it on the Python path or into this directory"
+            yield ConfigProblem("skip.modules", module, "there is no module of this name to import", fix)
+    for key, role in enabled_roles(config).items():
+        parent, obstacle = writable_parent(Path(role.dump_dir))
+        if role.dump_dir and obstacle:
+            consequence = f"{parent} {obstacle}, so nothing could be recorded"
+            yield ConfigProblem(f"{key}.dump_dir", role.dump_dir, consequence, "give a writable directory")
+
+
 RULES: tuple[RuleFunction, ...] = (
     _steps,
     _directories,
@@ -169,6 +182,8 @@ RULES: tuple[RuleFunction, ...] = (
                "set data.val_files=[] (or data.reasoning_gym.val_size=0)", "warning"),
     _ageing_records,
 )  # fmt: skip
+
+ENVIRONMENT: tuple[RuleFunction, ...] = (_modules_and_directories,)
 
 _ROLES = [f"skip.{name}" for name in SkipConfig.model_fields if name not in ("modules", "roles")]
 

@@ -1,13 +1,18 @@
-"""`trainer`, `ref`, `critic`, `reward_model`: steps, engines, optimizers, models, and the rules between their keys."""
+"""`trainer`, `ref`, `critic`, `reward_model`: steps, engines, optimizers, models, and the checks of their keys."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from asyncrl.config.environment import check_model_path, is_installed, visible_gpus
+from asyncrl.config.model_files import model_config, tensor_shapes
 from asyncrl.config.problems import (
     ConfigProblem,
     ConfigRule,
@@ -19,9 +24,21 @@ from asyncrl.config.problems import (
     warning,
 )
 from asyncrl.config.sections.base import ConfigSection, Dtype, NonNegative, Positive, Share
+from asyncrl.config.sections.data import num_prompts
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
+
+BUILTIN_STRATEGIES = ("local", "ddp", "fsdp", "fsdp2")
+STRATEGY_ENTRY_POINTS = "asyncrl.engines"
+_ENGINE_LIBRARIES = {"torchtitan": "torchtitan", "megatron": "megatron.core"}
+"""Libraries of the engine backends that asyncrl adapts."""
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_CLASSIFIER_HEADS = {"score", "classifier"}
+"""Hugging Face's names of the head of a sequence classifier."""
+_LAST_LAYER = re.compile(r"(score|classifier)(\.out_proj)?\.weight$")
+_DEFAULT_LABELS = 2
+"""Hugging Face's default number of labels, which config.json omits."""
 
 
 def _check_frequency(value: int) -> int:
@@ -315,6 +332,140 @@ def _idle_ranks(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _length(config: Config) -> Iterator[ConfigProblem]:
+    prompts = None if config.trainer.total_training_steps is not None else num_prompts(config)
+    if prompts is not None:
+        yield from check_length(config, prompts)
+
+
+def _other_models(config: Config) -> Iterator[ConfigProblem]:
+    if config.needs_critic and config.critic.path is not None:
+        otherwise = "; critic.path=null starts from model.path, with a new value head"
+        yield from check_model_path("critic.path", config.critic.path, otherwise)
+    if config.reward_model.placement != "off" and config.reward_model.path is not None:
+        otherwise = "; reward_model.placement=off needs none"
+        found = list(check_model_path("reward_model.path", config.reward_model.path, otherwise))
+        yield from found or _reward_model(config, config.reward_model.path)
+
+
+def _reward_model(config: Config, path: str) -> Iterator[ConfigProblem]:
+    """Check that the model gives one score, by its config.json or, if the Trainer loads it, by its head's shape."""
+    key, placement = "reward_model.path", config.reward_model.placement
+    settings, shapes = model_config(path), tensor_shapes(path)
+    heads = {name: shape for name, shape in shapes.items() if set(name.split(".")[:-1]) & _CLASSIFIER_HEADS}
+    kinds = [str(kind) for kind in settings.get("architectures") or ()]
+    fix = "give a sequence-classification model with one label, saved by save_pretrained"
+    if kinds and all(kind.endswith(_LANGUAGE_MODELS) for kind in kinds) and not heads:
+        consequence = f"it is a language model ({', '.join(kinds)}) and has no head that scores: scores would be random"
+        yield ConfigProblem(key, path, consequence, fix)
+        return
+    rows = [shape[0] for name, shape in heads.items() if _LAST_LAYER.search(name) and shape]
+    labels = settings.get("id2label", settings.get("num_labels"))
+    labels = len(labels) if isinstance(labels, dict) else labels
+    if placement == "worker" and rows:
+        labels = rows[0]
+    elif placement == "serve" and settings and labels is None:
+        labels = _DEFAULT_LABELS
+    if isinstance(labels, int) and labels != 1:
+        yield ConfigProblem(key, path, f"the model has {labels} labels: a reward is one number", fix)
+
+
+def _strategies(config: Config) -> Iterator[ConfigProblem]:
+    """Check the names of engines, even for models that this run does not have."""
+    strategies = {
+        "trainer.strategy": config.trainer.strategy,
+        "ref.strategy": config.ref.strategy,
+        "critic.strategy": config.critic.strategy,
+        "reward_model.worker.strategy": config.reward_model.worker.strategy,
+    }
+    known = sorted({*BUILTIN_STRATEGIES, *(point.name for point in entry_points(group=STRATEGY_ENTRY_POINTS))})
+    for key, strategy in strategies.items():
+        if strategy is not None and strategy not in known:
+            near = get_close_matches(strategy.lower(), known, n=2) or get_close_matches(strategy, known, 1, cutoff=0.0)
+            yield ConfigProblem(
+                key,
+                strategy,
+                f"there is no such engine; known are {', '.join(known)}",
+                f"did you mean {' or '.join(near)}? Or install the package that registers it as "
+                f"an entry point of {STRATEGY_ENTRY_POINTS}",
+            )
+
+
+def _engine_libraries(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the packages of engine backends are installed, without importing them."""
+    strategies = {"trainer.strategy": config.trainer.strategy}
+    strategies |= {f"{name}.strategy": role.strategy for name, role in model_roles(config).items() if role.strategy}
+    modules = {point.name: point.module.partition(".")[0] for point in entry_points(group=STRATEGY_ENTRY_POINTS)}
+    for key, strategy in strategies.items():
+        module = _ENGINE_LIBRARIES.get(strategy, modules.get(strategy))
+        if module is not None and not is_installed(module):
+            extra = f"pip install 'asyncrl[{strategy}]'"
+            fix = extra if strategy in _ENGINE_LIBRARIES else f"install the package of {module}"
+            consequence = f"it needs {module}, which is not installed here"
+            yield ConfigProblem(key, strategy, consequence, f"{fix}, or use fsdp2 or fsdp")
+    if config.trainer.use_liger and not is_installed("liger_kernel"):
+        consequence, fix = "the package liger-kernel is not installed here", "pip install 'asyncrl[liger]'"
+        yield ConfigProblem("trainer.use_liger", True, consequence, f"{fix}, or leave this key out")
+
+
+def _sequence_parallel(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the size of a sequence-parallel group divides the ranks and the attention heads.
+
+    One problem reports both, so that its fix satisfies both.
+    """
+    size, ranks = config.trainer.ulysses_sequence_parallel_size, config.trainer.num_workers
+    heads = model_config(config.model.path).get("num_attention_heads")
+    heads = heads if isinstance(heads, int) and heads > 0 else None
+    consequences = []
+    if ranks % size:
+        consequences.append(f"trainer.num_workers = {ranks} ranks cannot be divided into groups of {size}")
+    if heads is not None and heads % size:
+        consequences.append(
+            f"the model at {config.model.path} has {heads} attention heads, which {size} ranks cannot share"
+        )
+    if not consequences:
+        return
+    divisors = [number for number in range(1, (heads or ranks) + 1) if (heads or ranks) % number == 0]
+    fix = f"set it to {' or '.join(str(number) for number in divisors if ranks % number == 0)}"
+    with_more_ranks = [str(number) for number in divisors if ranks % number]
+    if heads is None or heads % size == 0:
+        fix += f", or trainer.num_workers to a multiple of {size}"
+    elif with_more_ranks:
+        fix += f", or to {' or '.join(with_more_ranks)} with trainer.num_workers a multiple of that"
+    yield ConfigProblem("trainer.ulysses_sequence_parallel_size", size, "; and ".join(consequences), fix)
+
+
+def _gpus(config: Config) -> Iterator[ConfigProblem]:
+    gpus = visible_gpus()
+    if config.ray.address is None:
+        yield from _too_few_gpus(config, gpus)
+    if gpus or config.trainer.device != "auto":
+        return
+    # With trainer.device=cpu, the rules report these keys.
+    no_gpu = "this machine shows no GPU, which trainer.device=auto would use"
+    for key in ("activation_offload", "param_offload", "optimizer_offload"):
+        if getattr(config.trainer, key):
+            yield warning(f"trainer.{key}", True, f"{no_gpu}: on CPU it has no effect", "leave this key out")
+    if config.trainer.use_liger:
+        consequence = f"{no_gpu}: Liger kernels run on GPUs only"
+        yield ConfigProblem("trainer.use_liger", True, consequence, "leave this key out")
+
+
+def _too_few_gpus(config: Config, gpus: int) -> Iterator[ConfigProblem]:
+    ranks, roles = config.trainer.num_workers, model_roles(config).items()
+    devices = {"trainer": config.trainer.device}
+    devices |= {name: role.device for name, role in roles if role.placement == "own" and role.device}
+    for section, device in devices.items():
+        if device == "cuda" and not gpus:
+            consequence = "this machine shows no GPU (to this process: see CUDA_VISIBLE_DEVICES)"
+            fix = f"set {section}.device=auto or cpu, or point ray.address at a cluster that has GPUs"
+            yield ConfigProblem(f"{section}.device", device, consequence, fix)
+    if gpus and config.trainer.device != "cpu" and ranks > gpus:
+        consequence = f"each rank needs a GPU, and this machine shows {gpus}"
+        fix = f"set it to {gpus} or fewer, or trainer.device=cpu, or point ray.address at a cluster"
+        yield ConfigProblem("trainer.num_workers", ranks, consequence, fix)
+
+
 RULES: tuple[RuleFunction, ...] = (
     _micro_batches,
     _fixed_length,
@@ -343,6 +494,10 @@ RULES: tuple[RuleFunction, ...] = (
                "the reward model is called, and its score changes nothing",
                "set it to another number, or reward_model.placement=off", "warning"),
 )  # fmt: skip
+
+
+ENVIRONMENT: tuple[RuleFunction, ...] = (_length, _other_models, _engine_libraries, _gpus)
+DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_strategies, _sequence_parallel)
 
 
 def _only_apart(role: str) -> NoEffectRule:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.config import environment
 from asyncrl.config.compose import CONF, check_config, groups, load_config, recipes, to_yaml
 from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import trainer
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import single
 
@@ -51,7 +51,7 @@ CHOICES = [(group, file.stem) for group in groups() for file in sorted((CONF / g
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
 def test_every_group_option_can_be_chosen(group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "visible_gpus", lambda: 8)
+    monkeypatch.setattr(trainer, "visible_gpus", lambda: 8)
     gpu = ["trainer.device=cuda"] if option == "gpu" else []
     chosen = load_config(None, [f"{group}={option}", *gpu]).model_dump(mode="json")[group]
     values = yaml.safe_load((CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))

@@ -16,8 +16,9 @@ import pytest
 from asyncrl.assets import resolve
 from asyncrl.config import environment
 from asyncrl.config.compose import check_config
-from asyncrl.config.environment import BUILTIN_STRATEGIES, STRATEGY_ENTRY_POINTS, visible_gpus
+from asyncrl.config.environment import visible_gpus
 from asyncrl.config.model_files import model_config, num_parameters, tensor_shapes
+from asyncrl.config.sections import observe, reward, rollout, trainer
 from tests.fakes.configurations import machine_problems, single
 
 GAE = {"algorithm.adv_estimator": "gae"}
@@ -365,11 +366,17 @@ def test_an_engine_without_its_library_is_reported(strategy: str, module: str, m
     assert machine_problems({"trainer.strategy": strategy}) == []
 
 
-def test_builtin_engines_are_those_of_the_registry() -> None:
+def test_the_configuration_knows_all_that_is_built_in() -> None:
+    from rollouter.interactions import loading as interactions
+    from rollouter.rewards import functions
+    from rollouter.tools import loading as tools
     from trainer.engines import registry
 
-    assert set(BUILTIN_STRATEGIES) == set(registry.BUILT_IN)
-    assert STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
+    assert set(reward.BUILTIN_REWARDS) == set(functions.BUILT_IN)
+    assert set(rollout.BUILTIN_TOOLS) == set(tools.BUILT_IN)
+    assert set(rollout.BUILTIN_INTERACTIONS) == set(interactions.BUILT_IN)
+    assert set(trainer.BUILTIN_STRATEGIES) == set(registry.BUILT_IN)
+    assert trainer.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
 
 
 @pytest.mark.parametrize(
@@ -404,7 +411,8 @@ def test_missing_liger_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(environment, "visible_gpus", lambda: number)
+    for section in (trainer, observe):
+        monkeypatch.setattr(section, "visible_gpus", lambda: number)
 
 
 def test_keys_that_need_a_gpu_are_reported_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

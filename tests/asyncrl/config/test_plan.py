@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.compose import load_config
-from asyncrl.config.environment import num_prompts as count_prompts
 from asyncrl.config.model_files import num_parameters as count_parameters
 from asyncrl.config.plan import (
     GIB,
@@ -25,6 +24,7 @@ from asyncrl.config.plan import (
     validation_due,
 )
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import num_prompts as count_prompts
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import config_with, single
 

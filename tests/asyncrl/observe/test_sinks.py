@@ -17,10 +17,9 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.config.environment import BUILTIN_SINKS
 from asyncrl.config.import_path import load_object
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.observe import LoggingConfig
+from asyncrl.config.sections.observe import BUILTIN_SINKS, LoggingConfig
 from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.prometheus import PrometheusTracker
@@ -391,7 +390,7 @@ def test_a_tracker_is_refreshed_while_no_rows_arrive() -> None:
 
 def test_libraries_are_imported_only_when_configured() -> None:
     code = (
-        "import sys, asyncrl.observe.metrics.recorder, asyncrl.config.environment;"
+        "import sys, asyncrl.observe.metrics.recorder, asyncrl.config.rules;"
         "assert not {'wandb', 'mlflow', 'trackio', 'ray', 'opentelemetry.sdk'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
