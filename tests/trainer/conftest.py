@@ -14,14 +14,13 @@ from asyncrl.profiling.files import event_files
 from tests.fakes.trainer_model import make_config, write_model
 from trainer.engines.base import EngineSpec
 from trainer.workers.placement import plan_groups
-from trainer.workers.worker import engine_spec
 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
     """The specification of one rank of the actor on CPU."""
     config = make_config(write_model(tmp_path_factory.mktemp("model")), trainer={"strategy": "local"})
-    return engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
+    return plan_groups(config)[0].roles[0].spec_on("cpu")
 
 
 class Recorded:

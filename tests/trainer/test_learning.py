@@ -18,7 +18,6 @@ from trainer.batches import RowRules, prepare_sample
 from trainer.experience import ExperienceBuilder
 from trainer.workers.inline import InlineGroup
 from trainer.workers.placement import plan_groups, reference_is_actor
-from trainer.workers.worker import engine_spec
 
 LENGTH, GROUP, GROUPS, STEPS = 4, 8, 4, 30
 REWARDED = 3
@@ -39,7 +38,7 @@ class Run:
     @classmethod
     async def start(cls, config: Config) -> Run:
         roles = {
-            plan.role: await InlineGroup.start(engine_spec(plan, device="cpu", collective_s=60.0), role=plan.role)
+            plan.role: await InlineGroup.start(plan.spec_on("cpu"), role=plan.role)
             for group in plan_groups(config)
             for plan in group.roles
         }

@@ -43,7 +43,7 @@ from trainer.workers.placement import GroupPlan, Role, RolePlan, plan_groups
 from trainer.workers.processes import Processes, RankLocation, local_ranks
 from trainer.workers.rank import Rendezvous
 from trainer.workers.tracing import NO_PROFILING, RankProfiling
-from trainer.workers.worker import PublishedVersion, RoleGroup, TrainingWorker, engine_spec
+from trainer.workers.worker import PublishedVersion, RoleGroup, TrainingWorker
 
 logger = logging.getLogger(__name__)
 
@@ -234,8 +234,7 @@ class WorkerGroup:
         await self._call_ranks("joining the process group", "join", calls, limit_s=limit_s, until=until)
 
     async def _load(self, until: float) -> None:
-        device, collective_s = self._processes.device, self._timeouts.collective_s
-        specs = {plan.role: engine_spec(plan, device=device, collective_s=collective_s) for plan in self.plan.roles}
+        specs = {plan.role: plan.spec_on(self._processes.device) for plan in self.plan.roles}
         calls = dict.fromkeys(self._ranks, (specs,))
         loaded = await self._call_ranks("loading", "load", calls, limit_s=self._timeouts.start_s, until=until)
         for plan in self.plan.roles:

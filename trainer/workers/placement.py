@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import Dtype
-from asyncrl.config.sections.data import ModelConfig
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig, RoleConfig
+from trainer.engines.base import EngineSpec, ModelType
 
 Role = Literal["actor", "ref", "critic", "reward_model"]
-
-_MODEL_TYPES: dict[Role, Literal["language_model", "value_model", "reward_model"]] = {
-    "actor": "language_model",
-    "ref": "language_model",
-    "critic": "value_model",
-    "reward_model": "reward_model",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """A model that runs on every rank of its group: the fields of `trainer.engines.base.EngineSpec`, without torch."""
+    """A model that runs on every rank of its group."""
 
     role: Role
-    model: ModelConfig
-    path_key: str
-    """The configuration key of the model's path."""
-    engine: EngineConfig
-    optim: OptimConfig | None
-    """None: forward only."""
-    temperature: float
-    seed: int
+    spec: EngineSpec
     weights_dtype: Dtype
     """Dtype of published weights."""
 
-    @property
-    def model_type(self) -> Literal["language_model", "value_model", "reward_model"]:
-        return _MODEL_TYPES[self.role]
+    def spec_on(self, device: Literal["cpu", "cuda"]) -> EngineSpec:
+        """Return the specification of the engine on ranks of this device."""
+        return replace(self.spec, engine=self.spec.engine.model_copy(update={"device": device}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +45,43 @@ class GroupPlan:
         return {"actor": "trainer", "reward_model": "reward_model.worker"}.get(self.name, self.name)
 
 
+class RoleRow(NamedTuple):
+    """The configuration of a role besides the actor."""
+
+    role: Role
+    model_type: ModelType
+    needed: bool
+    settings: RoleConfig
+    path: str | None
+    """The path of its model; None: the policy's."""
+    optim: OptimConfig | None
+    """None: forward only."""
+
+
 def plan_groups(config: Config) -> list[GroupPlan]:
     """Return the actor's group, then a group for each role with `placement: own`."""
-    others = _other_roles(config)
-    inside = [plan for plan, settings in others if settings.placement == "actor"]
-    outside = [plan for plan, settings in others if settings.placement == "own"]
-    return [_group("actor", [_actor(config), *inside])] + [_group(plan.role, [plan]) for plan in outside]
+    ref, critic, reward = config.ref, config.critic, config.reward_model
+    needs_ref = config.needs_reference and not reference_is_actor(config)
+    rows = (
+        RoleRow("ref", "language_model", needs_ref, ref, None, None),
+        RoleRow("critic", "value_model", config.needs_critic, critic, critic.path, critic.optim),
+        RoleRow("reward_model", "reward_model", reward.placement == "worker", reward.worker, reward.path, None),
+    )
+    actor = EngineSpec(
+        "language_model",
+        config.model,
+        EngineConfig.model_validate(config.trainer.model_dump(include=set(EngineConfig.model_fields))),
+        config.trainer.optim,
+        temperature=config.rollout.sampling.temperature,
+        seed=config.seed,
+        collective_s=config.timeouts.collective_s,
+    )
+    groups = {"actor": [RolePlan("actor", actor, config.rollout.dtype)]}
+    for row in rows:
+        if row.needed:
+            name = "actor" if row.settings.placement == "actor" else row.role
+            groups.setdefault(name, []).append(RolePlan(row.role, _spec(config, row, actor), config.rollout.dtype))
+    return [_group(name, plans) for name, plans in groups.items()]
 
 
 def reference_is_actor(config: Config) -> bool:
@@ -73,66 +90,38 @@ def reference_is_actor(config: Config) -> bool:
     return config.needs_reference and config.model.lora_rank > 0 and config.ref.placement == "actor"
 
 
-def _other_roles(config: Config) -> list[tuple[RolePlan, RoleConfig]]:
-    roles: list[tuple[RolePlan, RoleConfig]] = []
-    if config.needs_reference and not reference_is_actor(config):
-        roles.append((_forward_only("ref", config, config.ref, None), config.ref))
-    if config.needs_critic:
-        roles.append((_critic(config), config.critic))
-    if config.reward_model.placement == "worker":
-        plan = _forward_only("reward_model", config, config.reward_model.worker, config.reward_model.path)
-        roles.append((plan, config.reward_model.worker))
-    return roles
+def _group(name: str, plans: list[RolePlan]) -> GroupPlan:
+    engines = [plan.spec.engine for plan in plans]
+    threads = max(engine.cpu_threads for engine in engines)
+    return GroupPlan(name, engines[0].num_workers, engines[0].device, threads, tuple(plans))
 
 
-def _group(name: str, roles: list[RolePlan]) -> GroupPlan:
-    first = roles[0].engine
-    threads = max(plan.engine.cpu_threads for plan in roles)
-    return GroupPlan(name, first.num_workers, first.device, threads, tuple(roles))
-
-
-def _actor(config: Config) -> RolePlan:
-    return _plan("actor", config, config.model, _trainer_engine(config), config.trainer.optim)
-
-
-def _critic(config: Config) -> RolePlan:
-    """Plan the critic. It uses no LoRA: all of its weights are trained, because a value head needs more than
-    adapters."""
-    model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora_rank": 0})
-    plan = _plan("critic", config, model, _role_engine(config, config.critic), config.critic.optim)
-    return plan if config.critic.path is None else replace(plan, path_key="critic.path")
-
-
-def _forward_only(role: Role, config: Config, settings: RoleConfig, path: str | None) -> RolePlan:
-    """Plan a role without an optimizer. `path`: the path of its model; None: the policy's."""
-    changes: dict[str, Any] = {"path": path or config.model.path, "lora_rank": 0}
-    if role == "reward_model":
+def _spec(config: Config, row: RoleRow, actor: EngineSpec) -> EngineSpec:
+    """Return the specification of another role. It has no LoRA: all weights of a critic are trained, because a value
+    head needs more than adapters."""
+    changes: dict[str, Any] = {"path": row.path or config.model.path, "lora_rank": 0}
+    if row.role == "reward_model":
         changes["trust_remote_code"] = config.reward_model.trust_remote_code
-    engine = _role_engine(config, settings).model_copy(
-        update={"gradient_checkpointing": False, "activation_offload": False, "optimizer_offload": False}
+    return replace(
+        actor,
+        model_type=row.model_type,
+        model=config.model.model_copy(update=changes),
+        engine=_engine(row, actor.engine),
+        optim=row.optim,
+        path_key="model.path" if row.path is None else f"{row.role}.path",
     )
-    plan = _plan(role, config, config.model.model_copy(update=changes), engine, None)
-    return plan if path is None else replace(plan, path_key=f"{role}.path")
 
 
-def _plan(role: Role, config: Config, model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None) -> RolePlan:
-    temperature, dtype = config.rollout.sampling.temperature, config.rollout.dtype
-    return RolePlan(role, model, "model.path", engine, optim, temperature, config.seed, dtype)
-
-
-def _trainer_engine(config: Config) -> EngineConfig:
-    return EngineConfig.model_validate(config.trainer.model_dump(include=set(EngineConfig.model_fields)))
-
-
-def _role_engine(config: Config, settings: RoleConfig) -> EngineConfig:
-    """Return the trainer's engine settings with the changes of the role. In the actor's ranks, the number of ranks, the
+def _engine(row: RoleRow, actor: EngineConfig) -> EngineConfig:
+    """Return the actor's engine settings with the changes of the role. In the actor's ranks, the number of ranks, the
     device and the threads are those of the actor."""
-    engine = _trainer_engine(config)
-    own = settings.model_dump(include=set(EngineConfig.model_fields), exclude_none=True)
-    if settings.placement == "actor":
+    own = row.settings.model_dump(include=set(EngineConfig.model_fields), exclude_none=True)
+    if row.optim is None:
+        own |= {"gradient_checkpointing": False, "activation_offload": False, "optimizer_offload": False}
+    if row.settings.placement == "actor":
         own = {key: value for key, value in own.items() if key not in ("num_workers", "device", "cpu_threads")}
-        return engine.model_copy(update=own)
-    merged = engine.model_copy(update=own)
+        return actor.model_copy(update=own)
+    merged = actor.model_copy(update=own)
     # The trainer's degree may not divide this role's number of ranks. Results do not depend on the degree.
     degree = math.gcd(merged.ulysses_sequence_parallel_size, merged.num_workers)
     return merged.model_copy(update={"ulysses_sequence_parallel_size": degree})

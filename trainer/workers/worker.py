@@ -23,7 +23,6 @@ from trainer.engines.base import BaseEngine, EngineSpec, Layout, Loss
 from trainer.engines.dist import gather, guarded
 from trainer.engines.registry import EngineRegistry
 from trainer.workers.dispatch import dispatched
-from trainer.workers.placement import RolePlan
 
 REQUIRED_KEYS = ("input_ids", "prompt_lens", "response_lens", "response_mask", "loss_mask")
 
@@ -168,20 +167,6 @@ class TrainingWorker:
                 )
         if trains and not sum(count for _, count in views):
             raise DataError("a batch without a single trained token: loss_mask is False everywhere; no step was taken")
-
-
-def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], collective_s: float) -> EngineSpec:
-    """Return the specification of a role's engine on ranks of this device."""
-    return EngineSpec(
-        model_type=plan.model_type,
-        model=plan.model,
-        engine=plan.engine.model_copy(update={"device": device}),
-        optim=plan.optim,
-        temperature=plan.temperature,
-        seed=plan.seed,
-        collective_s=collective_s,
-        path_key=plan.path_key,
-    )
 
 
 class PublishedVersion(NamedTuple):

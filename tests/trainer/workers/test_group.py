@@ -36,7 +36,6 @@ from trainer.workers.group import TrainerGroups, WorkerGroup
 from trainer.workers.inline import InlineGroup
 from trainer.workers.placement import GroupPlan, RolePlan, plan_groups
 from trainer.workers.processes import Processes
-from trainer.workers.worker import engine_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BATCH = make_batch([3, 5, 1, 4, 2, 6, 2], [4, 2, 6, 1, 5, 3, 7], vocab=VOCAB)
@@ -75,8 +74,9 @@ async def running(config: Config, **options: Any) -> AsyncIterator[WorkerGroup]:
 
 @asynccontextmanager
 async def inline(plan: RolePlan) -> AsyncIterator[InlineGroup]:
-    engine = plan.engine.model_copy(update={"strategy": "local", "num_workers": 1})
-    group = await InlineGroup.start(engine_spec(replace(plan, engine=engine), device="cpu", collective_s=10))
+    spec = plan.spec_on("cpu")
+    engine = spec.engine.model_copy(update={"strategy": "local", "num_workers": 1})
+    group = await InlineGroup.start(replace(spec, engine=engine))
     try:
         yield group
     finally:

@@ -61,24 +61,28 @@ def test_each_role_has_its_model() -> None:
         | {"seed": 7, "rollout": {"dtype": "bfloat16", "sampling": {"temperature": 0.7}}}
     )
     actor, critic, scorer = (find(config, role) for role in ("actor", "critic", "reward_model"))
-    assert [plan.model_type for plan in (actor, critic, scorer)] == ["language_model", "value_model", "reward_model"]
-    assert [plan.model.path for plan in (actor, critic, scorer)] == ["policy", "policy", "scorer"]
-    assert [plan.path_key for plan in (actor, critic, scorer)] == ["model.path", "model.path", "reward_model.path"]
-    assert [plan.model.lora_rank for plan in (actor, critic, scorer)] == [8, 0, 0]
-    assert actor.optim is not None
-    assert critic.optim is not None
-    assert scorer.optim is None
-    assert (actor.optim.lr, critic.optim.lr) == (1e-6, 3e-5)
-    assert [plan.engine.gradient_checkpointing for plan in (actor, critic, scorer)] == [True, True, False]
-    assert (actor.temperature, actor.seed, actor.weights_dtype) == (0.7, 7, "bfloat16")
+    assert [plan.spec.model_type for plan in (actor, critic, scorer)] == [
+        "language_model",
+        "value_model",
+        "reward_model",
+    ]
+    assert [plan.spec.model.path for plan in (actor, critic, scorer)] == ["policy", "policy", "scorer"]
+    assert [plan.spec.path_key for plan in (actor, critic, scorer)] == ["model.path", "model.path", "reward_model.path"]
+    assert [plan.spec.model.lora_rank for plan in (actor, critic, scorer)] == [8, 0, 0]
+    assert actor.spec.optim is not None
+    assert critic.spec.optim is not None
+    assert scorer.spec.optim is None
+    assert (actor.spec.optim.lr, critic.spec.optim.lr) == (1e-6, 3e-5)
+    assert [plan.spec.engine.gradient_checkpointing for plan in (actor, critic, scorer)] == [True, True, False]
+    assert (actor.spec.temperature, actor.spec.seed, actor.weights_dtype) == (0.7, 7, "bfloat16")
 
 
 def test_code_of_a_model_directory_runs_only_if_its_role_allows_it() -> None:
     config = Config.model_validate(REWARD | {"model": {"trust_remote_code": True}})
-    assert not find(config, "reward_model").model.trust_remote_code
+    assert not find(config, "reward_model").spec.model.trust_remote_code
     config = Config.model_validate({"reward_model": REWARD["reward_model"] | {"trust_remote_code": True}})
-    assert find(config, "reward_model").model.trust_remote_code
-    assert not find(config, "actor").model.trust_remote_code
+    assert find(config, "reward_model").spec.model.trust_remote_code
+    assert not find(config, "actor").spec.model.trust_remote_code
 
 
 @given(
@@ -101,7 +105,7 @@ def test_unset_keys_of_a_role_are_those_of_the_trainer(own: dict[str, Any], degr
     for placement in ("actor", "own"):
         settings = own | {"placement": placement}
         config = Config.model_validate(KL | {"ref": settings, "trainer": trainer})
-        engine = find(config, "ref").engine
+        engine = find(config, "ref").spec.engine
         assert type(engine) is EngineConfig
         of_the_ranks = {"num_workers", "device", "cpu_threads"} if placement == "actor" else set()
         for key in EngineConfig.model_fields.keys() - {"ulysses_sequence_parallel_size"}:
@@ -111,12 +115,12 @@ def test_unset_keys_of_a_role_are_those_of_the_trainer(own: dict[str, Any], degr
         assert engine.ulysses_sequence_parallel_size <= degree
         group = plan_groups(config)[-1]
         assert (group.num_ranks, group.device) == (engine.num_workers, engine.device)
-        assert group.cpu_threads == max(plan.engine.cpu_threads for plan in group.roles)
+        assert group.cpu_threads == max(plan.spec.engine.cpu_threads for plan in group.roles)
 
 
 def test_errors_of_a_critic_with_a_separate_path_name_its_key() -> None:
     plan = find(Config.model_validate({**CRITIC, "critic": {"path": "judge"}}), "critic")
-    assert (plan.model.path, plan.path_key) == ("judge", "critic.path")
+    assert (plan.spec.model.path, plan.spec.path_key) == ("judge", "critic.path")
 
 
 def test_each_group_has_the_section_that_sets_its_ranks() -> None:
