@@ -105,7 +105,6 @@ class HealthMonitor:
                 save_s=self._save_s(),
             )
             warnings, health = self._rules.observe(snapshot)
-        status.health = health
         self._recorder.update_health(health)
         for warning in warnings:
             level = f"{warning.level}: " if warning.level else ""

@@ -20,11 +20,10 @@ from asyncrl.driver.processes import Interrupts
 from asyncrl.driver.run_directory import RunLocks, already_completed, check_run_dir, find_locked_resume, open_run_dir
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.observe.metrics.recorder import Recorder
-from asyncrl.observe.status.run_status import RunState, read_state
+from asyncrl.observe.status.run_status import RunProgress, RunState, read_state
 from asyncrl.observe.status.summary import (
     ResumePoint,
     RunOutcome,
-    RunTotals,
     SummaryBuilder,
     SummaryFile,
     describe_error,
@@ -86,8 +85,7 @@ async def _launch(
     try:
         recorder = await Recorder.open(config, run_dir, view, resumed)
     except AsyncRLError as error:
-        totals = RunTotals(wall_s=0.0)
-        summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), totals))
+        summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), RunProgress()))
         raise
     earlier = _read_state(run_dir.path)
     if resumed is not None and earlier is not None:

@@ -12,8 +12,7 @@ from typing import Any
 import anyio
 
 from asyncrl.config.schema import Config
-from asyncrl.core.ports import QueueStatus, SampleCounts, StoreStatus
-from asyncrl.core.process_health import RunHealth
+from asyncrl.core.ports import QueueStatus, StoreStatus
 from asyncrl.driver.stall_watchdog import ProgressMarks, progress_of
 from asyncrl.driver.supervision import TICK_S
 from asyncrl.observe.metrics.recorder import Recorder
@@ -47,7 +46,6 @@ class RunStatus:
         """Processes of Rollouter and Trainer, as they last reported them."""
         self.has_engines = True
         """False: every sample is recorded, and the role `async_rollout` needs no engines."""
-        self.health = RunHealth()
         self._config = config
         self._recorder = recorder
         self._file = StateFile(run_dir.path / STATE_FILE)
@@ -69,7 +67,7 @@ class RunStatus:
     def state(self) -> RunState:
         """Return the current state."""
         now = time.time()
-        queue, store, config = self.queue, self.store, self._config
+        store, config = self.store, self._config
         state = RunState(
             written_at=now,
             started_at=self._started_at,
@@ -86,7 +84,7 @@ class RunStatus:
             version=max(self.trainer.get("version", 0), self.resumed_at.version),
             lineage=self.resumed_at.lineage,
             published=store.newest if store is not None else None,
-            queue=queue,
+            queue=self.queue,
             replicas=store.replicas if store is not None else (),
             num_replicas=config.rollout.num_replicas if self.has_engines else 0,
             waits={
@@ -97,9 +95,7 @@ class RunStatus:
             silent_s={part: now - at for part, at in self.answered_at.items() if now - at > SILENT_S},
             restarting=dict(self.restarting),
             processes=self._all_processes(),
-            counts=queue.counts if queue is not None else SampleCounts(),
             last_progress_at=self._progress_at,
-            health=self.health,
         )
         state = self._recorder.complete_state(state)
         before, self._progress = self._progress, progress_of(state)

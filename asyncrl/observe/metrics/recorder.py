@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Self
 
 import anyio
@@ -15,17 +15,17 @@ from anyio import to_thread
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError
-from asyncrl.core.ports import PartName, QueueStatus, SampleCounts
+from asyncrl.core.ports import QueueStatus
 from asyncrl.core.process_health import RunHealth
-from asyncrl.core.records import ApplyRecord, RunRecord, StepRecord
+from asyncrl.core.records import ApplyRecord, Metrics, RunRecord, StepRecord
 from asyncrl.observe.metrics.file_sinks import rewind_jsonl
 from asyncrl.observe.metrics.part_metrics import DownsampledSeries, PartMetrics, TrainerIdle
 from asyncrl.observe.metrics.rows import MetricsRow, apply_row, health_metrics, step_row, validation_row
 from asyncrl.observe.metrics.sinks import RemoteSink, Sink, end_remote_sinks, open_sinks
-from asyncrl.observe.status.run_status import Restart, RunState
-from asyncrl.observe.status.summary import ResumePoint, RunOutcome, RunTotals, SummaryBuilder
+from asyncrl.observe.status.run_status import Restart, RunProgress, RunState
+from asyncrl.observe.status.summary import ResumePoint, RunOutcome, SummaryBuilder
 from asyncrl.observe.terminal.live import ALREADY_SHOWN, Example, View
-from asyncrl.observe.terminal.screen import Dashboard, SyncShown
+from asyncrl.observe.terminal.screen import Dashboard
 from asyncrl.profiling import profile
 from asyncrl.storage.run_dir import RunDir
 
@@ -62,10 +62,6 @@ class Recorder:
         self._reads_back = any(sink.reads_back for sink in sinks)
         self._rows: list[MetricsRow] = []
         """All rows, reduced to what the summary and the view need, if no file has them."""
-        self._restarts: list[Restart] = []
-        self._earlier_restarts: Counter[PartName] = Counter()
-        """Number of restarts that are no longer in the list, by part."""
-        self._counts = SampleCounts()
         self._parts = PartMetrics(int(_last(history, "rollouter/generated_tokens")))
         self._known = self._parts.known
         """Newest metrics of the parts, which go into every `step` row."""
@@ -73,14 +69,12 @@ class Recorder:
         self._waited_s = 0.0
         self._rewards = DownsampledSeries()
         self._step_times: deque[float] = deque(maxlen=50)
-        self._newest: dict[str, MetricsRow] = {}
-        """The last row of each kind."""
-        self._total_steps: int | None = None
-        self._health = RunHealth()
+        self._newest: dict[str, Metrics] = {}
+        """The metrics in `_SUMMARIZED_METRICS` of the last row of each kind."""
         self._writing = anyio.Lock()
         for row in history:
             self._count(row)
-        self._first_step = self._builder.step
+        self._dashboard = Dashboard(first_step=self._builder.step)
 
     @classmethod
     async def open(cls, config: Config, run_dir: RunDir, view: View, resumed: ResumePoint | None = None) -> Self:
@@ -101,8 +95,7 @@ class Recorder:
 
     def set_total_steps(self, total_steps: int) -> None:
         """Set the last optimizer step of the run."""
-        self._total_steps = total_steps
-        self._view.update(self._dashboard())
+        self._view.update(self._refresh(total_steps=total_steps))
 
     def add_earlier_tokens(self, tokens: int) -> None:
         """Set how many tokens earlier processes generated, as their driver counted them; the last row may be older."""
@@ -122,7 +115,7 @@ class Recorder:
             self._count(row)
             if row.kind == "step":
                 self._time_step(row)
-            self._view.row(row, self._dashboard())
+            self._view.row(row, self._refresh())
             await to_thread.run_sync(self._write, row)
 
     async def rewind(self, resumed: ResumePoint) -> None:
@@ -146,7 +139,7 @@ class Recorder:
             self._newest.clear()
             for row in remaining:
                 self._count(row)
-            self._view.update(self._dashboard())
+            self._view.update(self._refresh())
 
     @property
     def validated_step(self) -> int | None:
@@ -156,11 +149,12 @@ class Recorder:
     def record_restart(self, restart: Restart) -> None:
         """Record that a part is being replaced, or that its replacement has recovered."""
         key = restart.part, restart.incarnation
-        self._restarts = [known for known in self._restarts if (known.part, known.incarnation) != key] + [restart]
-        if len(self._restarts) > MAX_RESTARTS:
-            self._earlier_restarts[self._restarts.pop(0).part] += 1
-        self._known["recovery/restarts"] = float(len(self._restarts) + self._earlier_restarts.total())
-        self._view.restart(restart, self._dashboard())
+        restarts = [known for known in self._dashboard.restarts if (known.part, known.incarnation) != key] + [restart]
+        earlier = Counter(self._dashboard.earlier_restarts)
+        if len(restarts) > MAX_RESTARTS:
+            earlier[restarts.pop(0).part] += 1
+        self._known["recovery/restarts"] = float(len(restarts) + earlier.total())
+        self._view.restart(restart, self._refresh(restarts=tuple(restarts), earlier_restarts=dict(earlier)))
         if restart.recovered_at is None:
             logger.info("the %s is being replaced: %s", restart.part, restart.cause, extra=ALREADY_SHOWN)
         else:
@@ -170,18 +164,9 @@ class Recorder:
             logger.info("the %s is back after %.1f s. %s", restart.part, took_s, detail, extra=ALREADY_SHOWN)
 
     def complete_state(self, state: RunState) -> RunState:
-        """Return `state` with the recorder's values: total steps, staleness, tokens and rates, drops, restarts."""
-        return replace(
-            state,
-            total_steps=self._total_steps,
-            staleness=self._builder.staleness,
-            generated_tokens=self._parts.generated_tokens,
-            generated_per_s=self._parts.generated.per_s,
-            trained_per_s=self._parts.trained.per_s,
-            drops=dict(self._parts.num_dropped),
-            restarts=tuple(self._restarts),
-            earlier_restarts=dict(self._earlier_restarts),
-        )
+        """Return `state` with the values of `RunProgress`."""
+        progress = self._refresh()
+        return replace(state, **{item.name: getattr(progress, item.name) for item in fields(RunProgress)})
 
     def update_parts(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         """Update the metrics from the statuses of the parts. Call it about once a second, and once more at the end.
@@ -200,7 +185,7 @@ class Recorder:
             BugError: a key is missing.
         """
         now_s = self._clock()
-        self._counts = queue.counts
+        self._refresh(counts=queue.counts)
         parts = self._parts
         parts.update_queue(queue)
         parts.update_driver(profile.status()["own_dropped"])
@@ -212,7 +197,7 @@ class Recorder:
         except KeyError as error:
             raise BugError(f"the status of a part has no {error}, which the view and the health rules need") from error
         parts.update_trained(now_s, self._builder.trained_tokens)
-        self._view.update(self._dashboard())
+        self._view.update(self._refresh())
 
     @property
     def idle(self) -> tuple[float | None, float | None]:
@@ -230,24 +215,22 @@ class Recorder:
         for name in [name for name in self._known if name.startswith("health/")]:
             del self._known[name]
         self._known |= health_metrics(health)
-        self._health = health
-        self._view.update(self._dashboard())
+        self._view.update(self._refresh(health=health))
 
     def summary(self, status: RunOutcome, error: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the content of summary.json, with the sample counts of the last `update_parts`.
 
         `error`: the result of `describe_error`; None without an error.
         """
-        totals = RunTotals(
+        summary = self._builder.build(
+            status,
+            error,
+            self._refresh(),
             wall_s=self._clock() - self._started_s,
-            counts=self._counts,
-            generated_tokens=self._parts.generated_tokens,
             idle_trainer=self._trainer_idle.share,
             idle_rollouter=self._parts.rollouter_idle.share,
-            restarts=tuple(self._restarts),
-            earlier_restarts=dict(self._earlier_restarts),
         )
-        return {**self._builder.build(status, error, totals), "skip": dict(self._parts.skips)}
+        return {**summary, "skip": dict(self._parts.skips)}
 
     def examples(self) -> tuple[Example, Example] | tuple[None, None]:
         """Return the first and last answers to the validation prompt whose reward rose the most; None without two."""
@@ -292,48 +275,37 @@ class Recorder:
 
     def _count(self, row: MetricsRow) -> None:
         """Add a row, perhaps of an earlier process, to the summary and to the values that the view shows."""
+        reduced = _reduced(row)
         if not self._reads_back:
-            self._rows.append(row if row.kind == "validation" else _reduced(row))
+            self._rows.append(row if row.kind == "validation" else reduced)
         self._builder.add(row)
-        self._newest[row.kind] = row
+        self._newest[row.kind] = reduced.metrics
         if row.kind == "step" and "reward/mean" in row.metrics:
             self._rewards.add(row.metrics["reward/mean"])
 
-    def _dashboard(self) -> Dashboard:
-        """Return the values that the view shows now."""
-        builder, parts, apply = self._builder, self._parts, self._newest.get("apply")
-        step = self._newest["step"].metrics if "step" in self._newest else {}
-        reward = builder.reward_ends()
-        return Dashboard(
-            total_steps=self._total_steps,
-            first_step=self._first_step,
+    def _refresh(self, **changes: Any) -> Dashboard:
+        """Bring the dashboard up to date, change these values of it, and return it."""
+        builder, parts = self._builder, self._parts
+        idle = {name: value for name, value in self._known.items() if name.startswith("idle/")}
+        self._dashboard = replace(
+            self._dashboard,
             step=builder.step,
             version=builder.version,
-            restarts=tuple(self._restarts),
-            earlier_restarts=dict(self._earlier_restarts),
-            reward_now=step.get("reward/mean"),
+            staleness=builder.staleness,
+            metrics={**self._newest.get("step", {}), **self._newest.get("apply", {}), **idle},
+            num_syncs=builder.num_syncs,
             rewards=self._rewards.points,
-            reward_first=reward["first"],
-            reward_last=reward["last"],
+            reward_ends=builder.reward_ends(),
             validations=builder.validation_rewards,
-            counts=self._counts,
-            staleness_mean=step.get("staleness/mean"),
-            staleness_max=step.get("staleness/max"),
+            generated_tokens=parts.generated_tokens,
             generated_per_s=parts.generated.per_s,
             trained_per_s=parts.trained.per_s,
-            idle_trainer=self._known.get("idle/trainer"),
-            idle_rollouter=self._known.get("idle/rollouter"),
-            sync=SyncShown(
-                builder.num_syncs,
-                apply.metrics.get("weight_sync/pause_s"),
-                apply.metrics["weight_sync/publish_to_applied_s"],
-            )
-            if apply
-            else None,
+            drops=dict(parts.num_dropped),
             waits=dict(parts.waits),
-            health=self._health,
             step_times=tuple(self._step_times),
+            **changes,
         )
+        return self._dashboard
 
     def _time_step(self, row: MetricsRow) -> None:
         """Update the step times and idle shares, which use the clocks of this process."""

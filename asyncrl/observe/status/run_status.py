@@ -63,8 +63,31 @@ class ProcessInfo(NamedTuple):
     """Ray's node id, empty for the driver."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunState:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    """The values of a run that `state.json`, the live view and the summary share; the recorder updates them."""
+
+    total_steps: int | None = None
+    counts: SampleCounts = field(default_factory=SampleCounts)
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """Trained samples by their staleness in versions, over the whole run."""
+    generated_tokens: int = 0
+    """Tokens generated for training since the run began."""
+    generated_per_s: float | None = None
+    """Generated tokens over the last 20 s."""
+    trained_per_s: float | None = None
+    """Trained tokens over the last 20 s."""
+    drops: Mapping[str, int] = field(default_factory=dict)
+    """Samples that the Rollouter dropped, by reason, in words."""
+    restarts: tuple[Restart, ...] = ()
+    """The newest restarts."""
+    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
+    """Number of restarts before the newest ones, by part."""
+    health: RunHealth = field(default_factory=RunHealth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState(RunProgress):
     """The whole run at one moment. Unknown facts have their defaults."""
 
     written_at: float
@@ -81,7 +104,6 @@ class RunState:
     ray_address: str | None = None
     """None for a private cluster, which ends with the driver."""
     error: str = ""
-    total_steps: int | None = None
     samples_per_lease: int = 0
     """The most samples that a lease of the Trainer has; 0 if it is unknown."""
     step: int = 0
@@ -90,17 +112,6 @@ class RunState:
     lineage: int = 0
     published: WeightsVersion | None = None
     """The weight store's newest version."""
-    counts: SampleCounts = field(default_factory=SampleCounts)
-    staleness: Mapping[int, int] = field(default_factory=dict)
-    """Trained samples by their staleness in versions, over the whole run."""
-    generated_tokens: int = 0
-    """Tokens generated for training since the run began."""
-    generated_per_s: float | None = None
-    """Generated tokens over the last 20 s."""
-    trained_per_s: float | None = None
-    """Trained tokens over the last 20 s."""
-    drops: Mapping[str, int] = field(default_factory=dict)
-    """Samples that the Rollouter dropped, by reason, in words."""
     queue: QueueStatus | None = None
     replicas: tuple[ReplicaReport, ...] = ()
     num_replicas: int = 1
@@ -111,13 +122,8 @@ class RunState:
     """Seconds since the last answer of `queue`, `store`, `rollouter` or `trainer`; parts that answer are left out."""
     restarting: Mapping[str, float] = field(default_factory=dict)
     """When the driver began to replace `rollouter` or `trainer`."""
-    restarts: tuple[Restart, ...] = ()
-    """The newest restarts."""
-    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
-    """Number of restarts before the newest ones, by part."""
     processes: tuple[ProcessInfo, ...] = ()
     last_progress_at: float = 0.0
-    health: RunHealth = field(default_factory=RunHealth)
 
 
 class StateFile:

@@ -12,15 +12,15 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from asyncrl.core.failures import AsyncRLError, ConfigError
-from asyncrl.core.ports import PartName, SampleCounts
+from asyncrl.core.ports import PartName
 from asyncrl.core.types import DropReason
 from asyncrl.observe.metrics.rows import MetricsRow, finite
-from asyncrl.observe.status.run_status import Restart
+from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.storage.run_dir import disk_error
 
 RESERVED_BYTES = 64 * 1024
@@ -45,25 +45,6 @@ class ResumePoint:
     """The path of the checkpoint; empty if there is none."""
     lineage: int = 0
     """The lineage that begins at the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunTotals:
-    """Facts for the summary that are not in the rows.
-
-    Of a resumed run, `counts` and `generated_tokens` cover all processes, the other facts only this one.
-    """
-
-    wall_s: float = 0.0
-    counts: SampleCounts = field(default_factory=SampleCounts)
-    generated_tokens: int = 0
-    idle_trainer: float | None = None
-    """Share of the time between the first and the last step."""
-    idle_rollouter: float | None = None
-    restarts: tuple[Restart, ...] = ()
-    """The newest restarts."""
-    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
-    """Number of restarts before the newest ones, by part."""
 
 
 class SummaryBuilder:
@@ -163,15 +144,27 @@ class SummaryBuilder:
         after = rows[-1] if before is None or rows[-1].step > before.step else None
         return before, after
 
-    def build(self, status: RunOutcome, error: Mapping[str, Any] | None, totals: RunTotals) -> dict[str, Any]:
-        """Return the content of summary.json. Missing values are None; all floats are finite."""
-        counts = totals.counts
-        resumed = self._resumed
+    def build(
+        self,
+        status: RunOutcome,
+        error: Mapping[str, Any] | None,
+        progress: RunProgress,
+        *,
+        wall_s: float = 0.0,
+        idle_trainer: float | None = None,
+        idle_rollouter: float | None = None,
+    ) -> dict[str, Any]:
+        """Return the content of summary.json. Missing values are None; all floats are finite.
+
+        Of a resumed run, `wall_s`, the idle shares of the time between first and last step, and the restarts in
+        `progress` cover only the last process.
+        """
+        counts, resumed = progress.counts, self._resumed
         return finite(
             {
                 "status": status,
                 "error": error,
-                "wall_s": round(totals.wall_s, 3),
+                "wall_s": round(wall_s, 3),
                 "step": self.step,
                 "version": self.version,
                 "lineage": self._lineage,
@@ -180,17 +173,17 @@ class SummaryBuilder:
                     **asdict(counts),
                     "dropped": {str(reason): counts.dropped.get(reason, 0) for reason in DropReason},
                 },
-                "tokens": {"generated": totals.generated_tokens, "trained": self.trained_tokens},
+                "tokens": {"generated": progress.generated_tokens, "trained": self.trained_tokens},
                 "reward": self.reward(),
                 "staleness": staleness_summary(self.staleness),
-                "idle": {"trainer": totals.idle_trainer, "rollouter": totals.idle_rollouter},
+                "idle": {"trainer": idle_trainer, "rollouter": idle_rollouter},
                 "weight_sync": {
                     "count": self.num_syncs,
                     "pause_s": _median_and_max(self._pauses),
                     "publish_to_applied_s": _median_and_max(self._delays),
                 },
                 "validation": self.validation(),
-                **recovery_summary(totals.restarts, totals.earlier_restarts),
+                **recovery_summary(progress.restarts, progress.earlier_restarts),
             }
         )
 

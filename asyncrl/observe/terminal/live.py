@@ -126,16 +126,16 @@ class PlainView(View):
 
 
 def _step_line(row: MetricsRow, board: Dashboard) -> str:
-    counts = board.counts
+    counts, known = board.counts, board.metrics.get
     total = f"/{board.total_steps}" if board.total_steps else ""
-    pause = short_s(board.sync.pause_s) if board.sync and board.sync.pause_s is not None else "-"
     return (
         f"step {row.step}{total} version {row.version}  reward {number(row.metrics.get('reward/mean'))}  "
         f"trained {counts.trained} dropped {counts.num_dropped}  "
-        f"staleness {number(board.staleness_mean, '.2f')} max {number(board.staleness_max, '.0f')}  "
+        f"staleness {number(known('staleness/mean'), '.2f')} max {number(known('staleness/max'), '.0f')}  "
         f"queue {counts.running} running {counts.ready} ready {counts.leased} leased  "
         f"tokens/s {number(board.generated_per_s, '.0f')} generated {number(board.trained_per_s, '.0f')} trained  "
-        f"idle rollouter {percent(board.idle_rollouter)} trainer {percent(board.idle_trainer)}  pause {pause}"
+        f"idle rollouter {percent(known('idle/rollouter'))} trainer {percent(known('idle/trainer'))}  "
+        f"pause {board.pause}"
     )
 
 

@@ -15,55 +15,32 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.core.ports import PartName, SampleCounts
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.waits import Wait
 from asyncrl.observe.health.rules import size
-from asyncrl.observe.status.run_status import Restart
+from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.observe.status.summary import count_restarts
 
 
-@dataclass(frozen=True, slots=True)
-class SyncShown:
-    """The newest weight sync."""
-
-    count: int
-    pause_s: float | None
-    publish_to_applied_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Dashboard:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard(RunProgress):
     """The values that the live view shows. Immutable, so that another thread can draw them without a lock."""
 
-    total_steps: int | None = None
     first_step: int = 0
     """Steps that earlier processes of a resumed run have taken."""
     step: int = 0
     version: int = 0
-    restarts: tuple[Restart, ...] = ()
-    """The newest restarts."""
-    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
-    """Number of restarts before the newest ones, by part."""
-    reward_now: float | None = None
-    """Mean reward of the last step."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the last step and of the last weight sync, and the current idle shares."""
+    num_syncs: int = 0
     rewards: tuple[float, ...] = ()
     """Mean rewards over the run, evenly spaced."""
-    reward_first: float | None = None
-    reward_last: float | None = None
+    reward_ends: Mapping[str, float | None] = field(default_factory=dict)
+    """Mean rewards of the `first` and the `last` tenth of the trained samples."""
     validations: tuple[tuple[int, float], ...] = ()
     """`(version, mean reward)`."""
-    counts: SampleCounts = field(default_factory=SampleCounts)
-    staleness_mean: float | None = None
-    staleness_max: float | None = None
-    generated_per_s: float | None = None
-    trained_per_s: float | None = None
-    idle_trainer: float | None = None
-    idle_rollouter: float | None = None
-    sync: SyncShown | None = None
     waits: Mapping[str, tuple[Wait, ...]] = field(default_factory=dict)
     """Open waits by part."""
-    health: RunHealth = field(default_factory=RunHealth)
     step_times: tuple[float, ...] = ()
     """When the last steps ended, on the view's clock; for `eta_s`."""
 
@@ -73,6 +50,12 @@ class Dashboard:
             return None
         pace_s = (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
         return max((self.total_steps - self.step) * pace_s - (now_s - self.step_times[-1]), 0.0)
+
+    @property
+    def pause(self) -> str:
+        """Return how long the last weight sync paused generation, as text."""
+        pause_s = self.metrics.get("weight_sync/pause_s")
+        return "-" if pause_s is None else short_s(pause_s)
 
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -211,16 +194,16 @@ def _progress(board: Dashboard, now_s: float) -> RenderableType:
 
 
 def _facts(board: Dashboard) -> RenderableType:
-    counts = board.counts
+    counts, known = board.counts, board.metrics.get
     rates = {"generated": number(board.generated_per_s, ",.0f"), "trained": number(board.trained_per_s, ",.0f")}
     return facts(
         ("reward", _Reward(board)),
         ("validation", _validation(board) if board.validations else None),
         ("samples", _samples(board)),
-        ("staleness", items(mean=number(board.staleness_mean, ".2f"), max=number(board.staleness_max, ".0f"))),
+        ("staleness", items(mean=number(known("staleness/mean"), ".2f"), max=number(known("staleness/max"), ".0f"))),
         ("queue", items(running=counts.running, ready=counts.ready, leased=counts.leased)),
         ("tokens/s", items(**rates)),
-        ("idle", items(rollouter=percent(board.idle_rollouter), trainer=percent(board.idle_trainer))),
+        ("idle", items(rollouter=percent(known("idle/rollouter")), trainer=percent(known("idle/trainer")))),
         ("weight sync", _sync(board)),
         ("health", health_line(board.health)),
         ("restarts", _restarts(board) if board.restarts else None),
@@ -270,8 +253,8 @@ class _Reward:
         if not board.rewards:
             yield Text("-")
             return
-        ends = f"first tenth {number(board.reward_first)} → last {number(board.reward_last)}"
-        now = number(board.reward_now)
+        ends = f"first tenth {number(board.reward_ends['first'])} → last {number(board.reward_ends['last'])}"
+        now = number(board.metrics.get("reward/mean"))
         room = options.max_width - len(now) - len(ends) - 6
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append(now, style="bold")
@@ -305,11 +288,9 @@ def _samples(board: Dashboard) -> Text:
 
 
 def _sync(board: Dashboard) -> Text:
-    sync = board.sync
-    if sync is None:
+    if (delay_s := board.metrics.get("weight_sync/publish_to_applied_s")) is None:
         return Text("-")
-    pause = "-" if sync.pause_s is None else short_s(sync.pause_s)
-    return items(pause=pause, publish_to_applied=short_s(sync.publish_to_applied_s), count=sync.count)
+    return items(pause=board.pause, publish_to_applied=short_s(delay_s), count=board.num_syncs)
 
 
 def health_line(health: RunHealth) -> Text | None:

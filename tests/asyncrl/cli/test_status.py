@@ -24,8 +24,8 @@ from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import SampleMeta
 from asyncrl.core.waits import Wait
 from asyncrl.observe.status.run_files import driver_state, events_level, read_liveness, read_run, status_report
-from asyncrl.observe.status.run_status import STATE_FILE, Restart, RunState, StateFile
-from asyncrl.observe.status.summary import RunTotals, SummaryBuilder
+from asyncrl.observe.status.run_status import STATE_FILE, Restart, RunProgress, RunState, StateFile
+from asyncrl.observe.status.summary import SummaryBuilder
 from asyncrl.observe.terminal.status_page import status_page
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
@@ -78,8 +78,9 @@ def write(run_dir: Path, state: RunState) -> None:
 
 
 def summarize(run_dir: Path, status: Any, error: dict[str, str] | None = None) -> None:
-    totals = RunTotals(201.0, SampleCounts(fed=3, trained=1, dropped={"stale": 2}), 10, 0.5, 0.25)
-    (run_dir / "summary.json").write_text(json.dumps(SummaryBuilder().build(status, error, totals)))
+    progress = RunProgress(counts=SampleCounts(fed=3, trained=1, dropped={"stale": 2}), generated_tokens=10)
+    summary = SummaryBuilder().build(status, error, progress, wall_s=201.0, idle_trainer=0.5, idle_rollouter=0.25)
+    (run_dir / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.fixture

@@ -112,6 +112,7 @@ def test_run_status_combines_all_parts_and_can_be_read_back(tmp_path: Path) -> N
     status.queue = queue_status(pid=7)
     status.store = StoreStatus(8, WeightsVersion(2, 5), (report("a"),))
     status.trainer = {"step": 6, "version": 5, "waits": []}
+    kept.update_parts(status.queue, {}, {})
     status.answered_at = {"queue": first.written_at, "store": first.written_at - 60.0}
     state = status.state()
     assert (state.step, state.version, state.published) == (6, 5, WeightsVersion(2, 5))

@@ -129,9 +129,9 @@ async def test_the_view_gets_rates_shares_and_waits() -> None:
     board = view.board
     assert (board.step, board.version, board.total_steps) == (5, 5, 10)
     assert (board.generated_per_s, board.trained_per_s) == pytest.approx((50.0, 100.0))
-    assert (board.idle_rollouter, board.idle_trainer) == pytest.approx((0.25, 0.5))
+    assert (board.metrics["idle/rollouter"], board.metrics["idle/trainer"]) == pytest.approx((0.25, 0.5))
     assert [wait.edge for wait in board.waits["rollouter"]] == ["engine", "permit"]
-    assert board.sync is not None and board.sync.pause_s == 0.03
+    assert board.num_syncs == 1 and board.metrics["weight_sync/pause_s"] == 0.03
     assert board.eta_s(now_s) == pytest.approx(5 * 1.0 - 2.0)
 
 
@@ -263,7 +263,7 @@ def test_counters_continue_over_a_restart() -> None:
     assert state.generated_tokens == 280
     assert state.generated_per_s == pytest.approx(180 / 3)
     assert state.drops == {"took too long": 280}
-    assert view.board.idle_rollouter == pytest.approx(0.18 / 3)
+    assert view.board.metrics["idle/rollouter"] == pytest.approx(0.18 / 3)
 
 
 def test_the_start_and_the_end_of_a_restart_are_shown_and_recorded_once() -> None:

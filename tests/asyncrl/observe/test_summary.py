@@ -26,10 +26,10 @@ from asyncrl.observe.metrics.part_metrics import (
     WindowRate,
 )
 from asyncrl.observe.metrics.rows import MetricsRow, apply_row, finite, step_row, validation_row
+from asyncrl.observe.status.run_status import RunProgress
 from asyncrl.observe.status.summary import (
     RESERVED_BYTES,
     ResumePoint,
-    RunTotals,
     SummaryBuilder,
     SummaryFile,
     attribute_failure_to,
@@ -78,7 +78,8 @@ def test_the_summary_of_a_complete_run() -> None:
         validation(2, 0.6),
     )
     counts = SampleCounts(fed=25, running=1, ready=2, leased=0, trained=20, dropped={"stale": 2})
-    summary = builder.build("completed", None, RunTotals(9.0, counts, 400, 0.25, None))
+    progress = RunProgress(counts=counts, generated_tokens=400)
+    summary = builder.build("completed", None, progress, wall_s=9.0, idle_trainer=0.25)
     assert summary == {
         "status": "completed",
         "error": None,
@@ -121,7 +122,7 @@ def test_the_summary_of_a_complete_run() -> None:
 
 
 def test_an_empty_run_has_nulls_and_no_nan() -> None:
-    summary = SummaryBuilder(ResumePoint(7, 5, "runs/x/checkpoints/step_7")).build("failed", None, RunTotals())
+    summary = SummaryBuilder(ResumePoint(7, 5, "runs/x/checkpoints/step_7")).build("failed", None, RunProgress())
     json.dumps(summary, allow_nan=False)
     assert (summary["step"], summary["version"]) == (7, 5)
     assert summary["resumed"] == {"step": 7, "version": 5, "checkpoint": "runs/x/checkpoints/step_7"}
@@ -255,7 +256,7 @@ def test_a_downsampled_series_is_short_and_ends_with_the_last_values(count: int)
 
 def failed(cause: str = "trace") -> dict[str, Any]:
     error = {"type": "InfraError", "message": "disk full", "part": "trainer", "cause": cause}
-    return built(*(validation(version, 0.5) for version in range(3))).build("failed", error, RunTotals())
+    return built(*(validation(version, 0.5) for version in range(3))).build("failed", error, RunProgress())
 
 
 def test_the_summary_replaces_its_reserve_and_an_old_summary_is_removed_at_the_start(tmp_path: Path) -> None:

@@ -19,30 +19,33 @@ from asyncrl.core.ports import SampleCounts
 from asyncrl.core.records import StepRecord, ValidationRecord
 from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics.rows import MetricsRow, step_row, validation_row
-from asyncrl.observe.status.run_status import Restart
-from asyncrl.observe.status.summary import RunTotals, SummaryBuilder
+from asyncrl.observe.status.run_status import Restart, RunProgress
+from asyncrl.observe.status.summary import SummaryBuilder
 from asyncrl.observe.terminal.live import LiveView, PlainView, View, logging_to, make_view
-from asyncrl.observe.terminal.screen import Dashboard, SyncShown, elapsed, short_s, sparkline
+from asyncrl.observe.terminal.screen import Dashboard, elapsed, short_s, sparkline
 
 BOARD = Dashboard(
     total_steps=200,
     step=57,
     version=56,
-    reward_now=0.4125,
+    metrics={
+        "reward/mean": 0.4125,
+        "staleness/mean": 0.8,
+        "staleness/max": 2.0,
+        "idle/trainer": 0.11,
+        "idle/rollouter": 0.04,
+        "weight_sync/pause_s": 0.028,
+        "weight_sync/publish_to_applied_s": 0.21,
+    },
+    num_syncs=56,
     rewards=tuple(index / 100 for index in range(57)),
-    reward_first=0.29,
-    reward_last=0.47,
+    reward_ends={"first": 0.29, "last": 0.47},
     validations=((0, 0.273), (20, 0.31), (40, 0.391), (48, 0.4), (56, 0.45)),
     counts=SampleCounts(
         fed=1_932, running=64, ready=12, leased=32, trained=1_824, dropped={"stale": 10, "overlong": 0}
     ),
-    staleness_mean=0.8,
-    staleness_max=2.0,
     generated_per_s=3912.4,
     trained_per_s=3701.0,
-    idle_trainer=0.11,
-    idle_rollouter=0.04,
-    sync=SyncShown(56, 0.028, 0.21),
     waits={
         "rollouter": (Wait("engine", 64, 3.0), Wait("permit", 2, 0.4), Wait("reward", 1, 0.1), Wait("apply", 1, 0.1)),
         "trainer": (),
@@ -206,9 +209,10 @@ def test_the_live_view_has_a_line_for_restarts() -> None:
 
 def test_the_closing_summary_lists_restarts() -> None:
     builder = SummaryBuilder()
-    content = builder.build("completed", None, RunTotals(restarts=(BACK, Restart("queue", 2, 1.0, "killed", 2.0))))
+    both = (BACK, Restart("queue", 2, 1.0, "killed", 2.0))
+    content = builder.build("completed", None, RunProgress(restarts=both))
     assert "restarts  trainer 1, queue 1; recovered in 4.7 s (max 8.4 s)" in ending(content)
-    content = builder.build("failed", None, RunTotals(restarts=(BEGUN,)))
+    content = builder.build("failed", None, RunProgress(restarts=(BEGUN,)))
     assert "restarts  trainer 1" in ending(content) and "recovered" not in ending(content)
 
 
@@ -221,9 +225,9 @@ def summary(status: Any, error: Mapping[str, Any] | None = None) -> dict[str, An
         record = ValidationRecord(version, version, {"reward/mean": reward}, ())
         builder.add(validation_row(record, time_s=0.0, unix_s=0.0))
     builder.add(step(9))
-    return builder.build(
-        status, error, RunTotals(201.0, SampleCounts(fed=3, trained=1, dropped={"stale": 2}), 10, 0.5, 0.25)
-    )
+    counts = SampleCounts(fed=3, trained=1, dropped={"stale": 2})
+    progress = RunProgress(counts=counts, generated_tokens=10)
+    return builder.build(status, error, progress, wall_s=201.0, idle_trainer=0.5, idle_rollouter=0.25)
 
 
 def ending(content: Mapping[str, Any], *examples: Mapping[str, Any]) -> str:
