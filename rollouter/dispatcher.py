@@ -20,12 +20,12 @@ from anyio.abc import TaskGroup
 
 from asyncrl.core.failures import DataError, UserCodeError, first_failure
 from asyncrl.core.ports import Admission
+from asyncrl.core.trajectory import Generated, SampleRequest
 from asyncrl.core.types import SampleId
 from asyncrl.profiling import profile
 from rollouter.sample_runner import BatchedSample, RolloutParts, SampleProgress, SampleRunner
 from rollouter.slots import GenerationSlots, SurplusMonitor
 from skip import SkipManager
-from skip.generation import Generated, SampleRequest
 
 NUM_OLDEST = 5
 """The number of samples in flight that the status lists."""

@@ -27,7 +27,7 @@ import anyio
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DataError, UserCodeError, first_failure
 from asyncrl.core.ports import EngineFleet, PayloadStore, PromptSource, RewardScorer, Score, TurnLog
-from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.trajectory import Generated, SampleRequest, Trajectory
 from asyncrl.core.types import DropReason, Prompt, Replay, Row, Sample, SampleId, Span, Turn, sample_meta
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
@@ -40,7 +40,6 @@ from rollouter.requests import greedy, sampling_params
 from rollouter.slots import BusyMeter, GenerationSlot, GenerationSlots, SurplusError, SurplusMonitor
 from rollouter.trajectory_dump import TrajectoryDump
 from skip import SkipManager
-from skip.generation import Generated, SampleRequest
 
 logger = logging.getLogger(__name__)
 

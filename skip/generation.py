@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from dataclasses import field as field_of
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from asyncrl.core.failures import BugError
-from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
+from asyncrl.core.trajectory import Generated, SampleRequest, TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Media, Prompt, SampleId
 from asyncrl.storage.media import digest
 from asyncrl.storage.sample_bytes import spans_from_json
@@ -24,42 +23,6 @@ from skip.role import BaseSkip, Call, Served, register_skip
 
 CODE = "2"
 """Version of the code that generates; it is incremented when results would differ from earlier records."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleRequest:
-    """A sample to generate."""
-
-    sample_id: SampleId
-    prompt: Prompt
-    sampling: Mapping[str, Any]
-    """Parameters of vLLM's SamplingParams."""
-    n: int
-    baseline: Mapping[str, Any] | None = None
-    """Sampling parameters of one more trajectory (ReMax)."""
-    extra: int = 0
-    """Number of trajectories that may be generated beyond `n`; the first `n` that end count."""
-    agent: Mapping[str, Any] = field_of(default_factory=dict)
-    """Settings of conversations and schemas of their tools; empty: there is one turn."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Generated:
-    """The trajectories of one sample."""
-
-    prompt: Prompt
-    """The requested prompt, or with `repeat` the prompt of the record."""
-    trajectories: tuple[Trajectory, ...]
-    """`n` or more trajectories, followed by that of the baseline."""
-    generate_s: float = 0.0
-    has_baseline: bool = False
-    """Whether the last trajectory is the baseline of ReMax."""
-    replayed_from: int | None = None
-    """The step of the record; None: they were generated."""
-    substituted: bool = False
-    """The record is of another step, or has another fingerprint."""
-    knows_columns: bool = True
-    """False: the record does not contain the prompt's columns, because JSON cannot represent them."""
 
 
 class _Generation(BaseSkip):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.core.types import FinishReason, LogProbs, Mask, Prompt, Span, TokenIds, Turn
+from asyncrl.core.types import FinishReason, LogProbs, Mask, Prompt, SampleId, Span, TokenIds, Turn
 
 CallStatus = Literal["ok", "refused", "bad_json", "unknown_tool", "bad_arguments", "too_many", "raised", "timeout"]
 """Outcome of a tool call, which the model receives and metrics count. `refused`: the tool raised `ToolError`. `raised`
@@ -104,6 +104,42 @@ class Trajectory:
     @property
     def num_calls(self) -> int:
         return sum(len(turn.calls) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRequest:
+    """A sample to generate."""
+
+    sample_id: SampleId
+    prompt: Prompt
+    sampling: Mapping[str, Any]
+    """Parameters of vLLM's SamplingParams."""
+    n: int
+    baseline: Mapping[str, Any] | None = None
+    """Sampling parameters of one more trajectory (ReMax)."""
+    extra: int = 0
+    """Number of trajectories that may be generated beyond `n`; the first `n` that end count."""
+    agent: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of conversations and schemas of their tools; empty: there is one turn."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """The trajectories of one sample."""
+
+    prompt: Prompt
+    """The requested prompt, or with `repeat` the prompt of the record."""
+    trajectories: tuple[Trajectory, ...]
+    """`n` or more trajectories, followed by that of the baseline."""
+    generate_s: float = 0.0
+    has_baseline: bool = False
+    """Whether the last trajectory is the baseline of ReMax."""
+    replayed_from: int | None = None
+    """The step of the record; None: they were generated."""
+    substituted: bool = False
+    """The record is of another step, or has another fingerprint."""
+    knows_columns: bool = True
+    """False: the record does not contain the prompt's columns, because JSON cannot represent them."""
 
 
 def single_turn(prompt: Prompt, turn: Turn, generate_s: float = 0.0) -> Trajectory:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import asyncrl
+from asyncrl.core.trajectory import Generated
 from benchmarks.report import Table
 from benchmarks.running import print_progress, ratio
 from benchmarks.skip.samples import ROLE, SampleSize, array_bytes, make_generated, truncate_files
 from skip.file_thread import file_thread
-from skip.generation import Generated, from_content, to_content
+from skip.generation import from_content, to_content
 from skip.record import Content, Origin, Record
 from skip.store import RecordFiles, record_name
 

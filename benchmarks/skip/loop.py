@@ -14,11 +14,11 @@ from typing import Any
 import anyio
 import numpy as np
 
+from asyncrl.core.trajectory import Generated, SampleRequest
 from asyncrl.core.types import SampleId
 from benchmarks.report import Table
 from benchmarks.running import print_progress
 from benchmarks.skip.samples import ROLE, SampleSize, make_generated, recording, truncate_files
-from skip.generation import Generated, SampleRequest
 from skip.manager import SkipManager
 
 TICK_S = 0.001

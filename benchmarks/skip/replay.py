@@ -17,7 +17,7 @@ import numpy as np
 from asyncrl.config.compose import load_config
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import EngineFleet
-from asyncrl.core.trajectory import single_turn
+from asyncrl.core.trajectory import Generated, SampleRequest, single_turn
 from asyncrl.core.types import Prompt, SampleId, Turn
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import Table
@@ -26,7 +26,6 @@ from benchmarks.skip.samples import ROLE, recording
 from rollouter.group import GroupRequest, generate_group
 from rollouter.loading import load_task
 from rollouter.sample_runner import ask_for
-from skip.generation import Generated, SampleRequest
 from skip.manager import SkipManager
 
 NAMESPACE = "bench-skip"

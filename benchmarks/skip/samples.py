@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.core.trajectory import single_turn
+from asyncrl.core.trajectory import Generated, single_turn
 from asyncrl.core.types import FinishReason, Prompt, Span, Turn
-from skip.generation import Generated
 
 ROLE = "async_rollout"
 

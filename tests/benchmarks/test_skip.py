@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from asyncrl.core.ports import GenerateRequest, GenerationEvent, TurnFinished
+from asyncrl.core.trajectory import SampleRequest
 from asyncrl.core.types import FinishReason, Prompt, SampleId, Span, Turn
 from benchmarks.skip import __main__ as benchmark
 from benchmarks.skip.replay import LONG_TOKENS, EngineStage, ReplayCase, replay_case, same
 from benchmarks.skip.samples import SampleSize, array_bytes, make_generated, recording
 from skip import SkipManager
-from skip.generation import SampleRequest, from_content, to_content
+from skip.generation import from_content, to_content
 
 TINY = (
     SampleSize("short", n=2, tokens=(1, 4), records=4, loop_s=0.3),

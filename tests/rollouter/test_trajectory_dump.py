@@ -18,13 +18,12 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rollout import RolloutConfig
 from asyncrl.core.ports import Score
-from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
+from asyncrl.core.trajectory import Generated, TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Prompt, Replay, Span
 from asyncrl.storage.trajectory_files import file_name, find
 from rollouter import trajectory_dump as dump_module
 from rollouter.sample_runner import BatchedSample, SampleProgress
 from rollouter.trajectory_dump import TrajectoryDump, describe, make_dump
-from skip.generation import Generated
 from tests.fakes import dumped
 from tests.fakes.dispatcher import DispatcherRig, leased_samples
 from tests.fakes.dumped import SCORES, decode, group, guess, ids, prompt, sample

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.main import BAD_CONFIG, FAILED, main
-from asyncrl.core.trajectory import single_turn
+from asyncrl.core.trajectory import Generated, single_turn
 from asyncrl.core.types import FinishReason, Prompt, Span, Turn
-from skip.generation import Generated, to_content
+from skip.generation import to_content
 from skip.record import MANIFEST, TENSORS, Content, Origin, Record
 from skip.store import RecordFiles
 

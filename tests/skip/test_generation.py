@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from asyncrl.assets import resolve
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import BugError
-from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
+from asyncrl.core.trajectory import Generated, SampleRequest, TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
 from asyncrl.core.types import FinishReason, Media, Prompt, SampleId, Span, Turn
 from rollouter.agent.conversation import ConversationTokens
 from skip import Call, SkipManager
 from skip.fingerprint import differing, model_identity, tokenizer_identity
-from skip.generation import Generated, SampleRequest, from_content, step_of_sample, to_content, versions
+from skip.generation import from_content, step_of_sample, to_content, versions
 from tests.fakes.skip_roles import recording, role_of
 
 ids = st.integers(0, 2**31 - 1)
