@@ -24,11 +24,9 @@ from asyncrl.core.ports import (
     WeightFeed,
 )
 from asyncrl.core.records import RecordSink
-from asyncrl.core.waits import WaitBoard
 from asyncrl.queue.sample_queue import SampleQueue
-from rollouter.crash_isolation import SETTLE_S, CrashIsolation
+from rollouter.crash_isolation import SETTLE_S
 from rollouter.dispatcher import Dispatcher
-from rollouter.drop_policy import DropPolicy
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
@@ -56,12 +54,9 @@ class Rollouter:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.waits = WaitBoard(clock)
         self._scope = anyio.CancelScope()
         self._config = config
         self._agent = task.agent
-        if task.agent is not None:
-            task.agent.watch(self.waits.waiting)
         parts = RolloutParts(
             config=config,
             prompts=task.prompts,
@@ -70,21 +65,19 @@ class Rollouter:
             turns=turns,
             fleet=fleet,
             scorer=task.scorer,
-            drops=DropPolicy(config.reward, num_prompts=len(task.prompts)),
-            isolation=CrashIsolation(
-                config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock
-            ),
-            waits=self.waits,
             served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
             agent=task.agent,
             dump=dump,
+            settle_s=settle_s,
             clock=clock,
+            wall_clock=wall_clock,
         )
+        self.waits = parts.waits
+        if task.agent is not None:
+            task.agent.watch(self.waits.waiting)
         self._dispatcher = Dispatcher(parts)
         self._validator = Validator(parts, task.val_prompts, task.decode) if task.val_prompts is not None else None
-        self._versions = WeightUpdateLoop(
-            parts, start, feed=feed, sink=sink, validator=self._validator, wall_clock=wall_clock
-        )
+        self._versions = WeightUpdateLoop(parts, start, feed=feed, sink=sink, validator=self._validator)
 
     async def run(self) -> None:
         """Generate until the queue has ended and the newest version is applied, or until `stop()`.

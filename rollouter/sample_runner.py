@@ -33,7 +33,7 @@ from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
 from rollouter.agent.conversation import ConversationAgent
-from rollouter.crash_isolation import CrashIsolation, time_limit
+from rollouter.crash_isolation import SETTLE_S, CrashIsolation, time_limit
 from rollouter.drop_policy import DropPolicy
 from rollouter.group import GroupRequest, generate_group, is_complete
 from rollouter.requests import greedy, sampling_params
@@ -123,7 +123,7 @@ async def score_trajectories(scorer: RewardScorer, prompt: Prompt, trajectories:
         return scores
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RolloutParts:
     """The ports of one Rollouter, and the state that its dispatcher, sample runner and validation share."""
 
@@ -134,15 +134,25 @@ class RolloutParts:
     turns: TurnLog
     fleet: EngineFleet
     scorer: RewardScorer
-    drops: DropPolicy
-    isolation: CrashIsolation
-    waits: WaitBoard
     served_version: Callable[[], ServedVersion]
     agent: ConversationAgent | None = None
     """Holds conversations; None if every trajectory is a single turn."""
     dump: TrajectoryDump | None = None
     """Receives every scored sample of training."""
+    settle_s: float = SETTLE_S
+    """See `CrashIsolation`."""
     clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    waits: WaitBoard = field(init=False)
+    drops: DropPolicy = field(init=False)
+    isolation: CrashIsolation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waits = WaitBoard(self.clock)
+        self.drops = DropPolicy(self.config.reward, num_prompts=len(self.prompts))
+        self.isolation = CrashIsolation(
+            self.config.recovery.max_crashes, waits=self.waits, settle_s=self.settle_s, wall_clock=self.wall_clock
+        )
 
 
 class SampleRunner:

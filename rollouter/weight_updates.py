@@ -21,8 +21,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import anyio
@@ -64,7 +62,6 @@ class WeightUpdateLoop:
         feed: WeightFeed,
         sink: RecordSink,
         validator: Validator | None,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._parts = parts
         self._feed = feed
@@ -74,7 +71,6 @@ class WeightUpdateLoop:
         self._validated = start.validated
         self._validated_step = start.validated_step
         self._timeouts = parts.config.timeouts
-        self._wall_clock = wall_clock
         self._finishing = False
         self._wait_scope: anyio.CancelScope | None = None
         self._applied: Publication | None = None
@@ -135,7 +131,7 @@ class WeightUpdateLoop:
         started = self._parts.clock()
         reports = await self._update_replicas(publication)
         if published := publication.published_at_s:
-            publish_to_applied_s = max(0.0, self._wall_clock() - published)
+            publish_to_applied_s = max(0.0, self._parts.wall_clock() - published)
         else:
             publish_to_applied_s = self._parts.clock() - started
         self.weights_version, self.step, self._applied = publication.weights_version, publication.step, publication

@@ -6,6 +6,8 @@
 A chat template may rewrite history when a message is added (reasoning of earlier turns is stripped, say). Then the
 conversation continues in a new row whose prompt is the rewritten history, so that training uses only sampled tokens,
 each after the context in which it was sampled.
+
+`SampleRequest` asks for the trajectories of one sample; `Generated` is the answer.
 """
 
 from __future__ import annotations

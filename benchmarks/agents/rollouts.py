@@ -15,13 +15,10 @@ from asyncrl.core.ports import EngineFleet, PromptSource, Score
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import DropReason, Prompt, Sample
-from asyncrl.core.waits import WaitBoard
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.queue.turn_log import NoTurns
 from rollouter.agent.conversation import ConversationAgent
-from rollouter.crash_isolation import CrashIsolation
 from rollouter.dispatcher import Dispatcher
-from rollouter.drop_policy import DropPolicy
 from rollouter.sample_runner import RolloutParts, ServedVersion
 
 LIMIT_S = 300.0
@@ -106,9 +103,8 @@ async def running_dispatcher(work: RolloutWork, total_samples: int | None = None
 
 
 def _dispatcher(work: RolloutWork, queue: LocalSampleQueue) -> Dispatcher:
-    config, waits = work.config, WaitBoard()
     parts = RolloutParts(
-        config=config,
+        config=work.config,
         prompts=work.prompts,
         queue=queue,
         payloads=SamplesAsPayloads(),
@@ -116,9 +112,6 @@ def _dispatcher(work: RolloutWork, queue: LocalSampleQueue) -> Dispatcher:
         fleet=work.fleet,
         scorer=ConstantScorer(),
         agent=work.agent,
-        drops=DropPolicy(config.reward, num_prompts=len(work.prompts)),
-        isolation=CrashIsolation(config.recovery.max_crashes, waits=waits),
-        waits=waits,
         served_version=lambda: ServedVersion(0, 0),
     )
     return Dispatcher(parts)

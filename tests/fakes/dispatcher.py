@@ -17,16 +17,13 @@ from asyncrl.config.sections.run import RecoveryConfig, TimeoutsConfig
 from asyncrl.config.sections.skip import SkipConfig
 from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import first_failure
-from asyncrl.core.ports import EngineFleet, Lease, RewardScorer
+from asyncrl.core.ports import Lease, RewardScorer
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.trajectory import Trajectory, single_turn
 from asyncrl.core.types import Prompt, Sample, SampleId
-from asyncrl.core.waits import WaitBoard
-from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions, SampleQueue
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from rollouter.agent.conversation import AskTurn, ConversationAgent, ConversationTokens, TurnRequest
-from rollouter.crash_isolation import CrashIsolation
 from rollouter.dispatcher import Dispatcher
-from rollouter.drop_policy import DropPolicy
 from rollouter.group import GroupRequest
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
@@ -38,28 +35,17 @@ Error = TypeVar("Error", bound=Exception)
 
 
 def rollout_parts(
-    config: Config,
-    *,
-    queue: SampleQueue,
-    fleet: EngineFleet,
-    clock: ManualClock,
-    prompts: Sequence[Prompt] = (make_prompt(1),) * NUM_PROMPTS,
-    **changes: Any,
+    config: Config, *, prompts: Sequence[Prompt] = (make_prompt(1),) * NUM_PROMPTS, **changes: Any
 ) -> RolloutParts:
-    """Return the parts of a Rollouter; those that are neither arguments nor in `changes` are fakes."""
-    waits = WaitBoard(clock)
-    defaults: dict[str, Any] = {
+    """Return the parts of a Rollouter; those that are not in `changes` are fakes."""
+    fakes: dict[str, Any] = {
         "payloads": MemoryPayloads(),
         "turns": MemoryTurns(),
         "scorer": FakeScorer(),
-        "drops": DropPolicy(config.reward, num_prompts=len(prompts)),
-        "isolation": CrashIsolation(config.recovery.max_crashes, waits=waits, settle_s=0.01),
         "served_version": lambda: ServedVersion(0, 0),
+        "settle_s": 0.01,
     }
-    return RolloutParts(
-        config=config, prompts=ListPrompts(prompts), queue=queue, fleet=fleet, waits=waits, clock=clock,
-        **{**defaults, **changes},
-    )  # fmt: skip
+    return RolloutParts(config=config, prompts=ListPrompts(prompts), **{**fakes, **changes})
 
 
 class DispatcherRig:

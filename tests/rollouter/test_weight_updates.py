@@ -66,7 +66,9 @@ class VersionRig:
         self.clock = ManualClock()
         self.wall = ManualClock()
         scorer = scorer or FakeScorer()
-        parts = rollout_parts(config, queue=self.queue, fleet=self.fleet, clock=self.clock, scorer=scorer)
+        parts = rollout_parts(
+            config, queue=self.queue, fleet=self.fleet, clock=self.clock, wall_clock=self.wall, scorer=scorer
+        )
         self.waits = parts.waits
         validator = None
         if prompts is not None:
@@ -77,7 +79,6 @@ class VersionRig:
             feed=self.feed,
             sink=self.sink,
             validator=validator,
-            wall_clock=self.wall,
         )
 
     @asynccontextmanager
