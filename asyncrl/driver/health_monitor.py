@@ -17,7 +17,7 @@ from asyncrl.core.process_health import EngineLoad, MachineHealth, ProcessHealth
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.observe.health.alarms import HealthNotice
 from asyncrl.observe.health.rules import HealthRules, HealthSettings, HealthSnapshot
-from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.terminal.live import ALREADY_SHOWN, View
 from asyncrl.profiling.process_usage import ProcessMonitor, measure_machine
 

@@ -19,7 +19,7 @@ from asyncrl.driver.cluster import cluster, link_logs
 from asyncrl.driver.processes import Interrupts
 from asyncrl.driver.run_directory import RunLocks, already_completed, check_run_dir, find_locked_resume, open_run_dir
 from asyncrl.driver.run_status_writer import RunStatus
-from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import RunProgress, RunState, read_state
 from asyncrl.observe.status.summary import (
     ResumePoint,

@@ -41,7 +41,7 @@ from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.service_watch import PART_TITLES, UNLIMITED, ServiceWatch
 from asyncrl.driver.stall_watchdog import StallError, Watchdog
 from asyncrl.driver.supervision import TICK_S, Supervisor, probe
-from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to
 from asyncrl.observe.status.why import write_stall
 from asyncrl.observe.terminal.live import View

@@ -15,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.ports import QueueStatus, StoreStatus
 from asyncrl.driver.stall_watchdog import ProgressMarks, progress_of
 from asyncrl.driver.supervision import TICK_S
-from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import STATE_FILE, ProcessInfo, RunPhase, RunState, StateFile
 from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.storage.run_dir import RunDir

@@ -25,7 +25,7 @@ from asyncrl.driver.actors import call, kill_process_of, local_nodes
 from asyncrl.driver.processes import end_known
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.supervision import ReplicaWatch, probe
-from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import Restart
 from asyncrl.observe.status.summary import attribute_failure_to
 from asyncrl.observe.terminal.live import View

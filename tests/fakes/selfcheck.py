@@ -30,8 +30,8 @@ def torchrun(*command: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
 
 
 def selfcheck(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run `trainer.engines.selfcheck` on CPU."""
-    return torchrun("-m", "trainer.engines.selfcheck", "--device", "cpu", *options, ranks=ranks)
+    """Run `trainer.selfcheck` on CPU."""
+    return torchrun("-m", "trainer.selfcheck", "--device", "cpu", *options, ranks=ranks)
 
 
 def selfcheck_document(*options: str, ranks: int = 1) -> dict[str, Any]:

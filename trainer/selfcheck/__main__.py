@@ -1,7 +1,7 @@
-"""Run the contract of `trainer.engines.contract` on backends, on this machine.
+"""Run the contract of `trainer.selfcheck.checks` on backends, on this machine.
 
-    torchrun --nproc_per_node 2 -m trainer.engines.selfcheck [--backend fsdp2 | all] [--device cpu] [--json]
-    python -m trainer.engines.selfcheck
+    torchrun --nproc_per_node 2 -m trainer.selfcheck [--backend fsdp2 | all] [--device cpu] [--json]
+    python -m trainer.selfcheck
 
 The checks create tiny models. The exit code is 1 if a check fails, and 2 if a backend cannot run at all, with one line
 that gives the reason; torchrun itself exits with 1 in both cases.
@@ -27,15 +27,15 @@ import torch.distributed
 
 from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from trainer.engines import dist
-from trainer.engines.contract.checks import checks_of
-from trainer.engines.contract.setting import Check, CheckSetting, write_models
 from trainer.engines.registry import BUILT_IN
+from trainer.selfcheck.checks import checks_of
+from trainer.selfcheck.setting import Check, CheckSetting, write_models
 
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_S = 60.0
 """How long the other ranks wait after a failure of only one rank; the remaining checks are then skipped."""
-SKIPPED_LOCAL = "it runs in one process: python -m trainer.engines.selfcheck --backend local"
+SKIPPED_LOCAL = "it runs in one process: python -m trainer.selfcheck --backend local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _run(check: Check, setting: CheckSetting) -> CheckResult:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.engines.selfcheck", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trainer.selfcheck", description=__doc__)
     parser.add_argument("--backend", default="all", help="a value of trainer.strategy, or all built-in ones")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")

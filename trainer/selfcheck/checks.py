@@ -20,7 +20,8 @@ from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceEr
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines import dist
 from trainer.engines.base import BaseEngine, Loss, LossParts, ModelType, Tokens, TokenScores
-from trainer.engines.contract.setting import (
+from trainer.engines.registry import EngineRegistry
+from trainer.selfcheck.setting import (
     CHECKS,
     EXACT,
     OPTIM,
@@ -48,7 +49,6 @@ from trainer.engines.contract.setting import (
     two_steps,
     weights_of,
 )
-from trainer.engines.registry import EngineRegistry
 
 
 @check()

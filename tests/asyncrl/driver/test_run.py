@@ -20,7 +20,7 @@ from asyncrl.driver import supervision
 from asyncrl.driver.run import Run, _resume_message
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.supervision import Supervisor, probe
-from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import read_state
 from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View

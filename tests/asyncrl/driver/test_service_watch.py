@@ -16,7 +16,7 @@ from asyncrl.core.retry import RestartBudget
 from asyncrl.driver import service_watch as watch_module
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.service_watch import PART_TITLES, ServiceWatch
-from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.terminal.live import View
 from asyncrl.storage.run_dir import RunDir
 from tests.fakes.parts import ManualClock

@@ -23,7 +23,7 @@ from asyncrl.core.records import StepRecord
 from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.file_sinks import AppendFile
-from asyncrl.observe.metrics.recorder import MAX_RESTARTS, Recorder
+from asyncrl.observe.recorder import MAX_RESTARTS, Recorder
 from asyncrl.observe.status.run_status import Restart
 from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View
@@ -328,7 +328,7 @@ def test_every_metric_is_registered_once_with_unit_and_meaning() -> None:
 
 def test_observe_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, asyncrl.observe.metrics.recorder, asyncrl.observe.terminal.live, asyncrl.observe.status.summary;"
+        "import sys, asyncrl.observe.recorder, asyncrl.observe.terminal.live, asyncrl.observe.status.summary;"
         "from tensorboard.summary.writer import record_writer;"
         "assert not {'torch', 'ray', 'vllm', 'transformers', 'tensorflow'} & set(sys.modules)"
     )

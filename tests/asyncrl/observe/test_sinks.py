@@ -23,9 +23,9 @@ from asyncrl.config.sections.observe import BUILTIN_SINKS, LoggingConfig
 from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.prometheus import PrometheusTracker
-from asyncrl.observe.metrics.recorder import Recorder
 from asyncrl.observe.metrics.rows import MetricsRow
 from asyncrl.observe.metrics.sinks import TRACKERS, RemoteSink, TrackedRun, Tracker, end_remote_sinks, open_tracker
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View
 from asyncrl.storage.run_dir import RunDir
@@ -390,7 +390,7 @@ def test_a_tracker_is_refreshed_while_no_rows_arrive() -> None:
 
 def test_libraries_are_imported_only_when_configured() -> None:
     code = (
-        "import sys, asyncrl.observe.metrics.recorder, asyncrl.config.rules;"
+        "import sys, asyncrl.observe.recorder, asyncrl.config.rules;"
         "assert not {'wandb', 'mlflow', 'trackio', 'ray', 'opentelemetry.sdk'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

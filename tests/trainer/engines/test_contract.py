@@ -17,10 +17,10 @@ import torch
 
 from tests.fakes.selfcheck import ROOT, SELFCHECK_S, selfcheck, selfcheck_document
 from trainer.engines import dist
-from trainer.engines.contract.checks import checks_of
-from trainer.engines.contract.setting import write_models
 from trainer.engines.registry import BUILT_IN
-from trainer.engines.selfcheck import _table, main, run
+from trainer.selfcheck.__main__ import _table, main, run
+from trainer.selfcheck.checks import checks_of
+from trainer.selfcheck.setting import write_models
 
 Outcomes = dict[tuple[str, str], dict[str, Any]]
 CASES = [
@@ -84,7 +84,7 @@ def test_an_unknown_backend_exits_with_2_and_an_error_that_names_the_nearest(
 def test_a_backend_without_its_library_exits_with_2_and_one_line() -> None:
     program = (
         "import sys; sys.modules['megatron'] = None\n"
-        "from trainer.engines.selfcheck import main\n"
+        "from trainer.selfcheck.__main__ import main\n"
         "sys.exit(main(['--backend', 'megatron', '--device', 'cpu']))\n"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)

@@ -31,7 +31,7 @@ from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 from asyncrl.core.failures import AsyncRLError
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines.base import EngineSpec
-from trainer.engines.contract.setting import make_batch
+from trainer.selfcheck.setting import make_batch
 from trainer.engines.registry import EngineRegistry
 backend, path, end, directory = sys.argv[1:4] + [Path(sys.argv[4])]
 config = EngineConfig(strategy=backend, device="cpu", num_workers=2)

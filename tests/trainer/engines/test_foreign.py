@@ -19,9 +19,9 @@ from tests.fakes.trainer_model import make_spec
 from trainer.engines import foreign
 from trainer.engines.base import EngineSpec
 from trainer.engines.compute.attention import enable_packing
-from trainer.engines.contract.checks import checks_of
 from trainer.engines.foreign import Attention, ForeignModel, check_settings, check_weights
 from trainer.engines.registry import EngineRegistry
+from trainer.selfcheck.checks import checks_of
 
 LIBRARIES = {"torchtitan": "torchtitan", "megatron": "megatron.core"}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -65,7 +65,7 @@ def test_a_broken_library_is_named(failure: Exception, monkeypatch: pytest.Monke
 def test_backends_are_found_without_their_library_ray_or_vllm() -> None:
     program = (
         "import sys; sys.modules.update(ray=None, vllm=None)\n"
-        "import trainer.engines.selfcheck\n"
+        "import trainer.selfcheck.__main__\n"
         "from trainer.engines.registry import BUILT_IN, EngineRegistry\n"
         "for name in BUILT_IN: EngineRegistry.find(name, 'language_model', 'cpu')\n"
         "assert {'torchtitan', 'megatron'} <= set(EngineRegistry.backends())\n"

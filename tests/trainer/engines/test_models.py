@@ -28,10 +28,10 @@ from asyncrl.config.sections.trainer import EngineConfig
 from asyncrl.core.failures import ConfigError
 from tests.fakes.trainer_model import SHAPE, make_spec, write_model
 from trainer.algorithms.objective import PolicyLoss
-from trainer.engines.contract.setting import make_batch, plain_scores
 from trainer.engines.models import decoder_layers, head_of, load_model, speed_up
 from trainer.engines.registry import EngineRegistry
 from trainer.engines.replicated import LocalEngine
+from trainer.selfcheck.setting import make_batch, plain_scores
 
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SHAPE, attention_dropout=0.5, tie_word_embeddings=False),

@@ -21,11 +21,11 @@ from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceEr
 from tests.fakes.trainer_model import make_spec, write_model
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines import dist, torch_engine
-from trainer.engines.contract.setting import make_batch
 from trainer.engines.registry import EngineRegistry
 from trainer.engines.replicated import DdpEngine, LocalEngine
 from trainer.engines.sharded import Fsdp2Engine
 from trainer.engines.state import checkpoint as state
+from trainer.selfcheck.setting import make_batch
 
 LOSS = PolicyLoss(AlgorithmConfig(), 20)
 

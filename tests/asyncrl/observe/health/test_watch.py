@@ -25,8 +25,8 @@ from asyncrl.driver.health_monitor import HealthMonitor
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.observe.health.rules import GIB
 from asyncrl.observe.metrics import registry
-from asyncrl.observe.metrics.recorder import Recorder
 from asyncrl.observe.metrics.rows import health_metrics
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_files import read_run, status_report
 from asyncrl.observe.status.run_status import STATE_FILE, StateFile, dump, load
 from asyncrl.observe.terminal.live import logging_to
