@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.status.run_files import events_level, read_liveness
-from asyncrl.storage.run_dir import SUMMARY, find_run
+from asyncrl.storage.run_dir import SUMMARY, SavedConfig, find_run
 
 if TYPE_CHECKING:
     from asyncrl.observe.report.load import Events
@@ -126,21 +125,17 @@ def _about(run_dir: Path) -> dict[str, Any]:
     """Return facts about the run from its configuration and its state; unknown ones are None."""
     from asyncrl.observe.report.analysis import LIVE
 
-    config: Any = {}
-    with contextlib.suppress(OSError, yaml.YAMLError):
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    config = config if isinstance(config, dict) else {}
-    rollout = config.get("rollout") or {}
+    config = SavedConfig(run_dir)
     liveness = read_liveness(run_dir)
     ends = {"live": LIVE, "unknown": "unknown how it ended"}
     return {
         "name": run_dir.name,
         "run_dir": str(run_dir),
-        "experiment": config.get("experiment_name"),
+        "experiment": config.value("experiment_name"),
         "status": ends.get(liveness.how, liveness.phase),
         "started_at": liveness.state.started_at if liveness.state is not None else None,
         "level": events_level(run_dir),
-        "response_length": rollout.get("response_length"),
+        "response_length": config.value("rollout", "response_length"),
     }
 
 

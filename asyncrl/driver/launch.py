@@ -20,7 +20,7 @@ from asyncrl.driver.processes import Interrupts
 from asyncrl.driver.run_directory import RunLocks, already_completed, check_run_dir, find_locked_resume, open_run_dir
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.status.run_status import RunProgress, RunState, read_state
+from asyncrl.observe.status.run_status import RunProgress, read_readable_state
 from asyncrl.observe.status.summary import (
     ResumePoint,
     RunOutcome,
@@ -87,7 +87,7 @@ async def _launch(
     except AsyncRLError as error:
         summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), RunProgress()))
         raise
-    earlier = _read_state(run_dir.path)
+    earlier = read_readable_state(run_dir.path)
     if resumed is not None and earlier is not None:
         recorder.add_earlier_tokens(earlier.generated_tokens)
     for text in warnings:
@@ -105,14 +105,6 @@ async def _launch(
     view.finish(final, run_dir.path, *recorder.examples())
     is_bad_config = cause is not None and cause["type"] == ConfigError.__name__
     return BAD_CONFIG if is_bad_config else _EXIT_CODES[outcome]
-
-
-def _read_state(path: Path) -> RunState | None:
-    """Return the state that the run's last driver left, if it can be read."""
-    try:
-        return read_state(path)
-    except ConfigError:
-        return None
 
 
 async def _run(

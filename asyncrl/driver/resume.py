@@ -18,12 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import yaml
-
 from asyncrl.assets import resolve
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
-from asyncrl.observe.status.run_status import read_state
+from asyncrl.observe.status.run_status import read_readable_state
 from asyncrl.queue.journal_reader import JournalHead, incarnation_of_files, read_head
 from asyncrl.storage.checkpoint_manifest import (
     ABANDONED,
@@ -40,7 +38,7 @@ from asyncrl.storage.checkpoint_manifest import (
     read_lineage,
     run_identity,
 )
-from asyncrl.storage.run_dir import JOURNAL, RUNS, RunDir, runs_of
+from asyncrl.storage.run_dir import JOURNAL, RUNS, SavedConfig, runs_of
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -276,10 +274,7 @@ def _resume(config: Config, found: _ResumeSource) -> Resume:
 
 def _lineages(run_dir: Path) -> list[int]:
     """Return the lineages in the run's state file and checkpoints, as far as they can be read; always includes 0."""
-    try:
-        state = read_state(run_dir)
-    except ConfigError:
-        state = None
+    state = read_readable_state(run_dir)
     checkpoints = [read_lineage(path) or 0 for path in (run_dir / CHECKPOINTS).glob("*step_*")]
     return [0 if state is None else state.lineage, *checkpoints]
 
@@ -318,11 +313,8 @@ def _from_weights(checkpoint: Path | None) -> str:
 
 def _check_same_model(run_dir: Path, config: Config) -> None:
     """Check that a run without a checkpoint still has the initial model that generated its samples."""
-    try:
-        earlier = yaml.safe_load(RunDir(run_dir).config.read_text(encoding="utf-8"))["model"]["path"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return
-    if earlier != config.model.path:
+    earlier = SavedConfig(run_dir).value("model", "path")
+    if earlier not in (None, config.model.path):
         raise ConfigError(
             f"model.path={config.model.path}: the run in {run_dir} has no checkpoint yet, and its samples are from "
             f"{earlier}. Restore model.path, or start anew with resume=none and another run_dir."

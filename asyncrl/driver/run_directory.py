@@ -11,13 +11,10 @@ import fcntl
 import logging
 import os
 import socket
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self, TextIO
-
-import yaml
+from typing import Self, TextIO
 
 from asyncrl.config.plan import training_steps
 from asyncrl.config.schema import Config
@@ -31,6 +28,7 @@ from asyncrl.storage.run_dir import (
     SAMPLES,
     TRAINED,
     RunDir,
+    SavedConfig,
     create_run_dir,
     disk_error,
     reopen_run_dir,
@@ -229,9 +227,5 @@ def _nothing_to_train(resume: Resume, reason: str) -> str:
 
 def _has_same_length(config: Config, run_dir: Path) -> bool:
     """Whether the keys that determine the length have the values of the run's last launch."""
-    try:
-        before = yaml.safe_load(RunDir(run_dir).config.read_text(encoding="utf-8"))
-        present: Mapping[str, Any] = config.model_dump(mode="json")
-        return all(before[section][key] == present[section][key] for section, key in _LENGTH_KEYS)
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return False
+    before, present = SavedConfig(run_dir), config.model_dump(mode="json")
+    return all(before.value(section, key) == present[section][key] for section, key in _LENGTH_KEYS)

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import yaml
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl.assets import resolve
 from asyncrl.core.failures import AsyncRLError, ConfigError
@@ -22,7 +20,7 @@ from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Row, Sample, TokenIds
 from asyncrl.queue.journal_reader import SampleRecord, read_queue_state, read_samples
 from asyncrl.storage.array_bytes import DamageError, decode
-from asyncrl.storage.run_dir import JOURNAL, SAMPLES, RunDir
+from asyncrl.storage.run_dir import JOURNAL, SAMPLES, RunDir, SavedConfig
 from asyncrl.storage.sample_bytes import FileRef, PackedBlob
 from asyncrl.storage.segments import read_segment, segment_incarnation
 from asyncrl.storage.trajectory_files import PROMPT_ROLE, Decode, DumpedTrajectory, find, mask_runs, pieces
@@ -93,23 +91,8 @@ def _not_kept(run: ConfiguredRun, index: int, name: str, notes: Sequence[str]) -
     return ". ".join(parts)
 
 
-class ConfiguredRun:
+class ConfiguredRun(SavedConfig):
     """A run directory, and the files that its configuration names."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            read = yaml.safe_load(RunDir(path).config.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            read = None
-        self._config: Mapping[str, Any] = read if isinstance(read, dict) else {}
-
-    def value(self, *keys: str) -> Any:
-        """Return a value of the configuration, or None if there is no such key."""
-        found: Any = self._config
-        for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
 
     @property
     def dump_dir(self) -> str | None:

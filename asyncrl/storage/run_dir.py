@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -65,6 +65,24 @@ class RunDir:
         return self.path / "checkpoints"
 
 
+class SavedConfig:
+    """The config.yaml of a run directory; without any values if it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._values = yaml.safe_load(RunDir(path).config.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            self._values = None
+
+    def value(self, *keys: str) -> Any:
+        """Return a value of the configuration, or None if there is no such key."""
+        found: Any = self._values
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+
 def disk_error(path: Path, error: OSError) -> AsyncRLError:
     """Convert `error` about `path` into an error of this project that names consequence and fix."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -88,6 +106,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace the content of a file atomically. `durable`: it survives a power failure, too. Raises `OSError`."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    if durable:
+        sync(temporary)
+    os.replace(temporary, path)
 
 
 def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDir:
@@ -233,6 +260,4 @@ def _point_latest(link: Path, name: str) -> None:
 def _fill(run_dir: RunDir, config: Config) -> None:
     run_dir.logs.mkdir(exist_ok=True)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    temporary = run_dir.config.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, run_dir.config)
+    replace_file(run_dir.config, text)

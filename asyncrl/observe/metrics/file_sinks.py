@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.observe.metrics.rows import MetricsRow
-from asyncrl.storage.run_dir import disk_error
+from asyncrl.storage.run_dir import disk_error, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -164,17 +164,8 @@ def rewind_jsonl(path: Path, step: int, version: int) -> list[MetricsRow]:
             remaining.append((line if line.endswith("\n") else f"{line}\n", row))
     text = "".join(line for line, _ in remaining)
     if text != "".join(lines):
-        _replace(path, text)
+        try:
+            replace_file(path, text, durable=True)
+        except OSError as error:
+            raise disk_error(path, error) from error
     return [row for _, row in remaining]
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise disk_error(path, error) from error

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
-import yaml
 
 from asyncrl.core.failures import AsyncRLError, ConfigError
 from asyncrl.core.ports import SampleCounts
-from asyncrl.observe.status.run_status import ENDED, STATE_FILE, RunState, dump, read_state
+from asyncrl.observe.status.run_status import ENDED, STATE_FILE, RunState, dump, read_readable_state, read_state
 from asyncrl.observe.status.summary import recovery_summary, staleness_summary
 from asyncrl.observe.status.why import STALE_S, DriverState, WaitLink, chain_as_json, explain, render_chain
 from asyncrl.queue.journal_reader import read_sample_counts
 from asyncrl.storage.checkpoint_manifest import checkpoint_steps
-from asyncrl.storage.run_dir import JOURNAL, SAMPLES, SUMMARY
+from asyncrl.storage.run_dir import JOURNAL, SAMPLES, SUMMARY, SavedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +128,7 @@ class RunLiveness(NamedTuple):
 
 def read_liveness(run_dir: Path) -> RunLiveness:
     """Return whether the run is live; cheaper than `read_run`, and raises nothing. Blocking."""
-    state = None
-    with contextlib.suppress(ConfigError):
-        state = read_state(run_dir)
+    state = read_readable_state(run_dir)
     try:
         summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
         ended = str(summary["status"])
@@ -148,11 +145,8 @@ def read_liveness(run_dir: Path) -> RunLiveness:
 
 def events_level(run_dir: Path) -> str | None:
     """Return `profiler.level` of the run; None if its config.yaml does not contain it. Blocking."""
-    try:
-        level = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["profiler"]["level"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        return None
-    return "off" if level is False else str(level)  # YAML reads a bare `off` as false
+    level = SavedConfig(run_dir).value("profiler", "level")
+    return "off" if level is False else level and str(level)  # YAML reads a bare `off` as false
 
 
 def wait_chain(files: RunFiles) -> tuple[WaitLink, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, SampleCount
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics.rows import finite
+from asyncrl.storage.run_dir import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class StateFile:
         """Write. Blocking."""
         with self._lock:
             try:
-                replace_json(self._path, dump(state))
+                replace_file(self._path, as_text(dump(state)))
             except OSError as error:
                 if not self._warned:
                     logger.warning("cannot write %s (%s): asyncrl status and why show an old state", self._path, error)
@@ -173,6 +173,14 @@ def read_state(run_dir: Path) -> RunState | None:
     except ValueError:
         raise ConfigError(f"{path} is torn, so the state of the run is not known") from None
     return load(raw, str(path))
+
+
+def read_readable_state(run_dir: Path) -> RunState | None:
+    """Return the newest state of the run, or None if there is none that can be read. Blocking."""
+    try:
+        return read_state(run_dir)
+    except ConfigError:
+        return None
 
 
 def dump(state: RunState) -> dict[str, Any]:
@@ -207,8 +215,6 @@ def _adapter() -> TypeAdapter[RunState]:
     return TypeAdapter(RunState)
 
 
-def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to `path` atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+def as_text(content: Mapping[str, Any]) -> str:
+    """Return `content` as JSON, as it is written to the files of a run."""
+    return json.dumps(finite(content), indent=1, allow_nan=False) + "\n"

@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 
 from asyncrl.core.ports import ReplicaReport, SampleCounts, WeightsVersion
 from asyncrl.core.waits import Wait
-from asyncrl.observe.status.run_status import RunState, dump, replace_json
+from asyncrl.observe.status.run_status import RunState, as_text, dump
+from asyncrl.storage.run_dir import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,8 @@ def write_stall(run_dir: Path, state: RunState) -> Path | None:
     links = explain(state, state.written_at)
     path = run_dir / STALL_FILE
     try:
-        replace_json(path, {"why": render_chain(links), "chain": chain_as_json(links), "state": dump(state)})
+        content = {"why": render_chain(links), "chain": chain_as_json(links), "state": dump(state)}
+        replace_file(path, as_text(content))
     except OSError as error:
         logger.warning("cannot write %s: %s", path, error)
         return None
