@@ -9,7 +9,7 @@
     lease       waits for READY samples, the end of the stream, or stop()
     experience  the ranks' forward passes: log-probs, values, scores (`trainer.experience`)
     train       a call to the ranks; never cancelled, and ended by `timeouts.train_s` or a hung rank (`Trainer.run`)
-    log         writes the samples of the step to the Trainer's own log (`trainer.trained_steps`)
+    log         writes the samples of the step to the Trainer's own log (`asyncrl.storage.trained_steps`)
     publish     waits until the version can be fetched: one copy of the weights, without waiting for replicas
     record      writes the event `step` as well; traced ranks write their trace of the step (`trainer.workers.tracing`)
     checkpoint  begins between two leased batches and is written while training continues (`trainer.checkpoints`)
@@ -57,12 +57,12 @@ from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
 from asyncrl.storage.checkpoint_manifest import Progress
+from asyncrl.storage.trained_steps import TrainedStepsFile
 from skip import SkipManager
 from trainer.algorithms.objective import finish_metrics
 from trainer.batches import BatchSource, LeasedBatch, TrainSample, mini_batches, sample_metrics
 from trainer.checkpoints import CheckpointScheduler, RoleCheckpoints
 from trainer.experience import Experience, ExperienceBuilder
-from trainer.trained_steps import TrainedStepsFile
 from trainer.workers.worker import RoleGroup
 
 EXPERIENCE_CALLS = 5

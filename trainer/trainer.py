@@ -21,13 +21,13 @@ from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
 from asyncrl.storage.checkpoint_manifest import LineageHistory, Progress, Resume, run_identity
 from asyncrl.storage.run_dir import RunDir
+from asyncrl.storage.trained_steps import TrainedStepsFile
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.batches import BatchSource, RowRules
 from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints, load_roles
 from trainer.experience import ExperienceBuilder
 from trainer.loop import LoopSettings, TrainLoop
 from trainer.tokenizer_checks import check_tokenizers
-from trainer.trained_steps import TrainedStepsFile
 from trainer.workers.group import TrainerGroups
 from trainer.workers.placement import Role
 from trainer.workers.worker import RoleGroup

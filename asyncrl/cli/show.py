@@ -13,14 +13,11 @@ from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.types import SampleId
-from asyncrl.observe.kept_samples import ConfiguredRun, find_sample, read_fate
+from asyncrl.observe.kept_samples import ConfiguredRun, describe_fate, find_sample
 from asyncrl.observe.terminal import conversation
-from asyncrl.storage.run_dir import JOURNAL, find_run
+from asyncrl.storage.run_dir import find_run
 from asyncrl.storage.trajectory_files import DumpedTrajectory
 from asyncrl.storage.trajectory_files import as_json as dumped
-
-SMALL_JOURNAL_BYTES = 8 << 20
-"""A journal up to this size is read within a second."""
 
 
 @click.command()
@@ -96,28 +93,7 @@ def _lines(
     yield from conversation.conversation(one) if decode_token is None else conversation.tokens(one, decode_token)
     yield Text()
     oldest = min((version for each in trajectories for version in each.trajectory.versions), default=0)
-    yield from conversation.closing(one, _fate(run_dir, one.sample_id, oldest))
-
-
-def _fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> str:
-    """Describe the sample's state; empty if reading a large journal would take long."""
-    from trainer.trained_steps import read_trained
-
-    steps: dict[int, int] = {}
-    try:
-        for line in read_trained(run_dir):
-            if "rewound_to_step" in line:
-                steps = {step: version for step, version in steps.items() if step <= line["rewound_to_step"]}
-            elif str(sample_id) in line["samples"]:
-                steps[line["step"]] = line["version"]
-    except (ConfigError, KeyError, TypeError, OSError):
-        steps = {}
-    if steps:
-        step, version = max(steps.items())
-        return f"trained in step {step}, which began from v{version}: staleness {version - oldest_version}"
-    files = [run_dir / name for name in (JOURNAL, f"{JOURNAL}-wal")]
-    num_bytes = sum(file.stat().st_size for file in files if file.exists())
-    return read_fate(run_dir, sample_id.index).text if 0 < num_bytes <= SMALL_JOURNAL_BYTES else ""
+    yield from conversation.closing(one, describe_fate(run_dir, one.sample_id, oldest))
 
 
 def _parse(sample: str) -> tuple[SampleId | None, int]:

@@ -17,17 +17,20 @@ from asyncrl.assets import resolve
 from asyncrl.core.failures import AsyncRLError, ConfigError
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
-from asyncrl.core.types import FinishReason, Row, Sample, TokenIds
+from asyncrl.core.types import FinishReason, Row, Sample, SampleId, TokenIds
 from asyncrl.queue.journal_reader import SampleRecord, read_queue_state, read_samples
 from asyncrl.storage.array_bytes import DamageError, decode
 from asyncrl.storage.run_dir import JOURNAL, SAMPLES, RunDir, SavedConfig
 from asyncrl.storage.sample_bytes import FileRef, PackedBlob
 from asyncrl.storage.segments import read_segment, segment_incarnation
+from asyncrl.storage.trained_steps import read_trained, surviving_steps
 from asyncrl.storage.trajectory_files import PROMPT_ROLE, Decode, DumpedTrajectory, find, mask_runs, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SMALL_JOURNAL_BYTES = 8 << 20
+"""A journal up to this size is read within a second."""
 _TOKENS_SHOWN = 64
 """Largest number of ids shown for a text that cannot be decoded."""
 
@@ -210,6 +213,25 @@ def _describe_state(record: SampleRecord) -> str:
 
 def _clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def describe_fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> str:
+    """Describe the sample's state; empty if reading a large journal would take long.
+
+    `oldest_version`: the oldest version of any of its tokens.
+    """
+    name = str(sample_id)
+    try:
+        lines = (line for line in read_trained(run_dir) if "rewound_to_step" in line or name in line["samples"])
+        steps = [(line["step"], line["version"]) for line in surviving_steps(lines)]
+    except (ConfigError, KeyError, TypeError, OSError):
+        steps = []
+    if steps:
+        step, version = steps[-1]
+        return f"trained in step {step}, which began from v{version}: staleness {version - oldest_version}"
+    files = [run_dir / file for file in (JOURNAL, f"{JOURNAL}-wal")]
+    num_bytes = sum(file.stat().st_size for file in files if file.exists())
+    return read_fate(run_dir, sample_id.index).text if 0 < num_bytes <= SMALL_JOURNAL_BYTES else ""
 
 
 # ------------------------------------------------------------------------------------------------ payload of a sample

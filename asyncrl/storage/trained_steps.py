@@ -14,7 +14,7 @@ writes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,17 @@ def read_trained(run_dir: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
                     yield _parse(path, number, line)
+
+
+def surviving_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the lines of the steps that are in the surviving model, in order."""
+    steps: list[Mapping[str, Any]] = []
+    for line in lines:
+        if "rewound_to_step" in line:
+            steps = [step for step in steps if step["step"] <= line["rewound_to_step"]]
+        else:
+            steps.append(line)
+    return steps
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

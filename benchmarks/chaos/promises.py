@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.core.ports import SampleCounts, WeightsVersion
 from asyncrl.core.types import DropReason, SampleId, SampleMeta, Span
+from asyncrl.storage.trained_steps import surviving_steps
 
 MAX_NAMED = 5
 """Samples named in one message."""
@@ -82,17 +83,6 @@ class RunRecords:
     completed: bool = True
     """Whether the run reached its last step. A stopped run may have `outstanding` samples, which it would feed again
     after a resume."""
-
-
-def surviving_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the lines of the steps that are in the surviving model, in order."""
-    steps: list[Mapping[str, Any]] = []
-    for line in lines:
-        if "rewound_to_step" in line:
-            steps = [step for step in steps if step["step"] <= line["rewound_to_step"]]
-        else:
-            steps.append(line)
-    return steps
 
 
 def surviving_samples(lines: Iterable[Mapping[str, Any]]) -> list[SampleId]:

@@ -17,8 +17,8 @@ from asyncrl.queue.journal_reader import read_operations, read_sample_counts, re
 from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining
 from asyncrl.queue.turn_log import read_turns
 from asyncrl.storage.run_dir import SAMPLES
+from asyncrl.storage.trained_steps import read_trained, surviving_steps
 from benchmarks.chaos.promises import BrokenCall, CompletedTurn, Fate, RunRecords
-from trainer.trained_steps import read_trained
 
 
 class RunFigures(NamedTuple):
@@ -121,17 +121,11 @@ def read_records(
 
 def last_surviving_step(run_dir: Path) -> int:
     """Return the last step in the surviving model, according to the Trainer's record."""
-    step = 0
-    for line in read_trained(run_dir):
-        step = line["rewound_to_step"] if "rewound_to_step" in line else line["step"]
-    return step
+    steps = surviving_steps(read_trained(run_dir))
+    return steps[-1]["step"] if steps else 0
 
 
 def steps_discarded(run_dir: Path) -> int:
     """Return the number of optimizer steps that all rewinds have discarded."""
-    step = discarded = 0
-    for line in read_trained(run_dir):
-        if "rewound_to_step" in line:
-            discarded += max(0, step - line["rewound_to_step"])
-        step = line["rewound_to_step"] if "rewound_to_step" in line else line["step"]
-    return discarded
+    lines = list(read_trained(run_dir))
+    return sum("step" in line for line in lines) - len(surviving_steps(lines))

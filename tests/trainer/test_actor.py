@@ -35,11 +35,11 @@ from asyncrl.queue.payloads import make_payloads
 from asyncrl.queue.sample_queue import QueueOptions
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Resume
 from asyncrl.storage.run_dir import RunDir
+from asyncrl.storage.trained_steps import read_trained
 from asyncrl.weights.object_store import ObjectStoreFeed, start_store
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import make_sample
 from trainer.actor import start_trainer
-from trainer.trained_steps import read_trained
 
 TOTAL_STEPS = 4
 

@@ -18,11 +18,11 @@ from asyncrl.core.waits import WaitBoard
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Manifest, Progress, Resume, run_identity
 from asyncrl.storage.run_dir import RunDir
+from asyncrl.storage.trained_steps import TrainedStepsFile, read_trained
 from tests.fakes.parts import MemoryPayloads
 from tests.fakes.trainer_parts import FakeGroup, TrainerRecords, feed
 from trainer import trainer as trainer_module
 from trainer.checkpoints import CheckpointDirectory
-from trainer.trained_steps import TrainedStepsFile, read_trained
 from trainer.trainer import Trainer
 from trainer.workers.group import TrainerGroups
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl.core.failures import ConfigError, DiskFullError
 from asyncrl.core.types import SampleId
 from asyncrl.storage.run_dir import TRAINED
-from trainer.trained_steps import TrainedStepsFile, _remove_partial_line, read_trained
+from asyncrl.storage.trained_steps import TrainedStepsFile, _remove_partial_line, read_trained
 
 
 async def test_each_step_and_each_rewind_has_a_line(tmp_path: Path) -> None:
