@@ -17,6 +17,7 @@ from asyncrl.observe.metrics.registry import describe
 from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.profiling.catalog import EVENTS, FIELDS, SECTIONS
 from asyncrl.storage.checkpoint_manifest import Progress
+from tests.fakes.inline_group import InlineGroup
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import VOCAB
@@ -24,7 +25,6 @@ from tests.fakes.trainer_parts import CopyingPublisher, feed, make_sample
 from tests.fakes.trainer_rig import RULES, TrainerRig
 from tests.trainer.conftest import Recorded
 from trainer.engines.base import EngineSpec
-from trainer.workers.inline import InlineGroup
 from trainer.workers.tracing import RankProfiling, set_up_profiling
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)

@@ -12,11 +12,11 @@ import torch
 from asyncrl.config.schema import Config
 from asyncrl.core.records import Metrics
 from asyncrl.core.types import FinishReason, Row, Sample, SampleId, Span
+from tests.fakes.inline_group import InlineGroup
 from tests.fakes.trainer_model import VOCAB, make_config, write_model
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.batches import RowRules, prepare_sample
 from trainer.experience import ExperienceBuilder
-from trainer.workers.inline import InlineGroup
 from trainer.workers.placement import plan_groups, reference_is_actor
 
 LENGTH, GROUP, GROUPS, STEPS = 4, 8, 4, 30

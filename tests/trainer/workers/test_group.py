@@ -27,13 +27,13 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
 from asyncrl.profiling import profile
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, start_store
+from tests.fakes.inline_group import InlineGroup
 from tests.fakes.losses import GoesWrong, Likelihood, NotFinite, TakesTime
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import VOCAB, make_config, write_model
 from tests.trainer.conftest import Recorded
 from trainer.workers import outcomes
 from trainer.workers.group import TrainerGroups, WorkerGroup
-from trainer.workers.inline import InlineGroup
 from trainer.workers.placement import GroupPlan, RolePlan, plan_groups
 from trainer.workers.processes import Processes
 

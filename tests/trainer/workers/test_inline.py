@@ -16,12 +16,12 @@ import torch
 
 from asyncrl.core.failures import BugError, ConfigError, DataError, InfraError
 from asyncrl.core.ports import Publication
+from tests.fakes.inline_group import InlineGroup
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import VOCAB
 from tests.fakes.trainer_parts import CopyingPublisher
 from trainer.engines.base import EngineSpec
-from trainer.workers.inline import InlineGroup
 from trainer.workers.rank import Rank, as_typed_error
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)

@@ -19,6 +19,7 @@ from asyncrl.config.sections.observe import ProfilerConfig
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import ConfigError, DeadlineError
 from asyncrl.profiling import ProfilerSettings, profile
+from tests.fakes.inline_group import InlineGroup
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import VOCAB
@@ -26,7 +27,6 @@ from tests.fakes.trainer_rig import TrainerRig
 from tests.trainer.conftest import Recorded
 from trainer.engines.base import EngineSpec
 from trainer.workers.group import WorkerGroup
-from trainer.workers.inline import InlineGroup
 from trainer.workers.outcomes import CallResult
 from trainer.workers.placement import plan_groups
 from trainer.workers.processes import Processes, RankActor, check_tool
