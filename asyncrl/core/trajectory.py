@@ -144,7 +144,7 @@ class Generated:
     """False: the record does not contain the prompt's columns, because JSON cannot represent them."""
 
 
-def single_turn(prompt: Prompt, turn: Turn, generate_s: float = 0.0) -> Trajectory:
+def single_turn(prompt: Prompt, turn: Turn) -> Trajectory:
     """Return the trajectory of a single turn, in which the policy sampled every response token."""
     num_tokens = len(turn.response_ids)
     row = TokenRow(
@@ -154,4 +154,4 @@ def single_turn(prompt: Prompt, turn: Turn, generate_s: float = 0.0) -> Trajecto
         rollout_log_probs=turn.rollout_log_probs,
         spans=turn.spans,
     )
-    return Trajectory((row,), (TurnInfo(0, 0, num_tokens, turn.finish_reason, generate_s),), turn.finish_reason)
+    return Trajectory((row,), (TurnInfo(0, 0, num_tokens, turn.finish_reason),), turn.finish_reason)

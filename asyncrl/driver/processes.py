@@ -70,15 +70,14 @@ def end_descendants(grace_s: float = 0.0) -> int:
     return num_killed
 
 
-def end_known(pids: Iterable[int], known_at: float, *, title: str = "", limit_s: float = 10.0) -> int:
-    """SIGKILL these processes of this machine, stopped or not, and wait up to `limit_s` until they are gone.
+def end_known(pids: Iterable[int], known_at: float, *, title: str = "") -> int:
+    """SIGKILL these processes of this machine, stopped or not, and wait up to 10 s until they are gone.
 
     Args:
         pids: ids of the processes, as known at `known_at`.
         known_at: wall clock; a process that began later has only reused the id, and is spared.
         title: start of their command lines. It protects processes of this machine that have the same ids as processes
             on another machine.
-        limit_s: time limit for all of them together.
 
     Returns:
         The number of processes found.
@@ -93,7 +92,7 @@ def end_known(pids: Iterable[int], known_at: float, *, title: str = "", limit_s:
         except psutil.Error:
             continue
     _signal(found, signal.SIGKILL)
-    psutil.wait_procs(found, timeout=limit_s)
+    psutil.wait_procs(found, timeout=10.0)
     return len(found)
 
 

@@ -287,8 +287,6 @@ class SampleRecord(NamedTuple):
     ready_at: float = 0.0
     leased_at: float = 0.0
     ended_at: float = 0.0
-    num_feeds: int = 0
-    num_commits: int = 0
 
 
 class SampleHistories:
@@ -305,24 +303,21 @@ class SampleHistories:
         apply(operation, self._state)
         match operation:
             case PermitsGranted(sample_ids=sample_ids):
-                self._note(sample_ids, "num_feeds", fed_at=at)
+                self._note(sample_ids, fed_at=at)
             case OfferSamples(samples=samples):
                 self._note([sample.meta.sample_id for sample in samples], ready_at=at)
             case LeaseGranted(sample_ids=sample_ids):
                 self._note(sample_ids, leased_at=at)
             case CommitSamples(sample_ids=sample_ids):
-                self._note(sample_ids, "num_commits", ended_at=at, reason="")
+                self._note(sample_ids, ended_at=at, reason="")
             case DropSamples(sample_ids=sample_ids, reason=reason):
                 self._note(sample_ids, ended_at=at, reason=str(reason))
             case CloseQueue():
                 self._note(ending, ended_at=at, reason=str(DropReason.SHUTDOWN))
 
-    def _note(self, sample_ids: Iterable[SampleId], counter: str = "", **events: Any) -> None:
+    def _note(self, sample_ids: Iterable[SampleId], **events: Any) -> None:
         for sample_id in sample_ids:
-            known = self._events.setdefault(sample_id, {})
-            known |= events
-            if counter:
-                known[counter] = known.get(counter, 0) + 1
+            self._events.setdefault(sample_id, {}).update(events)
 
     def records(self) -> Iterator[SampleRecord]:
         """Yield, by index, the records of samples that these operations fed or that were outstanding at `begin`."""

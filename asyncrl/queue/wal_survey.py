@@ -23,8 +23,6 @@ _WORD: Final = 0xFFFFFFFF
 class WalSurvey:
     """Counts of the frames in the log's current generation; all zero for an empty log."""
 
-    committed: int = 0
-    """Frames up to the last intact commit, which SQLite reads."""
     torn_frames: int = 0
     """Frames after the last intact commit."""
     torn_commits: int = 0
@@ -69,7 +67,6 @@ def survey(log: bytes) -> WalSurvey:
     end = ours[-1] + 1 if ours else committed
     rest = len(log) - _HEADER.size - number * size
     return WalSurvey(
-        committed,
         torn_frames=end - committed,
         torn_commits=sum(frame[1] > 0 for frame in frames[committed:end]),
         torn_bytes=rest if end == number else 0,

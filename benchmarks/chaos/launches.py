@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,8 +23,6 @@ class ChaosLaunch:
 
     process: subprocess.Popen[bytes]
     output_file: Path
-    began_at: float = field(default_factory=time.time)
-    """Wall clock."""
 
     @property
     def pid(self) -> int:

@@ -72,9 +72,7 @@ class InteractionSet:
                     logger.warning("%s: closing %s took too long", interaction.key, type(shared).__name__)
 
 
-def load_interactions(
-    configs: Sequence[InteractionConfig], key: str = "rollout.multi_turn.interactions"
-) -> InteractionSet:
+def load_interactions(configs: Sequence[InteractionConfig]) -> InteractionSet:
     """Load the classes and prepare them. It may block, for example if a class loads a data set.
 
     Raises:
@@ -84,7 +82,7 @@ def load_interactions(
     interactions: list[ConfiguredInteraction] = []
     keys: dict[str, str] = {}
     for number, config in enumerate(configs):
-        here = f"{key}[{number}]"
+        here = f"rollout.multi_turn.interactions[{number}]"
         if config.name in keys:
             raise ConfigError(
                 f"{here}.name: {config.name!r} is also the name of {keys[config.name]}, so rows could not choose "

@@ -136,16 +136,14 @@ class LoadedMcpServer:
     key: str
 
 
-def load_tools(
-    configs: Sequence[ToolConfig], key: str = "rollout.multi_turn.tools"
-) -> tuple[LoadedTool | LoadedMcpServer, ...]:
+def load_tools(configs: Sequence[ToolConfig]) -> tuple[LoadedTool | LoadedMcpServer, ...]:
     """Import and construct the configured tools, in order. Blocks.
 
     Raises:
         ConfigError: an entry is invalid, or two tools have the same name; the message names the key.
         UserCodeError: a user's module or class raised.
     """
-    loaded = [_load(config, f"{key}.{number}") for number, config in enumerate(configs)]
+    loaded = [_load(config, f"rollout.multi_turn.tools.{number}") for number, config in enumerate(configs)]
     check_names([one for one in loaded if isinstance(one, LoadedTool)])
     return tuple(loaded)
 

@@ -1,4 +1,4 @@
-"""A role in the current process, for tests, benchmarks and scripts under `python` or `torchrun`."""
+"""A role of the Trainer without Ray: its calls run in the process of the test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.workers.worker import PublishedVersion, RoleGroup
 class InlineGroup(RoleGroup):
     """A `RoleGroup` of one worker, on a thread of this process. Created by `await InlineGroup.start(spec)`.
 
-    One call runs at a time and others wait. Under torchrun every process creates one and passes its own rows to it.
+    One call runs at a time and others wait.
     """
 
     def __init__(self, rank: Rank, role: Role, layout: Layout, weights_dtype: Dtype) -> None:

@@ -43,7 +43,6 @@ def load_model(
     key: str = "model.path",
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
     """Load a model on CPU without dropout: dropout would make the current policy differ from the served one.
 
@@ -67,7 +66,7 @@ def load_model(
                 config=settings,
                 dtype=dtype,
                 use_safetensors=True,  # never a pickle from disk
-                attn_implementation=attn_implementation,
+                attn_implementation="sdpa",
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with the reason

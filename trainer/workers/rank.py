@@ -1,7 +1,6 @@
 """One process of a group, which runs the workers of its roles on one thread and returns an `CallResult` to each call.
 
-This module doesn't use Ray: `trainer.workers.processes` makes a `Rank` an actor, and `trainer.workers.inline` runs one
-in the caller's process.
+This module doesn't use Ray: `trainer.workers.processes` makes a `Rank` an actor.
 """
 
 from __future__ import annotations

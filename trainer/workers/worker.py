@@ -184,8 +184,7 @@ class RoleGroup(ABC):
     one at a time.
 
     Rows are split over the ranks, and results are in the order of the rows. `trainer.workers.group` runs ranks as
-    Ray actors: every call has a deadline, and a dead rank raises InfraError. `trainer.workers.inline` runs one rank in
-    this process, where only collective operations and the weight store have deadlines.
+    Ray actors: every call has a deadline, and a dead rank raises InfraError.
     """
 
     @abstractmethod

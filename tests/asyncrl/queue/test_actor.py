@@ -21,8 +21,8 @@ from asyncrl.core.ports import Lease
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId, SampleMeta, sample_meta
 from asyncrl.queue.actor import QueueActor, QueueClient, start_queue
-from asyncrl.queue.journal_reader import read_head, read_sample_counts, read_samples
-from asyncrl.queue.operations import AdmitSamples, DropSamples, Operation, QueueOptions
+from asyncrl.queue.journal_reader import read_head, read_operations, read_sample_counts, read_samples
+from asyncrl.queue.operations import AdmitSamples, CommitSamples, DropSamples, Operation, QueueOptions
 from asyncrl.queue.payloads import FilePayloads, PayloadRef, RayPayloads
 from asyncrl.queue.sample_queue import QueueCaller
 from asyncrl.queue.turn_log import FileTurns
@@ -305,7 +305,9 @@ async def test_both_sides_continue_over_kills_at_random_moments(journaled: Any, 
     assert (counts.running, counts.leased) == (0, 0)
     records = list(await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path))))
     assert {record.sample_id for record in records if record.state == "trained"} == set(trained)
-    assert all(record.num_commits == (record.state == "trained") for record in records)
+    operations = await anyio.to_thread.run_sync(lambda: [operation for _, operation in read_operations(tmp_path)])
+    committed = [one for each in operations if isinstance(each, CommitSamples) for one in each.sample_ids]
+    assert sorted(committed) == sorted(trained)
     assert await anyio.to_thread.run_sync(read_sample_counts, tmp_path) == counts
     assert status.notices == ()
 

@@ -36,7 +36,6 @@ from asyncrl.queue.operations import (
 )
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.queue.state import QueueState
-from asyncrl.queue.wal_survey import survey
 from asyncrl.storage.checkpoint_manifest import LineageHistory
 from asyncrl.storage.sample_bytes import FileRef
 from tests.fakes.queues import end, replay
@@ -153,7 +152,6 @@ async def test_a_queue_and_its_journal_agree(tmp_path: Path) -> None:
     assert [record.reason for record in records] == [""] * 9 + ["overlong"]
     first = records[0]
     assert 0 < first.fed_at <= first.ready_at <= first.leased_at <= first.ended_at
-    assert (first.num_feeds, first.num_commits) == (1, 1)
     await end(journal)
 
 
@@ -171,8 +169,8 @@ async def test_commits_are_shared_and_acknowledged_in_order(tmp_path: Path) -> N
         for step in HISTORY:
             tasks.start_soon(one, step)
     assert sorted(done) == list(range(1, 201))
-    frames = survey((tmp_path / "journal.db-wal").read_bytes())
-    assert frames.committed < 40, "two hundred calls share a few transactions"
+    num_frames = (tmp_path / "journal.db-wal").stat().st_size // 4120
+    assert num_frames < 40, "two hundred calls share a few transactions"
     await end(journal)
 
 
@@ -208,9 +206,9 @@ async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypa
 def test_a_torn_tail_is_reported_and_loses_only_the_last_write(broken: Path, prefixes: dict[str, int]) -> None:
     log = broken / "journal.db-wal"
     whole = log.read_bytes()
-    # Remove a part of the last commit, as a power cut does.
-    assert survey(whole).committed * 4120 + 32 <= len(whole)
-    log.write_bytes(whole[: 32 + survey(whole).committed * 4120 - 1000])
+    # Remove a part of the last commit, as a power cut does. Frames of this generation have the salts of the header.
+    end = max(at + 4120 for at in range(32, len(whole), 4120) if whole[at + 8 : at + 16] == whole[16:24])
+    log.write_bytes(whole[: end - 1000])
     head = head_of(broken)
     assert head.damage == ""
     state, seq, [notice] = reopen(broken / "journal.db")
