@@ -35,13 +35,13 @@ QWEN_SHAPES = {
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
-def make_llama(directory: Path, shape: TransformerShape, *, seed: int = 0) -> Path:
+def make_llama(directory: Path, shape: TransformerShape) -> Path:
     """Save a random Llama with tied embeddings, and a tokenizer with one character per id, which starts at `!`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(
         **_dimensions(shape),
         bos_token_id=1,
@@ -59,12 +59,12 @@ def make_llama(directory: Path, shape: TransformerShape, *, seed: int = 0) -> Pa
     return directory
 
 
-def make_qwen(directory: Path, shape: TransformerShape, *, seed: int = 0) -> Path:
+def make_qwen(directory: Path, shape: TransformerShape) -> Path:
     """Save a random Qwen 2 with tied embeddings, in bfloat16, without a tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Qwen2Config(**_dimensions(shape))
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return directory

@@ -41,16 +41,16 @@ class Workload:
     """Maximum length of a response."""
     micro_batch_tokens: int
 
-    def lengths(self, sigma: float, seed: int = 0) -> list[int]:
+    def lengths(self, sigma: float) -> list[int]:
         """Draw response lengths whose mean does not depend on `sigma`, except for the cut at `longest_tokens`."""
-        drawn = np.exp(np.random.default_rng(seed).normal(0.0, sigma, self.rows))
+        drawn = np.exp(np.random.default_rng(0).normal(0.0, sigma, self.rows))
         scaled = np.rint(self.mean_tokens * drawn / drawn.mean())
         return np.clip(scaled, 8, self.longest_tokens).astype(int).tolist()
 
 
-def make_rows(lengths: Sequence[int], prompt_tokens: int, vocab_size: int, seed: int = 0) -> list[TrainRow]:
+def make_rows(lengths: Sequence[int], prompt_tokens: int, vocab_size: int) -> list[TrainRow]:
     """Make rows of random tokens, `GROUP` for each sample, all of them trained."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return [
         TrainRow(
             sample_id=SampleId(0, 1 + number // GROUP),

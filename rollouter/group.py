@@ -106,9 +106,7 @@ async def generate_group(
     if sessions is None:
         isolation = CrashIsolation(max_crashes=2, waits=WaitBoard())
         sessions = SampleSessions(isolation, TimeLimit(anyio.CancelScope()))
-    generation = _GroupGeneration(
-        fleet, group, sessions, agent, {} if turns is None else turns, record_turn, on_trajectory
-    )
+    generation = _GroupGeneration(fleet, group, sessions, {} if turns is None else turns, record_turn, on_trajectory)
     try:
         async with anyio.create_task_group() as tasks:
             generation.scope = tasks.cancel_scope
@@ -128,7 +126,6 @@ class _GroupGeneration:
         fleet: EngineFleet,
         group: GroupRequest,
         sessions: SampleSessions,
-        agent: ConversationAgent | None,
         turns: dict[str, Turn],
         record_turn: Callable[[str, Turn], Awaitable[None]] | None,
         on_trajectory: Callable[[Trajectory], None] | None,

@@ -25,7 +25,6 @@ from asyncrl.core.ports import (
 )
 from asyncrl.core.records import RecordSink
 from asyncrl.queue.sample_queue import SampleQueue
-from rollouter.crash_isolation import SETTLE_S
 from rollouter.dispatcher import Dispatcher
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
@@ -50,7 +49,6 @@ class Rollouter:
         sink: RecordSink,
         start: RolloutStart,
         dump: TrajectoryDump | None = None,
-        settle_s: float = SETTLE_S,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -68,7 +66,6 @@ class Rollouter:
             served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
             agent=task.agent,
             dump=dump,
-            settle_s=settle_s,
             clock=clock,
             wall_clock=wall_clock,
         )

@@ -123,8 +123,8 @@ def recipes() -> list[str]:
 class _CompositionError(Exception):
     """A problem that prevents composition."""
 
-    def __init__(self, key: str, value: Any, consequence: str, fix: str, where: str = "") -> None:
-        self.problem = ConfigProblem(key, value, consequence, fix, where=where)
+    def __init__(self, key: str, value: Any, consequence: str, fix: str) -> None:
+        self.problem = ConfigProblem(key, value, consequence, fix)
         super().__init__(str(self.problem))
 
 

@@ -46,13 +46,11 @@ class Recorder:
         resumed: ResumePoint | None = None,
         history: Sequence[MetricsRow] = (),
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`history`: rows of earlier processes of the run, oldest first; the summary covers them too."""
         self._sinks = sinks
         self._view = view
         self._clock = clock
-        self._wall_clock = wall_clock
         self._started_s = clock()
         self._earlier_s = history[-1].time_s if history else 0.0
         self._resumed = resumed
@@ -259,7 +257,7 @@ class Recorder:
 
     def _row(self, record: RunRecord) -> MetricsRow:
         time_s = self._earlier_s + self._clock() - self._started_s
-        unix_s = self._wall_clock()
+        unix_s = time.time()
         if isinstance(record, StepRecord):
             return step_row(record, self._known, time_s=time_s, unix_s=unix_s)
         if isinstance(record, ApplyRecord):

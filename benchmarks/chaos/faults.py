@@ -64,11 +64,6 @@ FRESH_S = 5.0
 """Reports of replicas that are older than this are ignored."""
 
 
-def kind_named(name: str) -> FaultKind:
-    """Return the kind with this full name (`engine stop`)."""
-    return next(kind for kind in KINDS if kind.name == name)
-
-
 def kinds(targets: Collection[str] | None, *, without: Collection[str] = ()) -> tuple[FaultKind, ...]:
     """Return the kinds to draw from.
 

@@ -82,7 +82,6 @@ class BuiltInAgent:
         schemas: Sequence[Mapping[str, Any]] = (),
         tools: Toolbox | None,
         interactions: InteractionSet | None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`schemas` describe `tools`. Without `interactions`, a turn that calls no tool ends its conversation."""
         self.settings: MultiTurnConfig = config.rollout.multi_turn
@@ -96,7 +95,6 @@ class BuiltInAgent:
         self.chat = chat
         self.parser = parser
         self.schemas = tuple(schemas)
-        self.clock = clock
         self.counts = AgentCounts()
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._template_kwargs = config.model.chat_template_kwargs
@@ -283,9 +281,9 @@ class _Conversation:
     async def take_turn(self) -> None:
         """Ask for one turn of the policy, and let tools or the user answer it."""
         agent, machine = self._agent, self.machine
-        number, started = machine.assistant_turns, agent.clock()
+        number, started = machine.assistant_turns, time.monotonic()
         turn = await self._ask(TurnRequest(number, self.tokens.context, machine.room))
-        generate_s = agent.clock() - started
+        generate_s = time.monotonic() - started
         ids = turn.response_ids.tolist()
         with profile.span("turn.parse", tokens=len(ids)):
             parsed = await agent.off_loop(len(ids), lambda: agent.parser.parse(ids))
@@ -330,10 +328,10 @@ class _Conversation:
         await self._answer(answers, sampled, done=any(result.done for result in results))
 
     async def _step(self, user: InteractionSession, parsed: ParsedTurn, sampled: Sequence[int]) -> None:
-        started = self._agent.clock()
+        started = time.monotonic()
         with self._agent.waiting("user"), profile.span("user.step", interaction=user.name):
             reply = await user.step(parsed.content, tuple(self.messages))
-        last, user_s = self.turns[-1], self._agent.clock() - started
+        last, user_s = self.turns[-1], time.monotonic() - started
         self.turns[-1] = replace(last, reward=last.reward + reply.reward, user_s=user_s)
         self._add_metrics("environment", reply.metrics)
         await self._answer([{"role": "user", "content": reply.text}], sampled, done=reply.done)

@@ -190,8 +190,6 @@ class GatewaySession:
         cache: ChatCache,
         reader: RequestReader,
         budget: TokenBudget,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`name` identifies the trajectory in the ids of responses."""
         self.name = name
@@ -207,8 +205,6 @@ class GatewaySession:
         self._cache = cache
         self._reader = reader
         self._budget = budget
-        self._clock = clock
-        self._wall_clock = wall_clock
         self._group: TaskGroup | None = None
         self._asked = 0
         self._chats: dict[str, ChatTokenizer] = {}
@@ -358,10 +354,10 @@ class GatewaySession:
         async def make() -> None:
             try:
                 with scope:
-                    started = self._clock()
+                    started = time.monotonic()
                     turn = await self._ask_turn(request)
                     turn = cut_at(turn, options.stop, self._text)
-                    info = TurnInfo(0, 0, 0, turn.finish_reason, self._clock() - started)
+                    info = TurnInfo(0, 0, 0, turn.finish_reason, time.monotonic() - started)
                     made.append(finish(turn, info))
             except Exception as error:
                 failed.append(error)
@@ -392,7 +388,7 @@ class GatewaySession:
 
     def _header(self, position: TurnPosition) -> ResponseHeader:
         number = len(self.recording.completed) - 1
-        return ResponseHeader(f"{self.name}-{number}", self._model, int(self._wall_clock()), len(position.context))
+        return ResponseHeader(f"{self.name}-{number}", self._model, int(time.time()), len(position.context))
 
     def _pieces(self, options: TurnOptions, turn: Turn) -> list[str] | None:
         return self._cache.pieces(turn.response_ids.tolist()) if options.log_probs else None

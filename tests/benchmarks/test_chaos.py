@@ -30,12 +30,14 @@ from asyncrl.core.ports import (
 from asyncrl.core.types import SampleId, SampleMeta, Span, Turn
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos import disk, faults, task
-from benchmarks.chaos.faults import KINDS, InjectedFault, kind_named
+from benchmarks.chaos.faults import KINDS, InjectedFault
 from benchmarks.chaos.promises import BrokenCall, CompletedTurn, Fate, RunRecords, surviving_samples, violations
 from benchmarks.chaos.watch import CallWatch, broken_calls, read_broken_calls
 from rollouter.serving.client import Delta, ReplicaStream
 from tests.fakes.engine import finished_turns
 from tests.fakes.samples import make_turn
+
+NAMED = {kind.name: kind for kind in KINDS}
 
 # ------------------------------------------------------------------------------------------------ records
 
@@ -254,7 +256,7 @@ def injected(name: str, *parts: str) -> InjectedFault:
     before = running(10.0)
     hit = [process for process in before.processes if process.part in parts]
     pids, names = frozenset(p.pid for p in hit), frozenset((p.part, p.name) for p in hit)
-    return InjectedFault(1, kind_named(name), 10.5, pids=pids, parts=names, before=before)
+    return InjectedFault(1, NAMED[name], 10.5, pids=pids, parts=names, before=before)
 
 
 def test_every_kind_of_fault_occurs_once_before_any_repeats_in_an_order_set_by_the_seed() -> None:

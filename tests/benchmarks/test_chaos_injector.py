@@ -17,12 +17,13 @@ import psutil
 import pytest
 
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
-from benchmarks.chaos.faults import InjectedFault, kind_named
+from benchmarks.chaos.faults import KINDS, InjectedFault
 from benchmarks.chaos.injector import FaultInjector, NotInjectedError
 from benchmarks.chaos.launches import ChaosLaunch, is_alive
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.run_under_test import RunUnderTest
 
+NAMED = {kind.name: kind for kind in KINDS}
 PROBE_S = 0.2
 LIMIT_S = 20.0
 PARTS = ("driver", "queue", "rollouter", "trainer")
@@ -90,7 +91,7 @@ def make_injector(run: FakeRun) -> FaultInjector:
 @pytest.mark.parametrize("name", ["journal tear", "payload flip"])
 def test_a_fault_without_a_target_is_skipped(run: FakeRun, processes: Processes, name: str) -> None:
     with pytest.raises(NotInjectedError, match=r"no log|no payload files"):
-        make_injector(run).inject(kind_named(name), 1)
+        make_injector(run).inject(NAMED[name], 1)
     assert all(is_alive(process.pid) for process in processes.values())
     limit = time.monotonic() + LIMIT_S
     while any(is_stopped(process) for process in processes.values()):
@@ -102,7 +103,7 @@ def test_the_journal_writer_is_killed_before_its_journal_is_torn(run: FakeRun, p
     connection = sqlite3.connect(run.run_dir / "journal.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("CREATE TABLE rows (number INTEGER)")
-    fault = make_injector(run).inject(kind_named("journal tear"), 1)
+    fault = make_injector(run).inject(NAMED["journal tear"], 1)
     connection.close()
     assert "journal.db-wal" in fault.note and not fault.launch_survived
     assert [processes[part].wait(LIMIT_S) for part in ("driver", "queue", "rollouter")] == [-signal.SIGKILL] * 3
@@ -113,7 +114,7 @@ def test_no_process_stays_stopped_when_the_journal_writer_has_gone(run: FakeRun,
     processes["rollouter"].kill()
     processes["rollouter"].wait()
     with pytest.raises(NotInjectedError, match="rollouter"):
-        make_injector(run).inject(kind_named("journal tear"), 1)
+        make_injector(run).inject(NAMED["journal tear"], 1)
     assert is_alive(processes["driver"].pid) and is_alive(processes["queue"].pid)
 
 
@@ -124,7 +125,7 @@ def stopped(run: FakeRun) -> tuple[FaultInjector, InjectedFault, RunState]:
     """Stop a driver. The last returned value is a state that the driver writes after all probes are answered."""
     injector = make_injector(run)
     began = time.time()
-    fault = injector.inject(kind_named("driver stop"), 1)
+    fault = injector.inject(NAMED["driver stop"], 1)
     assert run.was_stopped == {"driver"}
     assert fault.at - began > PROBE_S
     assert fault.before is not None

@@ -12,13 +12,15 @@ import pytest
 
 from benchmarks.chaos import __main__ as program
 from benchmarks.chaos import summary
-from benchmarks.chaos.faults import KINDS, InjectedFault, kind_named
+from benchmarks.chaos.faults import KINDS, InjectedFault
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.promises import BrokenCall, Violation
 
+NAMED = {kind.name: kind for kind in KINDS}
+
 
 def injected(number: int, name: str, recovered_s: float | None, **fields: Any) -> InjectedFault:
-    return InjectedFault(number, kind_named(name), 100.0 * number, recovered_s=recovered_s, **fields)
+    return InjectedFault(number, NAMED[name], 100.0 * number, recovered_s=recovered_s, **fields)
 
 
 def round_of_five() -> list[InjectedFault]:

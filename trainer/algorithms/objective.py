@@ -111,12 +111,10 @@ class ValueLoss:
     """The loss of the critic: squared error against `returns`, clipped around `values`. See `losses.value_loss`."""
 
     entropy_gradient = False
+    agg_mode: AggMode = "token-mean"
+    agg_scale = 1.0
 
-    def __init__(
-        self, cliprange_value: float | None, *, agg_mode: AggMode = "token-mean", agg_scale: float = 1.0
-    ) -> None:
-        self.agg_mode: AggMode = agg_mode
-        self.agg_scale = agg_scale
+    def __init__(self, cliprange_value: float | None) -> None:
         self._cliprange = cliprange_value
 
     def needs_gradient(self, batch: TensorDict) -> Tensor:
