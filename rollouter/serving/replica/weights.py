@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -193,7 +193,7 @@ class WeightUpdates:
                 refs = await self._store.tensors.remote(weights_version)
                 # Transfer the objects to this node first, so that the workers only map them, and so that the loss of an
                 # object is reported here with its cause.
-                await asyncio.to_thread(_transfer, refs, max(0.0, until - loop.time()))
+                await asyncio.to_thread(ray.get, list(refs), timeout=max(0.0, until - loop.time()))
             left_s = max(FETCH_SLICE_S, until - loop.time())
             await self._answered(self._llm.collective_rpc("fetch_version", args=(*weights_version, left_s)))
             while not all(await self._answered(self._llm.collective_rpc("await_fetch", args=(FETCH_SLICE_S,)))):
@@ -226,23 +226,13 @@ class WeightUpdates:
     async def _swap(self, weights_version: WeightsVersion, mode: PauseMode, clear_kv: bool, until: float) -> _Swap:
         """Pause the engine, load the version, and resume."""
         health = self._health
-        self.gate.clear()
-        health.enter("pausing")
         in_flight = self._llm.output_processor.get_num_unfinished_requests()
         requested = time.perf_counter()
         try:
             async with asyncio.timeout_at(until):
-                # `AsyncLLM.pause_generation` does the same, but then sleeps for 20 ms to let outputs arrive.
-                with self._span("sync.drain", weights_version):
-                    await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
+                held = await self._begin_pause(weights_version, mode, clear_kv)
                 # The pause starts here: the steps that were running (with `wait`, all steps) sampled tokens until now.
                 started = time.perf_counter()
-                # The other modes leave no requests in the engine, though their last outputs may still be on the way.
-                held = self._llm.output_processor.get_num_unfinished_requests() if mode == "keep" else 0
-                if clear_kv:
-                    self._gauges.clear(held)
-                self.pauses.begin(time.monotonic())
-                health.paused = True
                 health.enter("loading")
                 with self._span("sync.load", weights_version):
                     load_s = max(await self._llm.collective_rpc("load_version", args=tuple(weights_version)))
@@ -257,14 +247,33 @@ class WeightUpdates:
                 ) from error
             raise
         finally:
-            health.paused = False
-            self.pauses.end(time.monotonic())
-            self.gate.set()
+            self._end_pause()
         pause_s = time.perf_counter() - started
         profile.record_ended(
             "sync.pause", pause_s, version=weights_version.version, replica=health.replica, in_flight=held
         )
         return _Swap(started - requested, pause_s, load_s, in_flight)
+
+    async def _begin_pause(self, weights_version: WeightsVersion, mode: PauseMode, clear_kv: bool) -> int:
+        """Close the gate and pause the engine. Return the number of requests that stay in the engine."""
+        self.gate.clear()
+        self._health.enter("pausing")
+        # `AsyncLLM.pause_generation` does the same, but then sleeps for 20 ms to let outputs arrive.
+        with self._span("sync.drain", weights_version):
+            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
+        # The other modes leave no requests in the engine, though their last outputs may still be on the way.
+        held = self._llm.output_processor.get_num_unfinished_requests() if mode == "keep" else 0
+        if clear_kv:
+            self._gauges.clear(held)
+        self.pauses.begin(time.monotonic())
+        self._health.paused = True
+        return held
+
+    def _end_pause(self) -> None:
+        """Open the gate, so that waiting requests enter the engine."""
+        self._health.paused = False
+        self.pauses.end(time.monotonic())
+        self.gate.set()
 
     def _span(self, name: str, weights_version: WeightsVersion) -> ProfilerSpan:
         return profile.span(name, version=weights_version.version, replica=self._health.replica)
@@ -307,11 +316,6 @@ class WeightUpdates:
         """Return the report of a replica that did not have to apply anything."""
         lineage, version = self._health.weights_version
         return ApplyReport(self._health.replica, version, 0.0, 0.0, 0.0, 0, self._verified, lineage)
-
-
-def _transfer(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
-    """Transfer these objects to this node. They are mapped, not copied, into this process."""
-    ray.get(list(refs), timeout=timeout_s)
 
 
 def _batches(sizes: Mapping[str, int]) -> list[list[str]]:
