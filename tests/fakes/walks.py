@@ -6,11 +6,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import NamedTuple
 
 PACKAGES = ("asyncrl", "rollouter", "trainer", "skip")
-NOT_ON_THE_WAY = ("asyncrl.profiling", "skip.manager", "skip.role", "rollouter.rollouter", "trainer.trainer")
+INSTRUMENTATION = "asyncrl.profiling"
+NOT_ON_THE_WAY = (INSTRUMENTATION, "skip.manager", "rollouter.rollouter", "trainer.trainer")
 """Modules that only wrap calls or start the loops in which the walks take place."""
 
 
@@ -24,49 +25,74 @@ class WalkStep(NamedTuple):
     """Description of the step on the page."""
 
 
-class WalkRecorder:
-    """Records the first call of each function of a walk, with the project modules on its call stack."""
+class Walk:
+    """Records what runs from the first call of the first step to the first call of the last step."""
 
-    def __init__(self, steps: Sequence[WalkStep]) -> None:
-        self.called: dict[str, None] = {}
-        """Functions of the steps, in the order of their first call."""
-        self._stacks: dict[str, list[str]] = {}
-        self._wanted = {step.function for step in steps}
-        self._names: dict[CodeType, str] = {}
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record calls in this thread and in threads that start during the block."""
-        threading.setprofile(self._profile)
-        sys.setprofile(self._profile)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
+    def __init__(self, *steps: WalkStep) -> None:
+        self.steps = steps
+        self.stacks: dict[str, list[str]] = {}
+        """The steps' functions in the order of their first calls, with the project modules on the call stack."""
+        self.entered: set[str] = set()
+        """Project modules of which a function ran, in any thread."""
+        self._functions = [step.function for step in steps]
 
     def modules(self, steps: Sequence[WalkStep]) -> list[str]:
-        """Return the modules through which calls reach the steps, in the order of the walk."""
-        return list(dict.fromkeys(module for step in steps for module in self._stacks[step.function]))
+        """Return the modules through which calls reach these steps of the walk, in its order."""
+        return list(dict.fromkeys(module for step in steps for module in self.stacks[step.function]))
 
-    def _profile(self, frame: FrameType, event: str, arg: object) -> None:
-        if event != "call":
+    def on_call(self, module: str, frame: FrameType) -> None:
+        """Record that a function of a project module starts, or that a coroutine or generator continues."""
+        function = f"{module}:{frame.f_code.co_qualname}"
+        has_begun = function == self._functions[0] or self._functions[0] in self.stacks
+        if not has_begun or self._functions[-1] in self.stacks:
             return
-        code = frame.f_code
-        name = self._names.get(code)
-        if name is None:
-            name = self._names[code] = f"{frame.f_globals.get('__name__', '')}:{code.co_qualname}"
-        if name in self._wanted and name not in self.called:
-            self.called[name] = None
-            self._stacks[name] = _modules_of(frame)
+        if function in self._functions and function not in self.stacks:
+            self.stacks[function] = [name for name in _modules_on_stack(frame) if _is_on_the_way(name)][::-1]
+        # Only the first run of a process imports, so what an import calls is not part of the walk.
+        if module not in self.entered and "importlib._bootstrap" not in _modules_on_stack(frame):
+            self.entered.add(module)
 
 
-def _modules_of(frame: FrameType | None) -> list[str]:
-    """Return the project modules on the stack, from the outermost call to the innermost."""
-    found: list[str] = []
-    while frame is not None:
+@contextmanager
+def recording(*walks: Walk) -> Iterator[None]:
+    """Record calls in this thread and in threads that start during the block."""
+
+    def on_event(frame: FrameType, event: str, arg: object) -> None:
         module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] in PACKAGES and not module.startswith(NOT_ON_THE_WAY):
-            found.append(module)
+        if event == "call" and module.partition(".")[0] in PACKAGES and not module.startswith(INSTRUMENTATION):
+            for walk in walks:
+                walk.on_call(module, frame)
+
+    threading.setprofile(on_event)
+    sys.setprofile(on_event)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def package_of(module: str) -> str:
+    """Return the folder of a module, with dots."""
+    return module.rpartition(".")[0] or module
+
+
+def find_returns(modules: Sequence[str]) -> list[str]:
+    """Return the modules at which the way comes back to a package that it has left."""
+    packages = [package_of(module) for module in modules]
+    return [
+        module
+        for number, module in enumerate(modules)
+        if packages[number] in packages[:number] and packages[number] != packages[number - 1]
+    ]
+
+
+def _modules_on_stack(frame: FrameType | None) -> Iterator[str]:
+    """Yield the modules of a call and of its callers, from the innermost call to the outermost."""
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
         frame = frame.f_back
-    return found[::-1]
+
+
+def _is_on_the_way(module: str) -> bool:
+    return module.partition(".")[0] in PACKAGES and not module.startswith(NOT_ON_THE_WAY)
