@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.observe.status.run_files import events_level, read_liveness
+from asyncrl.observe.status.run_files import events_level, explain_missing_events, read_liveness
 from asyncrl.storage.run_dir import SUMMARY, SavedConfig, find_run
 
-if TYPE_CHECKING:
-    from asyncrl.observe.report.load import Events
-
 DIRECTORY = "report"
-MOST_SHOWN = 10
 
 
 @click.command()
@@ -55,7 +50,7 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
     # Imported late, because importing pandas and matplotlib takes over a second, and `--help` needs neither.
     from asyncrl.observe.report.analysis import analyse
     from asyncrl.observe.report.load import load, read_json
-    from asyncrl.observe.report.page import check_directory, write_report
+    from asyncrl.observe.report.page import check_directory, summary_lines, write_report
     from asyncrl.observe.report.plots import figures
     from asyncrl.observe.report.statistics import seconds
 
@@ -69,7 +64,9 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
         events = load(run_dir, lambda done, total: advance("reading events", done, total))
         about = _about(run_dir)
         if not events.num_events or not events.frames:
-            raise ConfigError(_no_events(run_dir, about, events))
+            raise ConfigError(
+                explain_missing_events(run_dir, num_files=events.num_files, num_unknown=events.num_unknown)
+            )
         advance("computing the figures", 0, 1)
         found = analyse(events, about, read_json(run_dir / SUMMARY))
         found["figures"] = figures(found)
@@ -92,35 +89,6 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
     return 0
 
 
-def summary_lines(found: Mapping[str, Any]) -> Iterator[Text]:
-    """Yield the lines for the terminal: the run, the findings, and their remedies."""
-    from asyncrl.observe.report.statistics import percent, seconds
-
-    run, replicas = found["run"], len(found["run"]["replicas"])
-    yield Text.assemble(
-        (str(run["name"]), "bold"),
-        f": {run['steps']} steps in {seconds(run['wall_s'])}, {run['requests']:,} requests on "
-        f"{replicas} replica{'' if replicas == 1 else 's'}; the Trainer waited "
-        f"{percent(found['idle']['trainer']['share'])} of the time",
-    )
-    for note in found["notes"]:
-        yield Text(f"note: {note}", style="dim")
-    findings: Sequence[Mapping[str, Any]] = found["findings"]
-    if not findings:
-        yield Text("Nothing stands out.")
-    for place, one in enumerate(findings[:MOST_SHOWN], start=1):
-        colour = "bold red" if one["severity"] == "alarm" else "yellow"
-        lost = f"{seconds(one['seconds_lost'])}, {percent(one['share_of_run'])} of the run"
-        yield Text.assemble(
-            f"{place}. ", (f"{one['severity']} ", colour), (f"{one['what']} {one['name']}", "bold"), f" ({lost})"
-        )
-        yield Text(f"   {one['text']}")
-        if one["severity"] == "alarm":
-            yield Text(f"   ▸ {one['remedy']}", style="dim")
-    if len(findings) > MOST_SHOWN:
-        yield Text(f"and {len(findings) - MOST_SHOWN} more on the page", style="dim")
-
-
 def _about(run_dir: Path) -> dict[str, Any]:
     """Return facts about the run from its configuration and its state; unknown ones are None."""
     from asyncrl.observe.report.analysis import LIVE
@@ -137,23 +105,6 @@ def _about(run_dir: Path) -> dict[str, Any]:
         "level": events_level(run_dir),
         "response_length": config.value("rollout", "response_length"),
     }
-
-
-def _no_events(run_dir: Path, about: Mapping[str, Any], events: Events) -> str:
-    if events.num_files:
-        unknown = f", but {events.num_unknown} of another version" if events.num_unknown else ""
-        why = f"its {events.num_files} files hold no readable events of this version of asyncrl{unknown}"
-    elif about["level"] == "off":
-        why = "profiler.level was off"
-    elif read_liveness(run_dir).how == "live":
-        return f"{run_dir} has no events to report yet: the run is starting. Try again in a minute."
-    else:
-        why = "it has no events/ directory: the run recorded no events, or ended before its first one"
-    return (
-        f"{run_dir} has no events to report: {why}. Where its time went cannot be determined afterwards. Launch runs "
-        "with profiler.level=summary (the default), or with profiler.level=full to also record the work inside steps "
-        "and between turns. `asyncrl status` and metrics.jsonl show what is known about this run."
-    )
 
 
 @contextlib.contextmanager

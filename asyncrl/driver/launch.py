@@ -15,8 +15,8 @@ from anyio import to_thread
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
+from asyncrl.core.interrupts import Interrupts
 from asyncrl.driver.cluster import cluster, link_logs
-from asyncrl.driver.processes import Interrupts
 from asyncrl.driver.run_directory import RunLocks, already_completed, check_run_dir, find_locked_resume, open_run_dir
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.observe.recorder import Recorder

@@ -1,4 +1,4 @@
-"""Handles signals, and ends every process that the driver started directly or indirectly."""
+"""Ends every process that the driver started directly or indirectly."""
 
 from __future__ import annotations
 
@@ -6,40 +6,15 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Iterable
 
-import anyio
 import psutil
-from anyio.abc import TaskStatus
 
 _PR_SET_CHILD_SUBREAPER = 36
 CLOCK_SLACK_S = 1.0
 """Maximum difference between the kernel's start time of a process and the wall clock."""
 MAX_ROUNDS = 10
 """A process in uninterruptible sleep survives SIGKILL, so waiting for it is bounded."""
-
-
-class Interrupts:
-    """Handles SIGINT and SIGTERM: the first requests an orderly stop, the second cancels `scope`."""
-
-    def __init__(self) -> None:
-        self.scope = anyio.CancelScope()
-        self.on_first: Callable[[], Coroutine[Any, Any, None]] | None = None
-        """Requests an orderly stop; None: the first signal already cancels `scope`."""
-        self.received = False
-
-    async def listen(self, *, task_status: TaskStatus[None]) -> None:
-        """Handle signals until cancelled."""
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            task_status.started()
-            async with anyio.create_task_group() as group:
-                async for _ in signals:
-                    is_first, self.received = not self.received, True
-                    if is_first and self.on_first is not None:
-                        group.start_soon(self.on_first)
-                    else:
-                        self.scope.cancel()
 
 
 def adopt_orphans() -> None:
@@ -62,7 +37,7 @@ def end_descendants(grace_s: float = 0.0) -> int:
         psutil.wait_procs(found, timeout=grace_s)
     # This process inherits the children of a killed one, so repeat until a round finds none.
     for _ in range(MAX_ROUNDS):
-        if not (found := [child for child in me.children(recursive=True) if _is_alive(child)]):
+        if not (found := [child for child in me.children(recursive=True) if is_alive(child.pid)]):
             break
         num_killed += len(found)
         _signal(found, signal.SIGKILL)
@@ -96,9 +71,10 @@ def end_known(pids: Iterable[int], known_at: float, *, title: str = "") -> int:
     return len(found)
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(pid: int) -> bool:
+    """Return whether the process exists and has not ended."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

@@ -28,13 +28,13 @@ from anyio.abc import TaskGroup
 from asyncrl.config.plan import training_steps
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DeadlineError, InfraError
+from asyncrl.core.interrupts import Interrupts
 from asyncrl.core.ports import SampleCounts, WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.core.retry import RestartBudget
 from asyncrl.core.staleness import Pacing
 from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer
 from asyncrl.driver.health_monitor import HealthMonitor
-from asyncrl.driver.processes import Interrupts
 from asyncrl.driver.resume import journal_identity
 from asyncrl.driver.run_directory import already_finished
 from asyncrl.driver.run_status_writer import RunStatus

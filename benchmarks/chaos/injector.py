@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from asyncrl.driver.processes import is_alive
 from asyncrl.observe.status.run_status import ProcessInfo, RunState
-from benchmarks.chaos import disk, faults, launches, task
+from benchmarks.chaos import disk, faults, task
 from benchmarks.chaos.faults import FaultKind, InjectedFault
 from benchmarks.chaos.nodes import RayNodes
 from benchmarks.chaos.outcome import ChaosOptions
@@ -127,7 +128,7 @@ class FaultInjector:
         stopped_s = self._rng.uniform(*STOPPED_PROBES) * self._probe_s
         driver = self._choose(fault.kind, before)
         fault.pids, fault.parts = frozenset({driver.pid}), frozenset({(driver.part, driver.name)})
-        self._bystanders = {one.pid: one.name for one in faults.working_processes(before) if launches.is_alive(one.pid)}
+        self._bystanders = {one.pid: one.name for one in faults.working_processes(before) if is_alive(one.pid)}
         self._back_at = None
         with _stopped([driver]):
             limit = time.monotonic() + stopped_s
@@ -145,7 +146,7 @@ class FaultInjector:
         self._back_at = self._back_at or at
         if state.written_at < fault.at + self._probe_s:
             return None
-        gone = [f"{name} (pid {pid}) is gone" for pid, name in self._bystanders.items() if not launches.is_alive(pid)]
+        gone = [f"{name} (pid {pid}) is gone" for pid, name in self._bystanders.items() if not is_alive(pid)]
         if harmed := [*faults.replaced(fault.before, state), *gone]:
             details = f"#{fault.number} {fault.kind.name}: {'; '.join(harmed)}"
             self._run.record_violation("nothing is replaced for a driver that was stopped", details)

@@ -87,14 +87,6 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     return processes
 
 
-def is_alive(pid: int) -> bool:
-    """Return whether the process exists and has not ended."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def command_line(process: psutil.Process) -> str:
     """Return the command line; empty if the process has ended."""
     try:

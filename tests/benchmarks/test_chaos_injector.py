@@ -16,10 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.driver.processes import is_alive
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos.faults import KINDS, InjectedFault
 from benchmarks.chaos.injector import FaultInjector, NotInjectedError
-from benchmarks.chaos.launches import ChaosLaunch, is_alive
+from benchmarks.chaos.launches import ChaosLaunch
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.run_under_test import RunUnderTest
 

@@ -1,4 +1,4 @@
-"""Write the directory of a report: index.html, which is self-contained, the PNGs and report.json. Blocking.
+"""Write the directory of a report (index.html, which is self-contained, PNGs, report.json) and its summary. Blocking.
 
 A report replaces only the files of an earlier report, each of them atomically.
 """
@@ -9,12 +9,13 @@ import base64
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.report import plots
@@ -23,6 +24,8 @@ from asyncrl.observe.report.statistics import percent, seconds
 PAGE, DATA = "index.html", "report.json"
 MAX_STEPS = 2000
 """The page has rows for this many of the newest steps, and for all outliers."""
+MOST_SHOWN = 10
+"""Findings in the terminal."""
 _SCRATCH = ".asyncrl-report-"
 
 
@@ -74,6 +77,33 @@ def write_report(report: Mapping[str, Any], directory: Path, progress: Callable[
     except OSError as error:
         raise _not_writable(directory, error) from error
     return (directory / PAGE).absolute()
+
+
+def summary_lines(found: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield the lines for the terminal: the run, the findings, and their remedies."""
+    run, replicas = found["run"], len(found["run"]["replicas"])
+    yield Text.assemble(
+        (str(run["name"]), "bold"),
+        f": {run['steps']} steps in {seconds(run['wall_s'])}, {run['requests']:,} requests on "
+        f"{replicas} replica{'' if replicas == 1 else 's'}; the Trainer waited "
+        f"{percent(found['idle']['trainer']['share'])} of the time",
+    )
+    for note in found["notes"]:
+        yield Text(f"note: {note}", style="dim")
+    findings: Sequence[Mapping[str, Any]] = found["findings"]
+    if not findings:
+        yield Text("Nothing stands out.")
+    for place, one in enumerate(findings[:MOST_SHOWN], start=1):
+        colour = "bold red" if one["severity"] == "alarm" else "yellow"
+        lost = f"{seconds(one['seconds_lost'])}, {percent(one['share_of_run'])} of the run"
+        yield Text.assemble(
+            f"{place}. ", (f"{one['severity']} ", colour), (f"{one['what']} {one['name']}", "bold"), f" ({lost})"
+        )
+        yield Text(f"   {one['text']}")
+        if one["severity"] == "alarm":
+            yield Text(f"   ▸ {one['remedy']}", style="dim")
+    if len(findings) > MOST_SHOWN:
+        yield Text(f"and {len(findings) - MOST_SHOWN} more on the page", style="dim")
 
 
 def render(report: Mapping[str, Any], plots_dir: Path) -> str:

@@ -149,6 +149,29 @@ def events_level(run_dir: Path) -> str | None:
     return "off" if level is False else level and str(level)  # YAML reads a bare `off` as false
 
 
+def explain_missing_events(run_dir: Path, *, num_files: int = 0, num_unknown: int = 0) -> str:
+    """Explain why a run has no events, and how runs record them. Blocking.
+
+    Args:
+        num_files: number of its event files, which hold nothing readable.
+        num_unknown: number of events in them that another version of asyncrl has recorded.
+    """
+    if num_files:
+        unknown = f", but {num_unknown} of another version" if num_unknown else ""
+        why = f"its {num_files} files hold no readable events of this version of asyncrl{unknown}"
+    elif events_level(run_dir) == "off":
+        why = "profiler.level was off"
+    elif read_liveness(run_dir).how == "live":
+        return f"{run_dir} has no events to report yet: the run is starting. Try again in a minute."
+    else:
+        why = "it has no events/ directory: the run recorded no events, or ended before its first one"
+    return (
+        f"{run_dir} has no events to report: {why}. Where its time went cannot be determined afterwards. Launch runs "
+        "with profiler.level=summary (the default), or with profiler.level=full to also record the work inside steps "
+        "and between turns. `asyncrl status` and metrics.jsonl show what is known about this run."
+    )
+
+
 def wait_chain(files: RunFiles) -> tuple[WaitLink, ...]:
     """Return the chain of waits (see `why.explain`), or for a run without a state its outcome from the summary."""
     if files.state is not None:

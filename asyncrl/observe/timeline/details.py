@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.color import parse_rgb_hex
@@ -11,6 +13,10 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
+from asyncrl.core.failures import AsyncRLError
+from asyncrl.core.types import SampleId
+from asyncrl.observe.kept_samples import ConfiguredRun, find_sample
+from asyncrl.observe.terminal import conversation as printed
 from asyncrl.observe.timeline.layout import PHASES, REQUEST, STATES, BarState, microseconds
 from asyncrl.observe.timeline.page import TEMPLATES
 from asyncrl.observe.timeline.view import clock, duration, readable
@@ -38,6 +44,21 @@ class Conversation(NamedTuple):
 
 Conversations = Callable[[str, int | None], Conversation]
 """Returns the conversation of a sample's trajectory (None for the first one). Blocking; never raises."""
+
+
+def conversation_of(run_dir: Path, sample: str, trajectory: int | None) -> Conversation:
+    """Return a conversation as `asyncrl show` prints it, or the reason why there is none. Blocking."""
+    if not re.fullmatch(r"sample_\d+_\d+", sample, re.ASCII):
+        return Conversation(notes=["Runs keep the conversations of training samples only, and this is not one."])
+    try:
+        found = find_sample(ConfiguredRun(run_dir), SampleId.parse(sample).index, sample)
+    except (AsyncRLError, ValueError) as error:
+        return Conversation(notes=[error.message if isinstance(error, AsyncRLError) else str(error)])
+    one = next((each for each in found.trajectories if trajectory is None or each.asked == trajectory), None)
+    if one is None:
+        return Conversation(notes=[*found.notes, f"Trajectory {trajectory} was not kept; it may have been cancelled."])
+    lines = [*printed.conversation(one), *printed.closing(one, "")]
+    return Conversation([printed.title(one), *lines], found.notes)
 
 
 def sample_of(fields: Mapping[str, Any]) -> str | None:

@@ -9,16 +9,20 @@ this machine could read the run through the browser of its visitor.
 
 from __future__ import annotations
 
+import errno
 import html
 import math
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import webbrowser
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
+import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -27,6 +31,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.interrupts import Interrupts
 from asyncrl.observe.status.run_files import RunLiveness
 from asyncrl.observe.timeline.details import (
     MAX_EVENTS,
@@ -44,6 +50,8 @@ from asyncrl.observe.timeline.view import Window, select_bars, view
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _READ_EVERY_S = 1.0
 _MAX_PIXELS = 20_000
+_STOP_S = 1
+"""Time limit for requests in progress at Ctrl-C."""
 _HEADERS = {
     # Bokeh compiles functions from text, hence unsafe-eval; nothing is loaded from or sent to any other server.
     "Content-Security-Policy": (
@@ -216,3 +224,45 @@ def _parse_window(request: Request) -> Window:
     width, height = (min(max(1, int(query.get(name, "1000"))), _MAX_PIXELS) for name in ("pixels", "pixels_high"))
     top, bottom = float(query.get("top", "-inf")), float(query.get("bottom", "inf"))
     return Window(start, end, width, height, top, bottom, frozenset(query.getlist("hide")))
+
+
+def listen(port: int) -> socket.socket:
+    """Listen on loopback; with port 0 on a free one. Raises `ConfigError`: the port is not available."""
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"is not available ({error.strerror})"
+        raise ConfigError(
+            f"--port={port} {why}: the page cannot be served there. Leave out --port to use a free one, or name another"
+        ) from None
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to `Interrupts`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(app: Starlette, listening: socket.socket, url: str | None) -> None:
+    """Serve the app until SIGINT or SIGTERM, and open `url`, if there is one, in a browser."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_STOP_S)
+    server = _Server(config)
+
+    async def stop() -> None:
+        server.should_exit = True
+
+    interrupts = Interrupts()
+    interrupts.on_first = stop
+    with interrupts.scope:
+        async with anyio.create_task_group() as group:
+            await group.start(interrupts.listen)
+            if url is not None:
+                group.start_soon(_open, url)
+            await server.serve(sockets=[listening])
+            group.cancel_scope.cancel()
+
+
+async def _open(url: str) -> None:
+    await to_thread.run_sync(webbrowser.open, url)

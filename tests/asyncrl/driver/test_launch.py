@@ -15,9 +15,9 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError, DiskFullError, InfraError
+from asyncrl.core.interrupts import Interrupts
 from asyncrl.driver import launch as launch_module
 from asyncrl.driver import run as run_module
-from asyncrl.driver.processes import Interrupts
 
 
 def config_of(tmp_path: Path, console: str = "off", **keys: Any) -> Config:

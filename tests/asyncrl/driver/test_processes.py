@@ -23,11 +23,12 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
+from asyncrl.core.interrupts import Interrupts
 from asyncrl.core.staleness import Pacing
 from asyncrl.driver import cluster as cluster_module
 from asyncrl.driver.actors import translate
 from asyncrl.driver.cluster import _in_permanent_thread
-from asyncrl.driver.processes import Interrupts, end_known
+from asyncrl.driver.processes import end_known
 from asyncrl.queue.actor import start_queue
 from asyncrl.queue.sample_queue import QueueOptions
 from rollouter.actor import start_rollouter

@@ -246,7 +246,9 @@ def test_a_run_without_events_is_refused_with_the_reason(
         path.parent.mkdir(parents=True)
         path.write_text(file)
     if live:
-        monkeypatch.setattr("asyncrl.cli.report.read_liveness", lambda run_dir: RunLiveness("live", "starting", None))
+        monkeypatch.setattr(
+            "asyncrl.observe.status.run_files.read_liveness", lambda _: RunLiveness("live", "starting", None)
+        )
     assert main(["report", str(tmp_path)]) == BAD_CONFIG
     printed = capsys.readouterr().err
     assert reason in printed

@@ -17,8 +17,8 @@ import uvicorn
 import yaml
 from playwright.sync_api import Browser, Page, expect
 
-from asyncrl.cli.timeline import conversation_of
 from asyncrl.observe.status.run_files import read_liveness
+from asyncrl.observe.timeline.details import conversation_of
 from asyncrl.observe.timeline.layout import PHASES
 from asyncrl.observe.timeline.server import Timeline, create_app
 from asyncrl.storage.trajectory_files import file_name

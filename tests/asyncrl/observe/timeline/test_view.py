@@ -21,9 +21,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from asyncrl.cli.main import main
-from asyncrl.cli.timeline import conversation_of
 from asyncrl.observe.status.run_files import read_liveness
-from asyncrl.observe.timeline.details import Conversation
+from asyncrl.observe.timeline.details import Conversation, conversation_of
 from asyncrl.observe.timeline.index import Index
 from asyncrl.observe.timeline.reader import EventReader
 from asyncrl.observe.timeline.server import Timeline, create_app
@@ -280,7 +279,7 @@ def test_a_trace_reports_missing_events(
 
 
 @pytest.mark.parametrize(
-    ("level", "reason"), [("off", "profiler.level=off"), ("summary", "its profiler.level is summary")]
+    ("level", "reason"), [("off", "profiler.level was off"), ("summary", "it has no events/ directory")]
 )
 def test_a_run_without_events_is_refused(
     run: FakeRun, level: str, reason: str, capsys: pytest.CaptureFixture[str]
