@@ -76,19 +76,12 @@ def load_interactions(configs: Sequence[InteractionConfig]) -> InteractionSet:
     """Load the classes and prepare them. It may block, for example if a class loads a data set.
 
     Raises:
-        ConfigError: a name occurs twice, a class does not exist or is not an `Environment`, or its `config` is wrong.
+        ConfigError: a class does not exist or is not an `Environment`, or its `config` is wrong.
         UserCodeError: the module or the `prepare` of a class raised.
     """
     interactions: list[ConfiguredInteraction] = []
-    keys: dict[str, str] = {}
     for number, config in enumerate(configs):
         here = f"rollout.multi_turn.interactions[{number}]"
-        if config.name in keys:
-            raise ConfigError(
-                f"{here}.name: {config.name!r} is also the name of {keys[config.name]}, so rows could not choose "
-                "between them; give each interaction a different name"
-            )
-        keys[config.name] = here
         kind = _class(config.class_name, f"{here}.class_name")
         arguments = _prepared(kind, config, here)
         calls = anyio.CapacityLimiter(config.max_concurrency)

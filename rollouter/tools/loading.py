@@ -177,12 +177,9 @@ def function_schema(schema: Mapping[str, Any], key: str) -> FunctionSchema:
 
 
 def _load(config: ToolConfig, key: str) -> LoadedTool | LoadedMcpServer:
-    given = [name for name in ("class_name", "function", "mcp") if getattr(config, name) is not None]
-    if len(given) != 1:
-        found = " and ".join(given) or "none of them"
-        raise ConfigError(f"{key}: a tool is one of class_name, function and mcp, but {found} is set; set exactly one")
     if config.class_name is None and config.config:
-        raise ConfigError(f"{key}.config: only class_name uses it, but {given[0]} is set; leave it out")
+        given = "mcp" if config.function is None else "function"
+        raise ConfigError(f"{key}.config: only class_name uses it, but {given} is set; leave it out")
     if config.mcp is not None:
         return _server(config, config.mcp, key)
     if config.function is not None:
@@ -197,9 +194,6 @@ def _load(config: ToolConfig, key: str) -> LoadedTool | LoadedMcpServer:
 def _server(config: ToolConfig, mcp: McpServerConfig, key: str) -> LoadedMcpServer:
     if config.tool_schema is not None:
         raise ConfigError(f"{key}.tool_schema: a server defines the schemas of its tools itself; leave it out")
-    if bool(mcp.command) == (mcp.url is not None):
-        found = "both are set" if mcp.command else "neither is set"
-        raise ConfigError(f"{key}.mcp: a server is a command or a url, but {found}; set exactly one")
     if mcp.env and not mcp.command:
         raise ConfigError(f"{key}.mcp.env: it has no effect on a server that has a url; leave it out")
     import rollouter.tools.mcp  # noqa: F401  importing it takes a second, so do it here, before the event loop runs

@@ -89,13 +89,6 @@ def test_a_module_that_raises_is_a_user_error(tmp_path: Path) -> None:
         load(interaction(f"{tmp_path}/torn.py:Mine"))
 
 
-def test_two_interactions_of_the_same_name_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"interactions\[2\]\.name: 'b' is also the name of rollout\.multi_turn\.interactions\[1\]"
-    ):
-        load(interaction(name="a"), interaction(name="b"), interaction(name="b"))
-
-
 async def test_shared_resources_are_closed_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
     """All trajectories share an object, and all objects are closed even if closing one fails."""
     loaded = load(
