@@ -1,4 +1,4 @@
-"""Helpers for tests of the queue: logs, callers, rebuilding a queue from its operations, and closing a journal."""
+"""Helpers for tests of the queue: samples, logs, callers, rebuilding a queue, and closing a journal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,42 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asyncrl.core.types import SampleId
+from asyncrl.core.types import SampleId, SampleMeta
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.operation_rows import trained_since
 from asyncrl.queue.operations import Operation, QueueLog, QueueOptions, apply
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueCaller, SampleQueue
 from asyncrl.queue.state import QueueState
+from asyncrl.storage.sample_bytes import FileRef
+
+
+def meta(sample_id: SampleId, version: int = 0) -> SampleMeta:
+    return SampleMeta(sample_id, version, version, 1, 1, 100)
+
+
+def payload(sample_id: SampleId) -> FileRef:
+    return FileRef(f"1-{sample_id.index % 3 + 1}.safetensors", sample_id.index)
+
+
+async def admit(queue: SampleQueue, count: int) -> tuple[SampleId, ...]:
+    ids = (await queue.admit(count, timeout_s=0)).sample_ids
+    assert len(ids) == count
+    return ids
+
+
+async def fill(queue: SampleQueue, count: int, version: int = 0) -> tuple[SampleId, ...]:
+    """Admit and offer samples."""
+    ids = await admit(queue, count)
+    for sample_id in ids:
+        await queue.offer(meta(sample_id, version), payload(sample_id))
+    return ids
+
+
+async def train(queue: SampleQueue, count: int, version: int = 0) -> list[int]:
+    """Lease and commit samples, and return their indices."""
+    lease = await queue.lease(count, trainer_version=version, timeout_s=0)
+    await queue.commit(lease.lease_id, [queued.meta.sample_id for queued in lease.samples])
+    return [queued.meta.sample_id.index for queued in lease.samples]
 
 
 class MemoryLog:

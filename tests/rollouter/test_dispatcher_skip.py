@@ -12,7 +12,6 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import Config
 from asyncrl.config.sections.skip import SkipConfig
 from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import ConfigError, DataError
@@ -115,24 +114,6 @@ async def test_a_substitute_has_its_recorded_prompt_and_is_marked(tmp_path: Path
     assert len(scorer.answers) == 4
     counts = (await second.queue.status()).counts
     assert (counts.replayed, counts.substituted) == (4, 2)
-
-
-async def test_unlisted_steps_are_generated_and_not_recorded(tmp_path: Path) -> None:
-    skip = recording(tmp_path, steps=[2])
-    await run(fast(tmp_path, 3, skip=skip), 3)
-    assert [one.name for one in find(tmp_path)] == ["2"]
-    again = fast(tmp_path, 3, skip=skip)
-    await run(again, 3)
-    assert sorted(again.fleet.sessions) == ["sample_0_1", "sample_0_3"]
-
-
-async def test_another_prompt_at_the_same_index_is_generated_and_replaces_the_record(tmp_path: Path) -> None:
-    await run(fast(tmp_path, 2, prompts=[make_prompt(1, 2), make_prompt(3, 4)]), 2)
-    changed = [make_prompt(1, 2), make_prompt(5, 6)]
-    second = fast(tmp_path, 2, prompts=changed)
-    await run(second, 2)
-    assert second.fleet.sessions == ["sample_0_2"]
-    assert (await run(idle(tmp_path, 2, prompts=changed), 2))[1].rows[0].prompt_ids.tolist() == [5, 6]
 
 
 async def test_each_epoch_has_separate_records(tmp_path: Path) -> None:
@@ -294,10 +275,6 @@ class Remembering(FakeScorer):
 
 def answered(answer: str) -> Prompt:
     return Prompt(np.array([1, 2, 3], np.int32), ground_truth=answer)
-
-
-def test_a_run_without_skip_replays_nothing() -> None:
-    assert Config().generation_skip is None
 
 
 # ------------------------------------------------------------------------------------------------ coverage

@@ -153,6 +153,7 @@ def test_a_record_is_written_read_listed_and_removed(tmp_path: Path) -> None:
     assert {path.name for path in files.root.iterdir()} == {"3-0123abcd"}
 
 
+@pytest.mark.usefixtures("can_exchange")
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -177,6 +178,7 @@ def test_incomplete_records_are_damaged(tmp_path: Path, spoil: Any, message: str
         files.read("12")
     files.write("12", make(tag="again"))
     assert files.read("12").fingerprint == {"prompt": "again"}
+    assert [path.name for path in tmp_path.iterdir()] == ["12"]
 
 
 def test_a_failed_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,23 +256,6 @@ def test_killed_writers_leave_a_whole_record_or_none(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"12"}
 
 
-@pytest.mark.slow
-def test_a_full_disk_leaves_no_partial_record(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system is not permitted here")
-    try:
-        files = RecordFiles(tmp_path / "role")
-        files.write("1", make(step=1, size=50_000))
-        with pytest.raises(OSError, match="No space left"):
-            files.write("2", make(step=2, size=500_000))
-        assert [path.name for path in (tmp_path / "role").iterdir()] == ["1"]
-        assert same(files.read("1"), make(step=1, size=50_000))
-        files.write("3", make(step=3, size=50_000))
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
 def test_notes_are_written_and_removed_with_their_record(tmp_path: Path) -> None:
     files = RecordFiles(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -312,17 +297,6 @@ def test_a_replaced_record_exists_at_every_moment_if_names_can_be_exchanged(
     files.write("12", make(tag="b"))
     assert files.read("12").fingerprint == {"prompt": "b"}
     assert all(seen) is can_exchange
-    assert [path.name for path in tmp_path.iterdir()] == ["12"]
-
-
-@pytest.mark.usefixtures("can_exchange")
-def test_a_file_in_the_place_of_a_record_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "12").write_text("another program's")
-    files = RecordFiles(tmp_path)
-    with pytest.raises(DamageError, match="no directory"):
-        files.read("12")
-    files.write("12", make())
-    assert same(files.read("12"), make())
     assert [path.name for path in tmp_path.iterdir()] == ["12"]
 
 

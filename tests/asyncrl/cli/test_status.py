@@ -21,7 +21,6 @@ from rich.console import Console
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.ports import SampleCounts, WeightsVersion
 from asyncrl.core.staleness import Pacing
-from asyncrl.core.types import SampleMeta
 from asyncrl.core.waits import Wait
 from asyncrl.observe.status.run_files import driver_state, events_level, read_liveness, read_run, status_report
 from asyncrl.observe.status.run_status import STATE_FILE, Restart, RunProgress, RunState, StateFile
@@ -32,7 +31,7 @@ from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.storage.run_dir import find_run
 from asyncrl.storage.sample_bytes import FileRef
 from tests.fakes.command_line import CommandLine, in_subprocess
-from tests.fakes.queues import end
+from tests.fakes.queues import admit, end, meta
 from tests.fakes.run_states import NOW, report, rollouter_waits, running
 
 STUCK = replace(
@@ -261,8 +260,8 @@ def journal(run_dir: Path) -> Path:
         path = run_dir / "journal.db"
         journal = Journal.open(path, num_prompts=10, identity={"seed": 0})
         queue = LocalSampleQueue(QueueOptions(10, Pacing(5, 0.0)), journal=journal, state=journal.state)
-        first, *_ = (await queue.admit(5, timeout_s=1)).sample_ids
-        await queue.offer(SampleMeta(first, 0, 0, 1, 1, 100), FileRef("1-1.safetensors", 0))
+        first, *_ = await admit(queue, 5)
+        await queue.offer(meta(first), FileRef("1-1.safetensors", 0))
         await end(journal)
 
     anyio.run(write_it)

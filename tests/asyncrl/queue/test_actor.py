@@ -28,6 +28,7 @@ from asyncrl.queue.sample_queue import QueueCaller
 from asyncrl.queue.turn_log import FileTurns
 from asyncrl.storage.sample_bytes import FileRef
 from asyncrl.storage.segments import segment_sizes
+from tests.fakes.queues import meta
 from tests.fakes.samples import assert_same_sample, make_sample, make_turn
 
 ONE_AT_A_TIME = QueueOptions(prompts_per_epoch=100, pacing=Pacing(samples_per_version=1, staleness_threshold=0))
@@ -61,10 +62,6 @@ async def journaled(tmp_path: Path) -> AsyncIterator[Any]:
     handle = start_queue(OPTIONS, run_dir=tmp_path, identity={"seed": 0}, max_restarts=-1)
     yield handle
     ray.kill(handle)
-
-
-def meta(sample_id: SampleId) -> SampleMeta:
-    return SampleMeta(sample_id, 0, 0, 1, 1, 100)
 
 
 async def put_and_offer(

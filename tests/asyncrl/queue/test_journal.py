@@ -22,7 +22,7 @@ import pytest
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
 from asyncrl.core.ports import QueuedSample, QueueSnapshot, SampleCounts
 from asyncrl.core.staleness import Pacing
-from asyncrl.core.types import DropReason, SampleId, SampleMeta
+from asyncrl.core.types import DropReason, SampleId
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.journal_reader import JournalHead, meta_crc, read_head, read_sample_counts, read_samples
 from asyncrl.queue.operations import (
@@ -38,7 +38,7 @@ from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import LineageHistory
 from asyncrl.storage.sample_bytes import FileRef
-from tests.fakes.queues import end, replay
+from tests.fakes.queues import end, fill, meta, payload, replay, train
 
 PROMPTS = 7
 OPTIONS = QueueOptions(PROMPTS, Pacing(samples_per_version=1000, staleness_threshold=0))
@@ -51,7 +51,7 @@ def open_journal(path: Path, restore: QueueSnapshot | None = None, *, continuing
 def operations_of(number: int) -> list[Operation]:
     """Return the operations of one sample in a batch of size 1."""
     sample_id = SampleId((number - 1) // PROMPTS, number)
-    queued = QueuedSample(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", number))
+    queued = QueuedSample(meta(sample_id), FileRef("1-1.safetensors", number))
     ids = (sample_id,)
     return [
         PermitsGranted(f"ask {number}", ids),
@@ -134,7 +134,7 @@ async def test_a_queue_and_its_journal_agree(tmp_path: Path) -> None:
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
     ids = (await queue.admit(10, timeout_s=0)).sample_ids
     for sample_id in ids[:8]:
-        await queue.offer(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", sample_id.index))
+        await queue.offer(meta(sample_id), payload(sample_id))
     lease = await queue.lease(4, trainer_version=0, timeout_s=0)
     await queue.commit(lease.lease_id, ids[:2])
     await queue.drop(ids[9], DropReason.OVERLONG)
@@ -379,7 +379,7 @@ async def test_a_journal_that_begins_at_a_checkpoint_written_without_a_journal_i
     await queue.rewind(10, version=3, lineage=1, total_samples=None)
     poison, fine = (await queue.admit(2, timeout_s=0)).sample_ids
     await queue.drop(poison, DropReason.FAILED)
-    await queue.offer(SampleMeta(fine, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", 0))
+    await queue.offer(meta(fine), payload(fine))
     await end(journal)
 
     journal = open_journal(path, ten)
@@ -404,11 +404,8 @@ async def test_a_run_can_rewind_to_the_checkpoint_at_which_its_journal_begins(tm
     journal = open_journal(tmp_path / "journal.db", ten)
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
     await queue.rewind(10, version=3, lineage=1, total_samples=None)
-    ids = (await queue.admit(2, timeout_s=0)).sample_ids
-    for sample_id in ids:
-        await queue.offer(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", sample_id.index))
-    lease = await queue.lease(2, trainer_version=3, timeout_s=0)
-    await queue.commit(lease.lease_id, ids)
+    ids = await fill(queue, 2)
+    await train(queue, 2, version=3)
     await queue.mark(11)
     await queue.cover(11)
     await end(journal)

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.core.failures import BugError
 from asyncrl.core.ports import QueuedSample
-from asyncrl.core.types import DropReason, SampleId, SampleMeta
+from asyncrl.core.types import DropReason, SampleId
 from asyncrl.queue.operations import (
     AttachPart,
     CloseQueue,
@@ -26,11 +26,11 @@ from asyncrl.queue.operations import (
     apply,
 )
 from asyncrl.queue.state import QueueState
-from tests.fakes.queues import replay
+from tests.fakes.queues import meta, replay
 
 
 def offer(*sample_ids: SampleId) -> OfferSamples:
-    return OfferSamples(tuple(QueuedSample(SampleMeta(one, 0, 0, 1, 1, 1), None) for one in sample_ids))
+    return OfferSamples(tuple(QueuedSample(meta(one), None) for one in sample_ids))
 
 
 def state_with(running: int, ready: int = 0) -> QueueState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import subprocess
@@ -13,9 +12,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from safetensors import safe_open
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError, DiskFullError, InfraError
@@ -23,7 +19,7 @@ from asyncrl.core.types import Sample
 from asyncrl.queue.payloads import FilePayloads, RayPayloads, make_payloads
 from asyncrl.storage.sample_bytes import JOIN_BELOW_TOKENS, FileRef
 from asyncrl.storage.segments import read_segment, remove_segments, segment_incarnation, segment_name, segment_sizes
-from tests.fakes.samples import assert_same_sample, make_sample, samples
+from tests.fakes.samples import assert_same_sample, make_sample
 
 
 async def put_all(store: FilePayloads, originals: Sequence[Sample]) -> list[FileRef]:
@@ -57,18 +53,6 @@ async def test_samples_stored_together_share_files_and_keep_their_order(tmp_path
         assert_same_sample(sample, originals[number])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(samples().filter(lambda sample: all(row.spans for row in sample.rows)), min_size=1, max_size=5))
-def test_stored_samples_are_unchanged(tmp_path_factory: pytest.TempPathFactory, originals: list[Sample]) -> None:
-    async def there_and_back() -> None:
-        run_dir = tmp_path_factory.mktemp("run")
-        refs = await put_all(FilePayloads(run_dir, 1), originals)
-        for sample, original in zip(await read_all(run_dir, refs), originals, strict=True):
-            assert_same_sample(sample, original)
-
-    anyio.run(there_and_back)
-
-
 async def test_file_and_name_are_on_disk_before_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, synced, fsync = FilePayloads(tmp_path, 1), [], os.fsync
     await store.put(make_sample(1))
@@ -81,15 +65,6 @@ async def test_file_and_name_are_on_disk_before_put_returns(tmp_path: Path, monk
     monkeypatch.setattr("asyncrl.storage.segments.os.fsync", recorded)
     ref = await store.put(make_sample(2))
     assert synced == [(ref.file, path_of(tmp_path, ref).stat().st_size), ("samples", None)]
-
-
-async def test_a_segment_is_a_plain_safetensors_file(tmp_path: Path) -> None:
-    ref = await FilePayloads(tmp_path, 1).put(make_sample(5, tokens=8, rows=2))
-    with safe_open(path_of(tmp_path, ref), framework="numpy") as file:
-        assert file.get_tensor("response_ids.0").tolist() == [*range(5, 13)] * 2
-        (description,) = json.loads(file.metadata()["samples"])
-        assert description["sample_id"] == [0, 5]
-        assert file.metadata()["file"] == ref.file
 
 
 async def test_a_missing_file_loses_only_its_samples_and_is_logged_once(

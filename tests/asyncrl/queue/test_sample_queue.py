@@ -15,31 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.core.failures import BugError
 from asyncrl.core.ports import Admission, Lease
 from asyncrl.core.staleness import Pacing, StaleAction
-from asyncrl.core.types import DropReason, Provenance, SampleId, SampleMeta
+from asyncrl.core.types import DropReason, Provenance, SampleId
 from asyncrl.queue.operations import ReturnPermits
-from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions, SampleQueue
-from tests.fakes.queues import MemoryLog
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from tests.fakes.queues import MemoryLog, admit, fill, meta
 
 
 def make_queue(size: int = 4, threshold: float = 0.0, total: int | None = None, **options: Any) -> LocalSampleQueue:
     return LocalSampleQueue(QueueOptions(100, Pacing(size, threshold, total), **options))
-
-
-def meta(sample_id: SampleId, version: int = 0) -> SampleMeta:
-    return SampleMeta(sample_id, version, version, 1, 1, 1)
-
-
-async def admit(queue: SampleQueue, count: int) -> tuple[SampleId, ...]:
-    ids = (await queue.admit(count, timeout_s=0)).sample_ids
-    assert len(ids) == count
-    return ids
-
-
-async def fill(queue: SampleQueue, count: int, version: int = 0) -> tuple[SampleId, ...]:
-    ids = await admit(queue, count)
-    for sample_id in ids:
-        await queue.offer(meta(sample_id, version), f"payload {sample_id.index}")
-    return ids
 
 
 def indices(lease: Lease) -> list[int]:
@@ -158,23 +141,11 @@ async def test_without_a_journal_ready_samples_are_fed_again_to_a_new_rollouter(
     lease = await queue.lease(1, trainer_version=0, timeout_s=0)
     await queue.attach("rollouter", 2)
     status = await queue.status()
-    assert (status.counts.ready, status.counts.running, status.counts.leased, status.payload_bytes) == (0, 0, 1, 1)
+    assert (status.counts.ready, status.counts.running, status.counts.leased, status.payload_bytes) == (0, 0, 1, 100)
     assert await queue.lease(1, trainer_version=0, timeout_s=0.01) == Lease(0, (), ended=False)
     assert await admit(queue, 3) == (first, second, fourth)
     await queue.commit(lease.lease_id, [third])  # the Trainer already had its payload
     assert (await queue.status()).counts.trained == 1
-
-
-async def test_a_restored_queue_feeds_unfinished_samples_first() -> None:
-    queue = make_queue(size=4, threshold=1)
-    ids = await fill(queue, 3)
-    lease = await queue.lease(2, trainer_version=0, timeout_s=0)
-    await queue.commit(lease.lease_id, ids[:1])
-    await queue.set_applied_version(1)
-    again = LocalSampleQueue(QueueOptions(100, Pacing(4, 1)), await queue.mark(1))
-    status = await again.status()
-    assert (status.version, status.counts.fed, status.counts.trained) == (1, 1, 1)
-    assert [sample_id.index for sample_id in await admit(again, 4)] == [2, 3, 4, 5]
 
 
 async def test_impossible_versions_and_numbers_raise_a_bug_error() -> None:

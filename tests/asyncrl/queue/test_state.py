@@ -43,7 +43,7 @@ from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.sample_bytes import FileRef
-from tests.fakes.queues import CalledBy, MemoryLog, rebuilt
+from tests.fakes.queues import CalledBy, MemoryLog, fill, meta, payload, rebuilt, train
 
 PROMPTS = 5
 MAX_STALENESS = 3
@@ -51,28 +51,6 @@ MAX_STALENESS = 3
 
 def make_queue(log: MemoryLog, size: int = 4, threshold: float = 0.0, total: int | None = None) -> LocalSampleQueue:
     return LocalSampleQueue(QueueOptions(PROMPTS, Pacing(size, threshold, total)), journal=log)
-
-
-def meta(sample_id: SampleId, version: int = 0) -> SampleMeta:
-    return SampleMeta(sample_id, version, version, 2, 8, 100)
-
-
-def payload(sample_id: SampleId) -> FileRef:
-    return FileRef(f"1-{sample_id.index % 3 + 1}.safetensors", sample_id.index)
-
-
-async def fill(queue: LocalSampleQueue, count: int) -> tuple[SampleId, ...]:
-    ids = (await queue.admit(count, timeout_s=0)).sample_ids
-    assert len(ids) == count
-    for sample_id in ids:
-        await queue.offer(meta(sample_id), payload(sample_id))
-    return ids
-
-
-async def train(queue: LocalSampleQueue, count: int, version: int = 0) -> list[int]:
-    lease = await queue.lease(count, trainer_version=version, timeout_s=0)
-    await queue.commit(lease.lease_id, [queued.meta.sample_id for queued in lease.samples])
-    return [queued.meta.sample_id.index for queued in lease.samples]
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -217,8 +195,10 @@ async def test_a_run_that_lost_its_journal_continues_from_the_snapshot() -> None
     queue = make_queue(MemoryLog())
     await fill(queue, 4)
     await train(queue, 2)
-    snapshot = await queue.mark(5)
-    again = LocalSampleQueue(QueueOptions(PROMPTS, Pacing(8, 0)), snapshot, MemoryLog())
+    await queue.set_applied_version(1)
+    again = LocalSampleQueue(QueueOptions(PROMPTS, Pacing(8, 0)), await queue.mark(5), MemoryLog())
+    status = await again.status()
+    assert (status.version, status.counts.fed, status.counts.trained) == (1, 2, 2)
     await again.attach("rollouter", 2)
     await again.rewind(5, version=0, lineage=1, total_samples=None)
     assert [i.index for i in (await again.admit(3, timeout_s=0)).sample_ids] == [3, 4, 5]

@@ -80,16 +80,6 @@ def test_bytes_missing_or_added_at_the_end_are_detected() -> None:
         read(whole + b"\0")
 
 
-def test_damage_in_one_array_leaves_the_others() -> None:
-    whole = bytearray(as_bytes(SOME, {}))
-    whole[-1] ^= 1
-    blob = read(bytes(whole))
-    np.testing.assert_array_equal(blob.array("ids", np.int32), SOME["ids"])
-    for _ in range(2):
-        with pytest.raises(DamageError, match="checksum of mask differs"):
-            blob.array("mask", np.bool_)
-
-
 def test_an_array_of_another_name_or_dtype_is_refused() -> None:
     blob = read(as_bytes(SOME, {}))
     with pytest.raises(DamageError, match="there is no other"):

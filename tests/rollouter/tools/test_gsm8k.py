@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
 from typing import Any
 
 import pytest
 
-from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
-from asyncrl.core.types import SampleId
 from rollouter.tools import ToolContext
 from rollouter.tools.gsm8k import Gsm8kTool, parse_answer
-from rollouter.tools.loading import load_tools
-from rollouter.tools.toolbox import Toolbox
 
 
-def context(ground_truth: Any = None, kwargs: dict[str, Any] | None = None) -> ToolContext:
-    extra = {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": kwargs}}} if kwargs else {}
-    return ToolContext(SampleId(0, 1), 0, ground_truth=ground_truth, extra_info=extra)
+def context(ground_truth: Any = None) -> ToolContext:
+    return ToolContext("val", 0, ground_truth=ground_truth)
 
 
 @pytest.mark.parametrize(
@@ -69,19 +63,11 @@ async def test_only_a_better_answer_avoids_the_penalty() -> None:
     assert (await gentle.execute(await gentle.create(context(72)), {"answer": "1"})).reward == 0.0
 
 
-async def test_trajectories_have_separate_states() -> None:
-    (loaded,) = load_tools([ToolConfig(class_name="gsm8k")])
-    async with Toolbox([loaded]) as toolbox:
-        right, wrong = (
-            toolbox.session(context("1", {"ground_truth": "1,234"})),
-            toolbox.session(context("1")),
-        )
-        async with right, wrong:
-            for session in (right, wrong):
-                called = await session.call("calc_gsm8k_reward", json.dumps({"answer": "1234"}), turn=0)
-                assert called.call.status == "ok"
-            assert await right.scores() == {"calc_gsm8k_reward": 1.0}
-            assert await wrong.scores() == {"calc_gsm8k_reward": 0.0}
+async def test_a_row_may_override_the_ground_truth() -> None:
+    tool = Gsm8kTool()
+    assert tool.function_schema()["function"]["name"] == "calc_gsm8k_reward"
+    state = await tool.create(context("1"), ground_truth="1,234")
+    assert (await tool.execute(state, {"answer": "1234"})).text.endswith("reward=1.0")
 
 
 @pytest.mark.parametrize(

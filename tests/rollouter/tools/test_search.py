@@ -14,10 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.failures import ConfigError, DataError
 from rollouter.tools import BadArgumentsError
-from rollouter.tools.loading import LoadedTool, load_tools
 from rollouter.tools.search import Bm25Index, SearchTool, snippet, words
 
 DOCUMENTS: list[dict[str, Any]] = [
@@ -147,8 +145,3 @@ def test_settings_are_checked(path: str, tmp_path: Path) -> None:
         SearchTool(path=path, top_k=0)
     with pytest.raises(ConfigError, match="b: 2 cannot be used"):
         SearchTool(path=path, b=2)
-
-
-def test_the_tool_is_configured_by_its_short_name(path: str) -> None:
-    (loaded,) = load_tools([ToolConfig(class_name="search", config={"path": path})])
-    assert isinstance(loaded, LoadedTool) and loaded.name == "search"
