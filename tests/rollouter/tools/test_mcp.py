@@ -167,14 +167,6 @@ async def test_only_configured_tools_are_offered(quick: str) -> None:
         assert (await call(toolbox, "die"))[0] == "unknown_tool"
 
 
-async def test_an_idle_server_that_dies_is_restarted(quick: str) -> None:
-    async with box_of(stdio(quick)) as toolbox:
-        first = await server_pid(toolbox)
-        os.kill(first, signal.SIGKILL)
-        second = await server_pid(toolbox)
-        assert first != second == await server_pid(toolbox)
-
-
 @pytest.mark.parametrize("on_error", ["message", "drop"])
 async def test_on_error_decides_how_a_call_that_kills_every_server_fails(quick: str, on_error: Any) -> None:
     async with box_of(stdio(quick), on_error=on_error) as toolbox:
