@@ -50,7 +50,14 @@ class FakeRun(RunUnderTest):
         now = time.time()
         found = tuple(ProcessInfo(part, part, self._processes[part].pid, "") for part in PARTS)  # type: ignore[arg-type]
         return RunState(
-            now, now - 9.0, self.launch.pid, "running", "chaos", "fully_async", processes=found, num_replicas=0
+            written_at=now,
+            started_at=now - 9.0,
+            pid=self.launch.pid,
+            phase="running",
+            experiment="chaos",
+            mode="fully_async",
+            processes=found,
+            num_replicas=0,
         )
 
     def poll(self) -> None:

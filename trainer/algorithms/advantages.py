@@ -135,7 +135,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> 
 
 
 def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """ReMax (https://arxiv.org/abs/2310.10505): sum of later rewards minus the score of the greedy response."""
+    """ReMax (https://arxiv.org/abs/2310.10505): sum of later rewards minus the score of the greedy response.
+
+    Raises:
+        BugError: the inputs have no `baseline_rewards`.
+    """
     if inputs.baseline_rewards is None:
         raise BugError("algorithm.adv_estimator=remax without baseline_rewards: no greedy response was scored")
     returns = discounted(inputs.token_rewards, inputs.response_mask, 1.0)
@@ -148,6 +152,9 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
 
     https://arxiv.org/abs/1506.02438. Advantages are whitened over all tokens of the batch, after the returns are
     computed. `t + 1` is the next token sampled by the policy: tool tokens are skipped.
+
+    Raises:
+        BugError: the inputs have no `values`.
     """
     if inputs.values is None:
         raise BugError("algorithm.adv_estimator=gae without values: the critic did not compute any")

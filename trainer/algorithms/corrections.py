@@ -91,8 +91,9 @@ def correct(
 
 
 def importance_weights(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> ImportanceWeights:
-    """Return the importance weight proximal / behaviour of each token, or of its row (`rollout_is: sequence`), within
-    thresholds.
+    """Return the importance weights proximal / behaviour, within thresholds, of trained tokens; `log_ratio` is `[N]`.
+
+    With `rollout_is: sequence` each token has the weight of its row.
 
     `truncate` bounds weights by the upper threshold: TIS, `min(ρ, C)`. `mask` sets weights outside the thresholds to 0:
     MIS `ρ · [ρ ≤ C]` or, with a lower threshold, IcePop's `ρ · [low ≤ ρ ≤ C]`. A token of weight 0 still counts in the

@@ -153,8 +153,12 @@ class BaseEngine(ABC):
         """Add the gradient of this batch to the accumulated one. Collective.
 
         Denominators cover the rows of all ranks and count a trajectory of several rows once
-        (`trainer.engines.compute.packing.token_weights`). Returns the sums and means of the loss over all ranks, and
-        `tokens`.
+        (`trainer.engines.compute.packing.token_weights`). `batch` has this rank's rows (`trainer.workers.tensors`).
+        Returns the sums and means of the loss over all ranks, and `tokens`.
+
+        Raises (on every rank):
+            BugError: the engine was built without an optimizer.
+            DataError: no rank has a trained token.
         """
 
     @abstractmethod

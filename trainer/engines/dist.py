@@ -26,7 +26,11 @@ _stores: dict[tuple[str, ...], tuple[dist.Store, int, int]] = {}
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device; `auto` is the GPU of this process's LOCAL_RANK if torch sees a GPU, else the CPU."""
+    """Return the device; `auto` is the GPU of this process's LOCAL_RANK if torch sees a GPU, else the CPU.
+
+    Raises:
+        ConfigError: `name` is `cuda`, and torch sees no GPU.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda: torch sees no GPU here; use trainer.device=auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():

@@ -134,6 +134,7 @@ class TorchEngine(BaseEngine, abstract=True):
         self._put({part: target for part, moves in wanted.items() if moves})
 
     def forward_backward(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
+        """See `BaseEngine`. Trained rows (`[B, R]`) run in micro-batches, forward only where no gradient is needed."""
         self.optimizer  # noqa: B018 - raises if the engine is forward only
         self.to(self.device.type, optimizer=False)
         passes, counts = self._current.passes, self.layout.reports
@@ -161,6 +162,7 @@ class TorchEngine(BaseEngine, abstract=True):
         return summed | {"tokens": totals[0]}
 
     def optim_step(self, loss: float) -> StepOutcome:
+        """See `BaseEngine`. All ranks agree on `loss` and the norm, a scalar over all parameters, before they step."""
         optimizer = self.optimizer
         if not self._accumulated:
             raise BugError(

@@ -85,7 +85,12 @@ class TrainingWorker:
 
     @dispatched("rows")
     def forward_backward(self, batch: TensorDict) -> Metrics:
-        """Add this batch's gradient to the one that `optim_step` applies. Denominators count only this batch."""
+        """Add this batch's gradient to the one that `optim_step` applies. Denominators count only this batch.
+
+        Raises (on every rank):
+            BugError: the role has no loss yet (`set_loss_fn`).
+            DataError: the batch lacks required keys or has no rows, or no rank has a trained token.
+        """
         self._check(batch, trains=True)
         if self._loss is None:
             raise BugError("a worker was asked to train before set_loss_fn")
