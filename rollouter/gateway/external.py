@@ -16,7 +16,8 @@ from anyio.lowlevel import current_token
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.reward import part_weights
-from asyncrl.core.failures import BugError, UserCodeError, first_failure
+from asyncrl.core.failures import BugError, UserCodeError
+from asyncrl.core.tasks import task_group
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import FinishReason, Prompt, SampleId
 from asyncrl.profiling import profile
@@ -130,7 +131,7 @@ class ExternalAgent:
         failure: UserCodeError | None = None
         try:
             with anyio.move_on_after(self._settings.timeout_s) as deadline:
-                async with anyio.create_task_group() as group:
+                async with task_group() as group:
                     session.begin(group)
                     group.start_soon(_end_after_done, session, group.cancel_scope)
                     try:
@@ -141,8 +142,6 @@ class ExternalAgent:
                     except UserCodeError as error:
                         failure = error
                     group.cancel_scope.cancel()
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
         finally:
             self.gateway.close(key)
         return failure, deadline.cancelled_caught
