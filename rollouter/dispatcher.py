@@ -11,34 +11,30 @@ With `skip.rollout`, the samples that `launch sync` permits at once are generate
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
-from asyncrl.core.failures import DataError, UserCodeError, first_failure
+from asyncrl.core.failures import DataError, UserCodeError
 from asyncrl.core.ports import Admission
+from asyncrl.core.tasks import task_group
 from asyncrl.core.trajectory import Generated, SampleRequest
 from asyncrl.core.types import SampleId
 from asyncrl.profiling import profile
-from rollouter.sample_runner import BatchedSample, RolloutParts, SampleProgress, SampleRunner
-from rollouter.slots import GenerationSlots, SurplusMonitor
+from rollouter.sample_runner import RolloutParts, SampleProgress, SampleRunner
+from rollouter.slots import GenerationSlot, GenerationSlots, SurplusMonitor
 from skip import SkipManager
 
 NUM_OLDEST = 5
 """The number of samples in flight that the status lists."""
 
-Outcome = Generated | DataError | UserCodeError
-
 
 class PartialBatchError(Exception):
     """Some samples of a batch could not be generated, so the batch is not recorded."""
-
-    def __init__(self, outcomes: Sequence[Outcome]) -> None:
-        super().__init__()
-        self.outcomes = outcomes
 
 
 class Dispatcher:
@@ -87,14 +83,15 @@ class Dispatcher:
             for sample_id in admission.sample_ids:
                 # This loop holds no slot while it waits for permits, so a resumed sample may have acquired the slot.
                 slot = self._slots.try_acquire()
-                group.start_soon(self._track, sample_id, self.runner.run, slot, name=str(sample_id))
+                group.start_soon(self._track, SampleProgress(sample_id), slot, name=str(sample_id))
             if admission.closed:
                 return
 
-    async def _track(self, sample_id: SampleId, run: Callable[[SampleId, Any], Awaitable[None]], start: Any) -> None:
+    async def _track(self, progress: SampleProgress, slot: GenerationSlot | None = None) -> None:
+        sample_id = progress.sample_id
         since = self._in_flight[sample_id]
         try:
-            await run(sample_id, start)
+            await self.runner.run(progress, slot)
         finally:
             # If the queue has requeued the sample because of a damaged payload, the sample is already in flight again.
             if self._in_flight.get(sample_id) == since:
@@ -122,61 +119,53 @@ class Dispatcher:
 
     async def _run_batch(self, sample_ids: Sequence[SampleId], group: TaskGroup) -> None:
         step = self._parts.served_version().step + 1
-        if step == self._batched_step or len(sample_ids) < self._config.samples_per_version:
-            # These samples replace dropped ones of the batch, remain from an earlier Rollouter, or are the run's last.
-            for sample_id in sample_ids:
-                group.start_soon(self._track, sample_id, self.runner.run, None, name=str(sample_id))
-            return
-        self._batched_step = step
-        SkipManager.set_step(step)
+        samples = [SampleProgress(sample_id) for sample_id in sample_ids]
+        # Other samples replace dropped ones of the batch, remain from an earlier Rollouter, or are the run's last.
+        if step != self._batched_step and len(samples) >= self._config.samples_per_version:
+            self._batched_step = step
+            SkipManager.set_step(step)
+            await self._generate_together(samples)
+        for progress in samples:
+            group.start_soon(self._track, progress, name=str(progress.sample_id))
+
+    async def _generate_together(self, samples: Sequence[SampleProgress]) -> None:
+        """Set `SampleProgress.outcome` of all samples."""
         requests: list[SampleRequest] = []
-        outcomes: dict[SampleId, Outcome] = {}
-        progress = {sample_id: SampleProgress() for sample_id in sample_ids}
-        for sample_id in sample_ids:
+        asked: list[SampleProgress] = []
+        for progress in samples:
             try:
-                requests.append(self.runner.ask(sample_id))
+                requests.append(self.runner.ask(progress.sample_id))
+                asked.append(progress)
             except (DataError, UserCodeError) as error:
-                outcomes[sample_id] = error
-        generated: Sequence[Outcome] = []
+                progress.outcome = error
         if requests:
-            try:
-                generated = await self._generate_batch(requests, progress)
-            except PartialBatchError as partial:
-                generated = partial.outcomes
-        outcomes |= zip((request.sample_id for request in requests), generated, strict=True)
-        for sample_id, outcome in outcomes.items():
-            batched = BatchedSample(outcome, progress[sample_id])
-            group.start_soon(self._track, sample_id, self.runner.finish_batched, batched, name=str(sample_id))
+            with suppress(PartialBatchError):
+                for progress, generated in zip(asked, await self._generate_batch(requests, asked), strict=True):
+                    progress.outcome = generated
 
     @SkipManager.annotate(role="rollout")
     async def _generate_batch(
-        self, batch: Sequence[SampleRequest], progress: Mapping[SampleId, SampleProgress]
+        self, batch: Sequence[SampleRequest], samples: Sequence[SampleProgress]
     ) -> list[Generated]:
-        """Generate the batch, and update `progress` in place.
+        """Generate the batch, and update `samples` in place.
 
         Raises:
             PartialBatchError: some samples could not be generated.
         """
-        outcomes: list[Outcome | None] = [None] * len(batch)
 
-        async def generate(number: int, request: SampleRequest) -> None:
+        async def generate(request: SampleRequest, progress: SampleProgress) -> None:
             try:
-                with profile.context(sample=str(request.sample_id)):
-                    slot = await self._slots.acquire()
-                    with slot:
-                        outcomes[number] = await self.runner.generate(request, progress[request.sample_id], slot)
+                with profile.context(sample=str(request.sample_id)), await self._slots.acquire() as slot:
+                    progress.outcome = await self.runner.generate(request, progress, slot)
             except (DataError, UserCodeError) as error:
-                outcomes[number] = error
+                progress.outcome = error
 
-        try:
-            async with anyio.create_task_group() as group:
-                for number, request in enumerate(batch):
-                    group.start_soon(generate, number, request, name=str(request.sample_id))
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
-        generated = [outcome for outcome in outcomes if isinstance(outcome, Generated)]
+        async with task_group() as group:
+            for request, progress in zip(batch, samples, strict=True):
+                group.start_soon(generate, request, progress, name=str(request.sample_id))
+        generated = [one.outcome for one in samples if isinstance(one.outcome, Generated)]
         if len(generated) < len(batch):
-            raise PartialBatchError([outcome for outcome in outcomes if outcome is not None])
+            raise PartialBatchError
         return generated
 
     def status(self) -> Mapping[str, Any]:

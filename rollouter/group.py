@@ -8,16 +8,17 @@ soon as enough have ended.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeGuard
 
 import anyio
 import numpy as np
 
-from asyncrl.core.failures import BugError, DataError, first_failure
+from asyncrl.core.failures import BugError, DataError
 from asyncrl.core.ports import (
     Accepted,
     EngineCrashed,
@@ -27,8 +28,9 @@ from asyncrl.core.ports import (
     TurnProgress,
     Unplaced,
 )
-from asyncrl.core.trajectory import Trajectory, single_turn
-from asyncrl.core.types import FinishReason, Prompt, SampleId, TokenIds, Turn
+from asyncrl.core.tasks import task_group
+from asyncrl.core.trajectory import SampleRequest, Trajectory, single_turn
+from asyncrl.core.types import FinishReason, Prompt, TokenIds, Turn
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from rollouter.agent.conversation import ConversationAgent, TurnRequest
@@ -39,28 +41,9 @@ SURPLUS = "surplus"
 """In events, the finish reason of a complete trajectory that is not used, because enough others had ended before."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """The trajectories to generate for one prompt."""
-
-    name: str
-    """The session's name. The requests are `name/k` and `name/baseline`; with an agent, each of them is a session."""
-    sample_id: SampleId | str
-    prompt: Prompt
-    sampling: Mapping[str, Any]
-    n: int
-    baseline: Mapping[str, Any] | None = None
-    """Sampling parameters of the greedy trajectory, or None without one."""
-    extra: int = 0
-    """Trajectories to start beyond `n`; the first `n` to end are used."""
-    keep_surplus: bool = False
-    """Whether trajectories beyond `n` that have ended are used as well."""
-
-    def sampling_by_key(self) -> dict[str, Mapping[str, Any]]:
-        sampling = {str(k): self.sampling for k in range(self.n + self.extra)}
-        if self.baseline is not None:
-            sampling[BASELINE] = self.baseline
-        return sampling
+def own_sessions() -> SampleSessions:
+    """Return the sessions of a group that shares its crash isolation with no other group."""
+    return SampleSessions(CrashIsolation(max_crashes=2, waits=WaitBoard()), TimeLimit(anyio.CancelScope()))
 
 
 def turn_key(trajectory: str, number: int, context: TokenIds, prompt: Prompt) -> str:
@@ -75,104 +58,101 @@ def turn_key(trajectory: str, number: int, context: TokenIds, prompt: Prompt) ->
     return f"{trajectory}.{number}.{digest}"
 
 
-async def generate_group(
-    fleet: EngineFleet,
-    group: GroupRequest,
-    *,
-    sessions: SampleSessions | None = None,
-    agent: ConversationAgent | None = None,
-    turns: dict[str, Turn] | None = None,
-    record_turn: Callable[[str, Turn], Awaitable[None]] | None = None,
-    on_trajectory: Callable[[Trajectory], None] | None = None,
-) -> list[Trajectory]:
-    """Return the trajectories of a prompt, ordered by number, with the baseline last.
+@dataclass
+class GroupGeneration:
+    """The generation of one group. It runs once, and ends when all or enough trajectories have ended."""
 
-    With `group.extra`, only the first trajectories to end are returned.
+    fleet: EngineFleet
+    request: SampleRequest
+    _: KW_ONLY
+    session: str = ""
+    """The session's name; empty: that of the sample. The requests are `name/k` and `name/baseline`; with an agent, each
+    of them is a session."""
+    sessions: SampleSessions = field(default_factory=own_sessions)
+    """Decides after a crash when requests are tried again."""
+    agent: ConversationAgent | None = None
+    turns: dict[str, Turn] = field(default_factory=dict)
+    """Turns by `turn_key`. Complete ones are not generated again, partial ones are resumed, and new tokens are added as
+    the engines report them, so that they survive a cancellation."""
+    record_turn: Callable[[str, Turn], Awaitable[None]] | None = None
+    """Awaited for every turn that is finished here, before its trajectory continues."""
+    keep_surplus: bool = False
+    """Whether trajectories beyond `n` that have ended are used as well."""
 
-    Args:
-        sessions: Decides after a crash when requests are tried again. None: the group gets a crash isolation that it
-            shares with no other group.
-        turns: Turns by `turn_key`. Complete ones are not generated again, partial ones are resumed, and new tokens
-            are added as the engines report them, so that they survive a cancellation.
-        record_turn: Awaited for every turn that this call finishes, before its trajectory continues.
-        on_trajectory: Called for every trajectory that is used, as soon as it has ended.
-
-    Raises:
-        InfraError: the fleet failed and has no retries left.
-        PoisonError: the sample is blamed for engine crashes.
-        DataError: the engine refuses the request, or a response has no token.
-        BugError: the fleet broke its contract.
-    """
-    if sessions is None:
-        isolation = CrashIsolation(max_crashes=2, waits=WaitBoard())
-        sessions = SampleSessions(isolation, TimeLimit(anyio.CancelScope()))
-    generation = _GroupGeneration(fleet, group, sessions, {} if turns is None else turns, record_turn, on_trajectory)
-    try:
-        async with anyio.create_task_group() as tasks:
-            generation.scope = tasks.cancel_scope
-            if agent is None:
-                tasks.start_soon(generation.generate_single_turns)
-            else:
-                for key, sampling in group.sampling_by_key().items():
-                    tasks.start_soon(generation.hold_conversation, agent, key, sampling)
-    except BaseExceptionGroup as failures:
-        raise first_failure(failures) from None
-    return generation.trajectories()
-
-
-class _GroupGeneration:
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        group: GroupRequest,
-        sessions: SampleSessions,
-        turns: dict[str, Turn],
-        record_turn: Callable[[str, Turn], Awaitable[None]] | None,
-        on_trajectory: Callable[[Trajectory], None] | None,
-    ) -> None:
-        self._fleet = fleet
-        self._group = group
-        self._sessions = sessions
-        self._turns = turns
-        self._record_turn = record_turn
-        self._on_trajectory = on_trajectory
+    def __post_init__(self) -> None:
+        request = self.request
+        self.session = self.session or str(request.sample_id)
+        self._sampling = {str(k): request.sampling for k in range(request.n + request.extra)}
+        if request.baseline is not None:
+            self._sampling[BASELINE] = request.baseline
         self._ended: dict[str, Trajectory] = {}
-        self.scope = anyio.CancelScope()
+        self._scope = anyio.CancelScope()
 
+    @property
     def trajectories(self) -> list[Trajectory]:
-        keys = sorted(self._ended.keys() - {BASELINE}, key=int)
-        if self._group.baseline is not None:
-            keys.append(BASELINE)
-        return [self._ended[key] for key in keys]
+        """The trajectories that have ended and are used, ordered by number, with the baseline last."""
+        return [self._ended[key] for key in self._sampling if key in self._ended]
 
-    async def generate_single_turns(self) -> None:
-        group = self._group
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[AsyncIterator[Trajectory]]:
+        """Generate the group in the background, and yield an iterator over the trajectories as they end.
+
+        Raises:
+            InfraError: the fleet failed and has no retries left.
+            PoisonError: the sample is blamed for engine crashes.
+            DataError: the engine refuses the request, or a response has no token.
+            BugError: the fleet broke its contract.
+        """
+        self._events, events = anyio.create_memory_object_stream[Trajectory](math.inf)
+        async with self._events, events, task_group() as tasks:
+            tasks.start_soon(self._generate)
+            yield events
+
+    async def run(self) -> list[Trajectory]:
+        """Generate the group, and return its trajectories. Raises as `running`."""
+        async with self.running() as ended:
+            async for _ in ended:
+                pass
+        return self.trajectories
+
+    async def _generate(self) -> None:
+        with self._events:
+            async with anyio.create_task_group() as tasks:
+                self._scope = tasks.cancel_scope
+                if self.agent is None:
+                    await self._generate_single_turns()
+                else:
+                    for key, sampling in self._sampling.items():
+                        tasks.start_soon(self._hold_conversation, self.agent, key, sampling)
+
+    async def _generate_single_turns(self) -> None:
+        prompt = self.request.prompt
         requests = {}
-        for key, sampling in group.sampling_by_key().items():
-            turn = self._turns.get(key)
+        for key, sampling in self._sampling.items():
+            turn = self.turns.get(key)
             if is_complete(turn):
-                self._end(key, single_turn(group.prompt, turn))
+                self._end(key, single_turn(prompt, turn))
             else:
-                name = trajectory_id(group.name, key)
-                requests[key] = GenerateRequest(name, group.prompt.prompt_ids, sampling, turn, group.prompt.media)
+                name = trajectory_id(self.session, key)
+                requests[key] = GenerateRequest(name, prompt.prompt_ids, sampling, turn, prompt.media)
         if not requests or self._has_enough():
             return
         started = time.perf_counter()
         unfinished = dict.fromkeys(requests)
         try:
-            async with aclosing(self._finished_turns(group.name, requests)) as finished:
+            async with aclosing(self._finished_turns(self.session, requests)) as finished:
                 async for key, turn in finished:
                     with profile.context(trajectory=number_of(key)):
                         await self._record(key, turn)
                         del unfinished[key]
-                        trajectory = single_turn(group.prompt, turn)
+                        trajectory = single_turn(prompt, turn)
                         generate_s = time.perf_counter() - started
                         fields = {**self._event_fields(key, trajectory), "generate_s": round(generate_s, 6)}
                         profile.record_ended("trajectory", generate_s, **fields)
                         self._end(key, trajectory)
         except anyio.get_cancelled_exc_class():
             for key in unfinished:
-                turn = self._turns.get(key)
+                turn = self.turns.get(key)
                 is_surplus = self._has_enough() and is_complete(turn)
                 num_tokens = 0 if turn is None else len(turn.response_ids)
                 generate_s = time.perf_counter() - started
@@ -183,32 +163,32 @@ class _GroupGeneration:
                 )  # fmt: skip
             raise
 
-    async def hold_conversation(self, agent: ConversationAgent, key: str, sampling: Mapping[str, Any]) -> None:
-        group = self._group
-        session = trajectory_id(group.name, key)
+    async def _hold_conversation(self, agent: ConversationAgent, key: str, sampling: Mapping[str, Any]) -> None:
+        sample = self.request
+        session = trajectory_id(self.session, key)
 
         async def ask(request: TurnRequest) -> Turn:
-            name = turn_key(key, request.number, request.context, group.prompt)
-            logged = self._turns.get(name)
+            name = turn_key(key, request.number, request.context, sample.prompt)
+            logged = self.turns.get(name)
             if is_complete(logged):
                 return logged
             params = {**sampling, "max_tokens": min(sampling["max_tokens"], request.max_tokens)}
             if request.stop:
                 params["stop"] = [*params.get("stop", ()), *request.stop]
             request_id = turn_id(session, request.number)
-            requests = {name: GenerateRequest(request_id, request.context, params, logged, group.prompt.media)}
+            requests = {name: GenerateRequest(request_id, request.context, params, logged, sample.prompt.media)}
             # The request may come from a user's program, which has no profiling context.
-            with profile.context(sample=str(group.sample_id), trajectory=number_of(key), turn=request.number):
+            with profile.context(sample=str(sample.sample_id), trajectory=number_of(key), turn=request.number):
                 async with aclosing(self._finished_turns(session, requests)) as finished:
                     async for _, turn in finished:
                         await self._record(name, turn)
             return turn
 
-        number = group.n + group.extra if key == BASELINE else int(key)
+        number = sample.n + sample.extra if key == BASELINE else int(key)
         with profile.context(trajectory=number_of(key)):
             with profile.span("trajectory") as span:
                 try:
-                    trajectory = await agent.converse(group.sample_id, number, group.prompt, ask)
+                    trajectory = await agent.converse(sample.sample_id, number, sample.prompt, ask)
                 except anyio.get_cancelled_exc_class():
                     span.add(finish_reason=str(FinishReason.ABORTED))
                     raise
@@ -222,49 +202,47 @@ class _GroupGeneration:
         another try."""
         keys = list(requests)
         unfinished = set(keys)
-        async with aclosing(self._fleet.generate(list(requests.values()), session=session)) as events:
+        async with aclosing(self.fleet.generate(list(requests.values()), session=session)) as events:
             async for event in events:
                 match event:
                     case Accepted(replica):
-                        self._sessions.place(session, replica)
+                        self.sessions.place(session, replica)
                     case Unplaced():
-                        self._sessions.place(session, "")
+                        self.sessions.place(session, "")
                     case TurnProgress(number, turn):
-                        self._turns[keys[number]] = turn
+                        self.turns[keys[number]] = turn
                     case TurnFinished(number, turn):
                         check_turn(requests[keys[number]].request_id, turn)
-                        self._turns[keys[number]] = turn
+                        self.turns[keys[number]] = turn
                         unfinished.discard(keys[number])
                         yield keys[number], turn
                     case EngineCrashed(error):
-                        await self._sessions.wait_until_allowed(session, error)
-        self._sessions.end(session)
+                        await self.sessions.wait_until_allowed(session, error)
+        self.sessions.end(session)
         if unfinished:
             raise BugError(f"{session}: the fleet finished without {len(unfinished)} of {len(keys)} turns")
 
     async def _record(self, key: str, turn: Turn) -> None:
-        if self._record_turn is not None:
-            await self._record_turn(key, turn)
+        if self.record_turn is not None:
+            await self.record_turn(key, turn)
 
     def _end(self, key: str, trajectory: Trajectory) -> None:
         if not self._is_used(key):
             return
         self._ended[key] = trajectory = replace(trajectory, number=number_of(key))
-        if self._on_trajectory is not None:
-            self._on_trajectory(trajectory)
+        self._events.send_nowait(trajectory)
         if self._has_enough():
-            self.scope.cancel()
+            self._scope.cancel()
 
     def _is_used(self, key: str) -> bool:
         """Return whether this trajectory, which has just ended, is used."""
-        group = self._group
-        return key == BASELINE or group.keep_surplus or len(self._ended.keys() - {BASELINE}) < group.n
+        return key == BASELINE or self.keep_surplus or len(self._ended.keys() - {BASELINE}) < self.request.n
 
     def _has_enough(self) -> bool:
-        group = self._group
-        needed = group.n + (group.baseline is not None)
-        has_baseline = group.baseline is None or BASELINE in self._ended
-        return group.extra > 0 and has_baseline and len(self._ended) >= needed
+        sample = self.request
+        needed = sample.n + (sample.baseline is not None)
+        has_baseline = sample.baseline is None or BASELINE in self._ended
+        return sample.extra > 0 and has_baseline and len(self._ended) >= needed
 
     def _event_fields(self, key: str, trajectory: Trajectory) -> dict[str, Any]:
         if not profile.records("trajectory"):

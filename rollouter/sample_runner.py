@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 import anyio
+from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import DataError, UserCodeError, first_failure
+from asyncrl.core.failures import DataError, UserCodeError
 from asyncrl.core.ports import EngineFleet, PayloadStore, PromptSource, RewardScorer, Score, TurnLog
+from asyncrl.core.tasks import task_group
 from asyncrl.core.trajectory import Generated, SampleRequest, Trajectory
 from asyncrl.core.types import DropReason, Prompt, Replay, Row, Sample, SampleId, Span, Turn, sample_meta
 from asyncrl.core.waits import WaitBoard
@@ -35,7 +38,7 @@ from asyncrl.queue.sample_queue import SampleQueue
 from rollouter.agent.conversation import ConversationAgent
 from rollouter.crash_isolation import SETTLE_S, CrashIsolation, time_limit
 from rollouter.drop_policy import DropPolicy
-from rollouter.group import GroupRequest, generate_group, is_complete
+from rollouter.group import GroupGeneration, is_complete
 from rollouter.requests import greedy, sampling_params
 from rollouter.slots import BusyMeter, GenerationSlot, GenerationSlots, SurplusError, SurplusMonitor
 from rollouter.trajectory_dump import TrajectoryDump
@@ -54,24 +57,24 @@ class ServedVersion(NamedTuple):
 
 @dataclass(slots=True)
 class SampleProgress:
-    """The generation of one sample, which may be interrupted and resumed."""
+    """One sample that is generated, perhaps in several attempts, and scored."""
 
+    sample_id: SampleId
+    outcome: Generated | DataError | UserCodeError | None = None
+    """Its trajectories, or the error that prevented them, if it was generated together with other samples."""
     turns: dict[str, Turn] = field(default_factory=dict)
     """Complete and partial turns by `turn_key`."""
     logged_tokens: int | None = None
     """Tokens of turns that an earlier Rollouter has logged; None until the turn log is read."""
+    resumed_tokens: int = 0
+    """Tokens with which the current attempt began."""
     generate_s: float = 0.0
+    scores: dict[Trajectory, Score] = field(default_factory=dict)
+    """Scores of the trajectories that were scored while others were generated."""
 
     @property
     def num_tokens(self) -> int:
         return sum(len(turn.response_ids) for turn in self.turns.values())
-
-
-class BatchedSample(NamedTuple):
-    """A sample of a batch that was generated together, or the error that prevented its generation."""
-
-    outcome: Generated | DataError | UserCodeError
-    progress: SampleProgress
 
 
 @dataclass(slots=True)
@@ -167,41 +170,33 @@ class SampleRunner:
         self.generation = BusyMeter(parts.clock)
         self.counts = RolloutCounts()
 
-    async def run(self, sample_id: SampleId, slot: GenerationSlot | None) -> None:
-        """Generate, score and offer one sample, or drop it. With `slot` None, wait for a slot first."""
-        progress = SampleProgress()
+    async def run(self, progress: SampleProgress, slot: GenerationSlot | None = None) -> None:
+        """Generate, score and offer one sample, or drop it. Without `slot`, wait for a slot first."""
+        sample_id, outcome, generated_at = progress.sample_id, progress.outcome, self._parts.clock()
+        whole_group = self._parts.scorer.whole_group or SkipManager.get("reward") is not None
         with profile.context(sample=str(sample_id)):
             try:
-                slot = slot or await self._slots.acquire()
-                while True:
+                while outcome is None:
+                    slot = slot or await self._slots.acquire()
                     try:
                         # `generate` frees the slot, so that no engine idles while files or rewards are slow.
                         with slot:
                             request = self.ask(sample_id)
-                            generated, scores, scoring_began = await self._generate_and_score(request, progress, slot)
-                        break
+                            progress.scores.clear()
+                            async with task_group() as scoring:
+                                outcome = await self.generate(request, progress, slot, None if whole_group else scoring)
+                                generated_at = self._parts.clock()
                     except SurplusError:
                         if self._unfinished == "drop":
                             raise
-                    with self._waiting("surplus"), profile.span("sample.surplus"):
-                        await self._surplus.wait_for_room()
-                    slot = await self._slots.acquire()
-                sample = await self._score_and_pack(sample_id, generated, scores, scoring_began)
-            except (SurplusError, DataError, UserCodeError) as error:
-                await self._drop(sample_id, error, progress)
-            else:
-                await self._offer(sample)
-
-    async def finish_batched(self, sample_id: SampleId, batched: BatchedSample) -> None:
-        """Score and offer one sample of a batch that was generated together, or drop it."""
-        outcome, progress = batched
-        with profile.context(sample=str(sample_id)):
-            try:
-                if isinstance(outcome, DataError | UserCodeError):
+                        with self._waiting("surplus"), profile.span("sample.surplus"):
+                            await self._surplus.wait_for_room()
+                        slot = None
+                if not isinstance(outcome, Generated):
                     raise outcome
-                sample = await self._score_and_pack(sample_id, outcome, {}, self._parts.clock())
-            except (DataError, UserCodeError) as error:
-                await self._drop(sample_id, error, progress)
+                sample = await self._score_and_pack(progress, outcome, generated_at)
+            except (SurplusError, DataError, UserCodeError) as error:
+                await self._drop(error, progress)
             else:
                 await self._offer(sample)
 
@@ -209,54 +204,34 @@ class SampleRunner:
         """See `ask_for`."""
         return ask_for(self._parts.config, sample_id, self._parts.prompts, self._parts.agent)
 
-    async def _generate_and_score(
-        self, request: SampleRequest, progress: SampleProgress, slot: GenerationSlot
-    ) -> tuple[Generated, Mapping[Trajectory, Score], float]:
-        """Generate a group. Score each trajectory as soon as it ends, unless the group is scored together or replayed.
-
-        Returns:
-            The group, its scores (empty if it is not scored yet), and the time when generation ended.
-        """
-        scores: dict[Trajectory, Score] = {}
-        whole_group = self._parts.scorer.whole_group or SkipManager.get("reward") is not None
-
-        async def score(trajectory: Trajectory) -> None:
-            with self._waiting("reward"):
-                (scores[trajectory],) = await score_trajectories(self._parts.scorer, request.prompt, [trajectory])
-
-        def start_scoring(trajectory: Trajectory) -> None:
-            scoring.start_soon(score, trajectory)
-
-        try:
-            async with anyio.create_task_group() as scoring:
-                generated = await self.generate(request, progress, slot, None if whole_group else start_scoring)
-                generated_at = self._parts.clock()
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
-        return generated, scores, generated_at
-
     @SkipManager.annotate(role="async_rollout")
     async def generate(
-        self,
-        request: SampleRequest,
-        progress: SampleProgress,
-        slot: GenerationSlot,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
+        self, request: SampleRequest, progress: SampleProgress, slot: GenerationSlot, scoring: TaskGroup | None = None
     ) -> Generated:
         """Generate the group, the greedy trajectory last if there is one, within `timeouts.sample_s`; free the slot.
 
         Args:
             progress: The progress to resume from; updated in place.
-            on_trajectory: Called with each trajectory that is generated now, as soon as it has ended.
+            scoring: Scores each trajectory that is generated now, as soon as it has ended. None: nothing is scored yet.
 
         Raises:
             SurplusError: enough other samples are done.
         """
-        name = str(request.sample_id)
-        group = GroupRequest(
-            name, request.sample_id, request.prompt, request.sampling, request.n, request.baseline, request.extra,
-            keep_surplus=self._unfinished != "drop",
-        )  # fmt: skip
+        with self._attempt(request, progress, slot) as group:
+            await self._resume(progress)
+            with self._waiting("engine"), self.generation.busy():
+                async with group.running() as ended:
+                    async for trajectory in ended:
+                        if scoring is not None:
+                            scoring.start_soon(self._score_early, progress, request.prompt, trajectory)
+        return Generated(request.prompt, tuple(group.trajectories), progress.generate_s, request.baseline is not None)
+
+    @contextmanager
+    def _attempt(
+        self, request: SampleRequest, progress: SampleProgress, slot: GenerationSlot
+    ) -> Iterator[GroupGeneration]:
+        """Limit and measure one attempt at generating a group, and free the slot."""
+        name, started, is_kept = str(request.sample_id), self._parts.clock(), self._unfinished != "drop"
         with (
             slot,
             self._surplus.abortable() as surplus,
@@ -264,25 +239,15 @@ class SampleRunner:
             profile.span("sample.generate", trajectories=request.n + request.extra) as span,
             self._parts.isolation.sample(limit) as sessions,
         ):
-            started = self._parts.clock()
-            tokens_before = 0
+            group = GroupGeneration(
+                self._parts.fleet, request, sessions=sessions, agent=self._parts.agent, turns=progress.turns,
+                record_turn=partial(self._record_turn, progress.sample_id), keep_surplus=is_kept,
+            )  # fmt: skip
             try:
-                await self._resume(request.sample_id, progress)
-                tokens_before = progress.num_tokens
-                with self._waiting("engine"), self.generation.busy():
-                    trajectories = await generate_group(
-                        self._parts.fleet,
-                        group,
-                        sessions=sessions,
-                        agent=self._parts.agent,
-                        turns=progress.turns,
-                        record_turn=partial(self._record_turn, request.sample_id),
-                        on_trajectory=on_trajectory,
-                    )
+                yield group
             except anyio.get_cancelled_exc_class():
                 if surplus.cancel_called:  # otherwise the time is up or the run ends, and nothing is resumed
-                    is_kept = self._unfinished != "drop"
-                    num_tokens = progress.num_tokens - tokens_before
+                    num_tokens = progress.num_tokens - progress.resumed_tokens
                     profile.note("sample.cut", tokens=num_tokens, kept=int(is_kept))
                     if is_kept:
                         sessions.suspend_all()
@@ -291,21 +256,26 @@ class SampleRunner:
                 raise
             finally:
                 progress.generate_s += self._parts.clock() - started
-                span.add(tokens=progress.num_tokens - tokens_before)
-            span.add(trajectories=len(trajectories))
-        used_tokens = sum(trajectory.num_sampled for trajectory in trajectories)
+                span.add(tokens=progress.num_tokens - progress.resumed_tokens)
+            span.add(trajectories=len(group.trajectories))
+        used_tokens = sum(trajectory.num_sampled for trajectory in group.trajectories)
         self.counts.surplus_tokens += max(0, progress.num_tokens - used_tokens)
         self.counts.generate_s += progress.generate_s
         self.counts.max_generate_s = max(self.counts.max_generate_s, progress.generate_s)
-        return Generated(request.prompt, tuple(trajectories), progress.generate_s, request.baseline is not None)
 
-    async def _resume(self, sample_id: SampleId, progress: SampleProgress) -> None:
+    async def _score_early(self, progress: SampleProgress, prompt: Prompt, trajectory: Trajectory) -> None:
+        with self._waiting("reward"), profile.context(trajectory=trajectory.number):
+            (progress.scores[trajectory],) = await score_trajectories(self._parts.scorer, prompt, [trajectory])
+
+    async def _resume(self, progress: SampleProgress) -> None:
         """Add the turns that an earlier Rollouter logged, or discard the partial turns of an earlier attempt."""
         if progress.logged_tokens is None:
-            progress.turns |= await self._parts.turns.completed(sample_id)
+            progress.turns |= await self._parts.turns.completed(progress.sample_id)
             progress.logged_tokens = progress.num_tokens
         elif self._unfinished != "keep_partial":
-            progress.turns = {key: turn for key, turn in progress.turns.items() if is_complete(turn)}
+            for key in [key for key, turn in progress.turns.items() if not is_complete(turn)]:
+                del progress.turns[key]
+        progress.resumed_tokens = progress.num_tokens
 
     async def _record_turn(self, sample_id: SampleId, key: str, turn: Turn) -> None:
         self.counts.generated_tokens += len(turn.response_ids)
@@ -313,20 +283,18 @@ class SampleRunner:
         with anyio.CancelScope(shield=True), profile.span("turnlog.write", tokens=len(turn.response_ids)):
             await self._parts.turns.record(sample_id, key, turn)
 
-    async def _score_and_pack(
-        self, sample_id: SampleId, generated: Generated, scores: Mapping[Trajectory, Score], scoring_began: float
-    ) -> Sample:
-        """Score the group unless `scores` has its scores; pack and dump the sample."""
-        prompt, trajectories = generated.prompt, generated.trajectories
+    async def _score_and_pack(self, progress: SampleProgress, generated: Generated, generated_at: float) -> Sample:
+        """Score the group unless its trajectories are scored already; pack and dump the sample."""
+        sample_id, prompt, trajectories = progress.sample_id, generated.prompt, generated.trajectories
         if generated.replayed_from is not None:
             num_tokens = sum(trajectory.num_sampled for trajectory in trajectories)
             profile.note("sample.generate", trajectories=len(trajectories), tokens=num_tokens, replayed=1)
-        if scores:
-            all_scores = [scores[trajectory] for trajectory in trajectories]
+        if progress.scores:
+            all_scores = [progress.scores[trajectory] for trajectory in trajectories]
         else:
             with self._waiting("reward"):
                 all_scores = await self.score(sample_id, prompt, trajectories)
-        reward_s = self._parts.clock() - scoring_began
+        reward_s = self._parts.clock() - generated_at
         self.counts.reward_s += reward_s
         profile.record_ended("sample.reward", reward_s)
         if generated.replayed_from is None:
@@ -372,10 +340,9 @@ class SampleRunner:
         self.counts.samples_done += 1
         await self._parts.turns.forget(sample.sample_id)
 
-    async def _drop(
-        self, sample_id: SampleId, error: SurplusError | DataError | UserCodeError, progress: SampleProgress
-    ) -> None:
+    async def _drop(self, error: SurplusError | DataError | UserCodeError, progress: SampleProgress) -> None:
         """Drop the sample, or raise as `DropPolicy.decide` does."""
+        sample_id = progress.sample_id
         if isinstance(error, SurplusError):
             reason = DropReason.SURPLUS
         else:

@@ -13,12 +13,12 @@ from anyio.abc import TaskGroup
 from asyncrl.core.failures import DataError, UserCodeError
 from asyncrl.core.ports import Score, WeightsVersion
 from asyncrl.core.records import Metrics, ValidationRecord
-from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.trajectory import SampleRequest, Trajectory
 from asyncrl.core.types import FinishReason, Prompt, Turn
 from asyncrl.profiling import profile
 from rollouter.crash_isolation import SampleSessions, time_limit
 from rollouter.drop_policy import is_permanent
-from rollouter.group import GroupRequest, generate_group
+from rollouter.group import GroupGeneration
 from rollouter.prompts.chat_template import Decode
 from rollouter.requests import sampling_params
 from rollouter.sample_runner import RolloutParts, score_trajectories
@@ -149,10 +149,11 @@ class Validator:
         )
         for attempt in range(1, rollout.max_attempts + 1):
             session = name if attempt == 1 else f"{name}_try_{attempt}"
-            group = GroupRequest(session, name, prompt, params, rollout.val.n)
-            trajectories = await generate_group(
-                self._parts.fleet, group, sessions=sessions, agent=self._parts.agent, record_turn=self._count_turn
-            )
+            group = GroupGeneration(
+                self._parts.fleet, SampleRequest(name, prompt, params, rollout.val.n),
+                session=session, sessions=sessions, agent=self._parts.agent, record_turn=self._count_turn,
+            )  # fmt: skip
+            trajectories = await group.run()
             others = {other for one in trajectories for other in one.versions} - {version}
             if not others:
                 return trajectories

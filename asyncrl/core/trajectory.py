@@ -110,9 +110,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleRequest:
-    """A sample to generate."""
+    """The trajectories to generate for one prompt."""
 
-    sample_id: SampleId
+    sample_id: SampleId | str
+    """In validation, the name of the prompt."""
     prompt: Prompt
     sampling: Mapping[str, Any]
     """Parameters of vLLM's SamplingParams."""

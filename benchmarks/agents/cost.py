@@ -16,7 +16,7 @@ from anyio import lowlevel
 
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import ApplyReport, GenerateRequest, GenerationEvent, Publication, TurnFinished
-from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.trajectory import SampleRequest, Trajectory
 from asyncrl.core.types import FinishReason, Prompt, SampleId, Span, Turn
 from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL, TOOL, N, SumPrompts, conversation_settings, make_agent
 from benchmarks.report import Table
@@ -24,7 +24,7 @@ from benchmarks.running import print_progress
 from rollouter.agent.chat import ChatExtension, ChatTokenizer, Message
 from rollouter.agent.loop import BuiltInAgent
 from rollouter.agent.parsing import ParsedTurn, ToolCallParser
-from rollouter.group import GroupRequest, generate_group
+from rollouter.group import GroupGeneration
 from rollouter.prompts.chat_template import load_tokenizer
 
 CALL = f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{}}}}\n</tool_call><eos>'
@@ -148,9 +148,8 @@ async def _generate(fleet: RecitingFleet, prompt: Prompt, groups: int, agent: Bu
     made: list[Trajectory] = []
 
     async def one(index: int) -> None:
-        sample_id = SampleId(0, index)
-        group = GroupRequest(str(sample_id), sample_id, prompt, {"max_tokens": MAX_MODEL_LEN}, N)
-        made.extend(await generate_group(fleet, group, agent=agent))
+        request = SampleRequest(SampleId(0, index), prompt, {"max_tokens": MAX_MODEL_LEN}, N)
+        made.extend(await GroupGeneration(fleet, request, agent=agent).run())
 
     async with anyio.create_task_group() as tasks:
         for index in range(1, groups + 1):

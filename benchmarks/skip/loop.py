@@ -65,6 +65,7 @@ async def _while_recording(samples: Sequence[Generated], seconds: float) -> tupl
 
     @SkipManager.annotate(ROLE)
     async def generate(request: SampleRequest) -> Generated:
+        assert isinstance(request.sample_id, SampleId)
         return samples[request.sample_id.index % len(samples)]
 
     async def keep_on() -> None:

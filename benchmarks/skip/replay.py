@@ -23,7 +23,7 @@ from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import Table
 from benchmarks.running import local_ray, print_progress, ratio, serving
 from benchmarks.skip.samples import ROLE, recording
-from rollouter.group import GroupRequest, generate_group
+from rollouter.group import GroupGeneration
 from rollouter.loading import load_task
 from rollouter.sample_runner import ask_for
 from skip.manager import SkipManager
@@ -43,8 +43,7 @@ class EngineStage:
         self.calls += 1
         started = time.perf_counter()
         name = f"{request.sample_id}-{next(self._numbers)}"
-        group = GroupRequest(name, request.sample_id, request.prompt, request.sampling, request.n)
-        made = await generate_group(self._fleet, group)
+        made = await GroupGeneration(self._fleet, request, session=name).run()
         return Generated(request.prompt, tuple(made), time.perf_counter() - started)
 
 
@@ -124,11 +123,11 @@ async def _replay_rows(case: ReplayCase) -> Table:
 async def replay_case(case: ReplayCase, stage: EngineStage) -> Table:
     """Generate and replay samples in rounds; return a row for engines and one for records."""
     replayed = SkipManager.annotate(ROLE)(stage.generate)
-    known: dict[int, Generated] = {}
+    known: dict[SampleId | str, Generated] = {}
 
     @SkipManager.annotate(ROLE)
     async def record(request: SampleRequest) -> Generated:
-        return known[request.sample_id.index]
+        return known[request.sample_id]
 
     rates: dict[str, list[float]] = {"engines": [], "records": []}
     lengths: dict[str, list[int]] = {"engines": [], "records": []}
@@ -139,7 +138,7 @@ async def replay_case(case: ReplayCase, stage: EngineStage) -> Table:
         batch = [case.asked(1 + number * size + place) for place in range(size)]
         made, seconds = await _generate(case, stage, batch[: case.generated])
         kept = [_lengthened(one) for one in made] if case.lengths else made
-        known = {asked.sample_id.index: one for asked, one in zip(batch, itertools.cycle(kept), strict=False)}
+        known = {asked.sample_id: one for asked, one in zip(batch, itertools.cycle(kept), strict=False)}
         await at_once(record, batch, case.concurrent)
         stage.calls = 0
         started = time.perf_counter()

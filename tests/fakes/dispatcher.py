@@ -19,12 +19,11 @@ from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import first_failure
 from asyncrl.core.ports import Lease, RewardScorer
 from asyncrl.core.staleness import Pacing
-from asyncrl.core.trajectory import Trajectory, single_turn
+from asyncrl.core.trajectory import SampleRequest, Trajectory, single_turn
 from asyncrl.core.types import Prompt, Sample, SampleId
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from rollouter.agent.conversation import AskTurn, ConversationAgent, ConversationTokens, TurnRequest
 from rollouter.dispatcher import Dispatcher
-from rollouter.group import GroupRequest
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
 from tests.fakes.engine import FakeFleet
@@ -145,10 +144,10 @@ class DispatcherRig:
         return error
 
 
-def group_request(n: int, *, max_tokens: int = 16, **options: Any) -> GroupRequest:
+def group_request(n: int, *, max_tokens: int = 16, **options: Any) -> SampleRequest:
     """Return a request for `n` trajectories of a prompt of two tokens."""
     sampling = {"max_tokens": max_tokens}
-    return GroupRequest("sample_0_1", SampleId(0, 1), make_prompt(1, 2), sampling, n, **options)
+    return SampleRequest(SampleId(0, 1), make_prompt(1, 2), sampling, n, **options)
 
 
 def leased_samples(lease: Lease) -> list[Sample]:

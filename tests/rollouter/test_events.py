@@ -23,7 +23,7 @@ from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import DataError, InfraError, UserCodeError
 from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, GenerationEvent, Lease, Publication, TurnFinished
 from asyncrl.core.staleness import Pacing
-from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.trajectory import SampleRequest, Trajectory
 from asyncrl.core.types import FinishReason, Prompt, Sample, SampleId, Span, Turn
 from asyncrl.observe.kept_samples import to_dumped
 from asyncrl.profiling import Profiler, ProfilerSettings, profile
@@ -32,7 +32,7 @@ from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.storage.array_bytes import decode, encode
 from asyncrl.storage.sample_bytes import PackedBlob, pack, to_blob, unpack
 from asyncrl.storage.trajectory_files import find
-from rollouter.group import GroupRequest, generate_group
+from rollouter.group import GroupGeneration
 from rollouter.loading import RolloutTask
 from rollouter.requests import parse_request_id
 from rollouter.rollouter import Rollouter
@@ -350,14 +350,14 @@ def finishes(events_dir: Path) -> dict[int, tuple[str, int]]:
 
 
 async def test_the_baseline_has_a_separate_trajectory_event(events_dir: Path) -> None:
-    await generate_group(FakeFleet(), group_request(2, baseline={"max_tokens": 4}))
+    await GroupGeneration(FakeFleet(), group_request(2, baseline={"max_tokens": 4})).run()
     assert finishes(events_dir) == {-1: ("stop", 2), 0: ("stop", 2), 1: ("stop", 2)}
 
 
 async def test_logged_turns_record_no_second_event(events_dir: Path) -> None:
     turns: dict[str, Turn] = {}
-    await generate_group(FakeFleet(), group_request(2), turns=turns)
-    await generate_group(FakeFleet(), group_request(2), turns={"0": turns["0"]})
+    await GroupGeneration(FakeFleet(), group_request(2), turns=turns).run()
+    await GroupGeneration(FakeFleet(), group_request(2), turns={"0": turns["0"]}).run()
     assert sorted(one["trajectory"] for one in of(written(events_dir), "trajectory")) == [0, 1, 1]
 
 
@@ -486,7 +486,7 @@ class Shielded(OneTurn):
 @pytest.mark.parametrize("kept", [False, True])
 async def test_trajectories_beyond_n_are_recorded_as_surplus(events_dir: Path, agent: Any, kept: bool) -> None:
     """All trajectories end at once, before any of them can be cut."""
-    made = await generate_group(FakeFleet(), group_request(2, extra=2, keep_surplus=kept), agent=agent)
+    made = await GroupGeneration(FakeFleet(), group_request(2, extra=2), keep_surplus=kept, agent=agent).run()
     recorded = finishes(events_dir)
     counted = {number for number, (reason, _) in recorded.items() if reason == "stop"}
     assert counted == {one.number for one in made} and len(counted) == (4 if kept else 2)
@@ -497,8 +497,10 @@ async def test_trajectories_that_end_during_the_baseline_are_surplus(events_dir:
     """Surplus trajectories are neither reported nor scored."""
     fleet = FakeFleet(answer=lambda request: [5] * (9 if "baseline" in request.request_id else 1), chunk_tokens=1)
     group = group_request(2, baseline={"max_tokens": 16}, extra=1)
-    ended: list[int | None] = []
-    made = await generate_group(fleet, group, on_trajectory=lambda one: ended.append(one.number))
+    generation = GroupGeneration(fleet, group)
+    async with generation.running() as events:
+        ended = [one.number async for one in events]
+    made = generation.trajectories
     assert [one.number for one in made] == [0, 1, -1] == ended
     assert [one.num_sampled for one in made] == [1, 1, 9]
     reasons = {number: reason for number, (reason, _) in finishes(events_dir).items()}
@@ -509,7 +511,7 @@ async def test_a_complete_trajectory_that_is_cut_while_it_is_logged_is_surplus(e
     async def record_slowly(key: str, turn: Turn) -> None:
         await anyio.lowlevel.checkpoint()
 
-    (one,) = await generate_group(FakeFleet(), group_request(1, extra=1), record_turn=record_slowly)
+    (one,) = await GroupGeneration(FakeFleet(), group_request(1, extra=1), record_turn=record_slowly).run()
     assert one.number == 0 and finishes(events_dir) == {0: ("stop", 2), 1: ("surplus", 2)}
 
 
@@ -640,9 +642,9 @@ async def test_users_programs_record_their_turns(events_dir: Path) -> None:
     async def record(key: str, turn: Turn) -> None:
         mark(key.split(".")[0])
 
-    group = GroupRequest("sample_0_1", SampleId(0, 1), rig.prompt(), {"max_tokens": 50}, 3)
+    group = SampleRequest(SampleId(0, 1), rig.prompt(), {"max_tokens": 50}, 3)
     with profile.context(sample="sample_0_1"):
-        await generate_group(rig.fleet("12"), group, record_turn=record, agent=rig.made(rig.talk))
+        await GroupGeneration(rig.fleet("12"), group, record_turn=record, agent=rig.made(rig.talk)).run()
     events = written(events_dir)
     for number in range(3):
         one = the(events, "trajectory", trajectory=number)

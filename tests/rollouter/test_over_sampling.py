@@ -12,7 +12,7 @@ from asyncrl.core.failures import UserCodeError
 from asyncrl.core.ports import GenerateRequest, Lease
 from asyncrl.core.types import Prompt, SampleId, SampleMeta, Span, Turn
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
-from rollouter.group import generate_group
+from rollouter.group import GroupGeneration
 from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, group_request, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, MemoryTurns, make_prompt, until
@@ -159,9 +159,10 @@ def lengths(request: GenerateRequest) -> list[int]:
 @pytest.mark.parametrize(("extra", "finished"), [(0, 5), (2, 3)])
 async def test_the_first_n_trajectories_count_and_the_others_are_aborted(extra: int, finished: int) -> None:
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
-    ended: list[int | None] = []
-    group = group_request(5 - extra, extra=extra)
-    made = await generate_group(fleet, group, on_trajectory=lambda one: ended.append(one.number))
+    generation = GroupGeneration(fleet, group_request(5 - extra, extra=extra))
+    async with generation.running() as events:
+        ended = [one.number async for one in events]
+    made = generation.trajectories
     assert [one.num_sampled for one in made] == list(range(1, finished + 1))
     assert ended == list(range(finished))
     assert bool(fleet.cancelled) == (extra > 0)
@@ -172,10 +173,10 @@ async def test_logged_trajectories_count_before_new_ones(logged: list[int], used
     """A Rollouter died, and its successor finds these complete trajectories of four in the turn log."""
     log = FakeFleet(answer=lengths)
     turns: dict[str, Turn] = {}
-    await generate_group(log, group_request(4), turns=turns)
+    await GroupGeneration(log, group_request(4), turns=turns).run()
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
     logged_turns = {str(number): turns[str(number)] for number in logged}
-    made = await generate_group(fleet, group_request(2, extra=2), turns=logged_turns)
+    made = await GroupGeneration(fleet, group_request(2, extra=2), turns=logged_turns).run()
     assert [one.number for one in made] == used
     assert bool(fleet.requests) == (len(logged) < 2), "no engine is called if the log has enough trajectories"
 
@@ -256,9 +257,9 @@ async def test_logged_turns_are_used_only_in_the_same_context(answer: int, num_r
     """A Rollouter died after the second of three turns. The tools of its successor return the same result or another
     one."""
     turns: dict[str, Turn] = {}
-    await generate_group(FakeFleet(), group_request(1), agent=ScriptedConverser(2), turns=turns)
+    await GroupGeneration(FakeFleet(), group_request(1), agent=ScriptedConverser(2), turns=turns).run()
     fleet = FakeFleet()
-    await generate_group(fleet, group_request(1), agent=ScriptedConverser(3, answer), turns=turns)
+    await GroupGeneration(fleet, group_request(1), agent=ScriptedConverser(3, answer), turns=turns).run()
     assert len(fleet.requests) == num_requests
 
 

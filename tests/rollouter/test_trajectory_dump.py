@@ -22,7 +22,7 @@ from asyncrl.core.trajectory import Generated, TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Prompt, Replay, Span
 from asyncrl.storage.trajectory_files import file_name, find
 from rollouter import trajectory_dump as dump_module
-from rollouter.sample_runner import BatchedSample, SampleProgress
+from rollouter.sample_runner import SampleProgress
 from rollouter.trajectory_dump import TrajectoryDump, describe, make_dump
 from tests.fakes import dumped
 from tests.fakes.dispatcher import DispatcherRig, leased_samples
@@ -275,7 +275,7 @@ async def test_every_scored_sample_is_dumped_before_its_offer(tmp_path: Path, re
     )
     generated = Generated(prompt(), (*group(), guess()), 1.5, has_baseline=True, replayed_from=7 if replayed else None)
     (sample_id,) = (await rig.queue.admit(1, timeout_s=1.0)).sample_ids
-    await rig.dispatcher.runner.finish_batched(sample_id, BatchedSample(generated, SampleProgress()))
+    await rig.dispatcher.runner.run(SampleProgress(sample_id, generated))
     (made,) = leased_samples(await rig.lease(1, trainer_version=4))
     found = find(tmp_path / "dump", 1, tmp_path / "run").trajectories
     assert [(one.number, one.score.reward, one.baseline_reward) for one in found] == [(0, 0.5, 0.5), (1, 0.5, 0.5)]
