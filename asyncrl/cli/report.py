@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from asyncrl.core.failures import ConfigError
+from asyncrl.observe.formats import seconds
 from asyncrl.observe.status.run_files import events_level, explain_missing_events, read_liveness
 from asyncrl.storage.run_dir import SUMMARY, SavedConfig, find_run
 
@@ -52,7 +53,6 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
     from asyncrl.observe.report.load import load, read_json
     from asyncrl.observe.report.page import check_directory, summary_lines, write_report
     from asyncrl.observe.report.plots import figures
-    from asyncrl.observe.report.statistics import seconds
 
     run_dir = find_run(run)
     directory = out or run_dir / DIRECTORY

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.skip_steps import StepSet
+from asyncrl.observe.formats import duration
 from asyncrl.observe.kept_samples import format_ids
-from asyncrl.observe.status.why import duration
 from asyncrl.storage.array_bytes import DamageError
 from skip import archive as archives
 from skip.record import Record

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from asyncrl.core.process_health import ProcessHealth, RunHealth
+from asyncrl.observe.formats import size
 from asyncrl.observe.health.alarms import GONE_S, AlarmLevel, Alarms, Condition, HealthNotice, RuleResult
 
 GIB = 1 << 30
@@ -337,15 +338,6 @@ _RULE_FUNCTIONS: Sequence[Callable[[HealthSnapshot, TrendTracker, HealthSettings
     _events,
     _idle,
 )
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes, such as `3.2 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
 
 
 # ------------------------------------------------------------------------------------------------ remedies

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.observe.formats import count, seconds
 from asyncrl.observe.report.findings import RunData, rank_findings
 from asyncrl.observe.report.load import Events
 from asyncrl.observe.report.requests import logical_requests, request_figures
 from asyncrl.observe.report.samples import share_figures, trace_samples, turn_figures
-from asyncrl.observe.report.statistics import complement, count, seconds, to_json, total
+from asyncrl.observe.report.statistics import complement, to_json, total
 from asyncrl.observe.report.steps import find_outages, idle_figures, step_figures
 from asyncrl.observe.report.versions import limit_figures, staleness_figures, waste_figures, weight_sync_figures
 from asyncrl.observe.status.run_status import ENDED

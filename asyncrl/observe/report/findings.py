@@ -17,17 +17,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from asyncrl.observe.formats import count, percent, seconds
 from asyncrl.observe.report.load import Events
 from asyncrl.observe.report.samples import CriticalPath, TracedSamples
 from asyncrl.observe.report.statistics import (
     EMPTY,
     Intervals,
-    count,
     difference,
     find_outliers,
     intersection,
-    percent,
-    seconds,
     spans,
     total,
     union,

@@ -18,8 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
+from asyncrl.observe.formats import percent, seconds
 from asyncrl.observe.report import plots
-from asyncrl.observe.report.statistics import percent, seconds
 
 PAGE, DATA = "index.html", "report.json"
 MAX_STEPS = 2000

@@ -16,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from asyncrl.observe.formats import count, percent, seconds
 from asyncrl.observe.report.samples import KINDS
-from asyncrl.observe.report.statistics import count, percent, seconds
 from asyncrl.observe.report.versions import waste_by_reason
 
 Report = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Interval sets, distributions, outlying calls, and numbers as JSON and as text. Pure."""
+"""Interval sets, distributions, outlying calls, and numbers as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def find_outliers(calls: pd.DataFrame) -> Outliers | None:
     )
 
 
-# ---------------------------------------------------------------------------------------------- JSON and text
+# ---------------------------------------------------------------------------------------------- JSON
 
 
 def to_json(value: Any) -> Any:
@@ -186,29 +186,6 @@ def to_json(value: Any) -> Any:
             return None
         return round(value, 3) if abs(value) >= 1000 or value.is_integer() else float(f"{value:.6g}")
     return value
-
-
-def seconds(value: float | None) -> str:
-    """Format a duration: `12 ms`, `3.4 s`, `2 min 5 s`, `1 h 02 min`."""
-    if value is None:
-        return "-"
-    if value < 1:
-        return f"{1000 * value:.3g} ms"
-    if value < 100:
-        return f"{value:.3g} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def percent(share: float | None) -> str:
-    if share is None:
-        return "-"
-    return f"{100 * share:.0f} %" if 0.1 <= share <= 0.995 or share in (0, 1) else f"{100 * share:.3g} %"
-
-
-def count(number: float, noun: str, plural: str = "") -> str:
-    """Format a number with its noun: `1 step`, `1,200 steps`."""
-    return f"{number:,.0f} {noun if number == 1 else plural or noun + 's'}"
 
 
 def evenly_spaced(items: Sequence[Any], limit: int) -> list[Any]:

@@ -15,7 +15,6 @@ function raises.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from asyncrl.core.ports import ReplicaReport, SampleCounts, WeightsVersion
 from asyncrl.core.waits import Wait
+from asyncrl.observe.formats import duration
 from asyncrl.observe.status.run_status import RunState, as_text, dump
 from asyncrl.storage.run_dir import replace_file
 
@@ -119,18 +119,6 @@ def render_chain(links: Sequence[WaitLink]) -> str:
 
 def chain_as_json(links: Sequence[WaitLink]) -> list[dict[str, Any]]:
     return [{**link._asdict(), "text": link.text} for link in links]
-
-
-def duration(seconds: float) -> str:
-    """Format a duration: `0.4 s`, `94 s`, `12 min`, `3.2 h`."""
-    if not math.isfinite(seconds):
-        return "an unknown time"
-    seconds = max(0.0, seconds)
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def write_stall(run_dir: Path, state: RunState) -> Path | None:

@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
+from asyncrl.observe.formats import elapsed, number, short_s, whole_percent
 from asyncrl.observe.metrics.rows import MetricsRow
 from asyncrl.observe.status.run_status import Restart
 from asyncrl.observe.terminal.screen import (
@@ -24,14 +25,10 @@ from asyncrl.observe.terminal.screen import (
     Dashboard,
     ProgressPhase,
     draw,
-    elapsed,
     facts,
-    number,
     panel,
-    percent,
     restart_line,
     run_directory,
-    short_s,
 )
 from asyncrl.storage.run_dir import disk_error
 
@@ -134,7 +131,7 @@ def _step_line(row: MetricsRow, board: Dashboard) -> str:
         f"staleness {number(known('staleness/mean'), '.2f')} max {number(known('staleness/max'), '.0f')}  "
         f"queue {counts.running} running {counts.ready} ready {counts.leased} leased  "
         f"tokens/s {number(board.generated_per_s, '.0f')} generated {number(board.trained_per_s, '.0f')} trained  "
-        f"idle rollouter {percent(known('idle/rollouter'))} trainer {percent(known('idle/trainer'))}  "
+        f"idle rollouter {whole_percent(known('idle/rollouter'))} trainer {whole_percent(known('idle/trainer'))}  "
         f"pause {board.pause}"
     )
 
@@ -258,7 +255,7 @@ def _outcome(summary: Mapping[str, Any]) -> RenderableType:
         table.add_row("staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']} versions")
     idle = summary["idle"]
     if idle["trainer"] is not None:
-        table.add_row("idle", f"rollouter {percent(idle['rollouter'])}, trainer {percent(idle['trainer'])}")
+        table.add_row("idle", f"rollouter {whole_percent(idle['rollouter'])}, trainer {whole_percent(idle['trainer'])}")
     if restarts := {part: count for part, count in summary["restarts"].items() if count}:
         table.add_row("restarts", _restarts(restarts, summary["recovery"]))
     sync = summary["weight_sync"]

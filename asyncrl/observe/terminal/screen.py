@@ -17,7 +17,7 @@ from rich.text import Text
 
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.waits import Wait
-from asyncrl.observe.health.rules import size
+from asyncrl.observe.formats import elapsed, number, short_s, size, whole_percent
 from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.observe.status.summary import count_restarts
 
@@ -74,20 +74,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_LEVELS[round((mean - low) / (high - low) * (len(_LEVELS) - 1))] for mean in means)
 
 
-def elapsed(seconds: float) -> str:
-    """Format a duration as `0:07`, `12:34`, `3:04:05`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def short_s(seconds: float) -> str:
-    """Format a duration as `28 ms`, `1.4 s`, `2:05`."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 60 else elapsed(seconds)
-
-
 def restart_line(restart: Restart) -> str:
     """Describe a restart in one line: its cause, and after recovery its duration and effect."""
     if restart.recovered_at is None:
@@ -99,15 +85,6 @@ def restart_line(restart: Restart) -> str:
 
 def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "no cause known")
-
-
-def number(value: float | None, form: str = ".3f") -> str:
-    """Format `value`, or return a dash if it is unknown."""
-    return "-" if value is None else format(value, form)
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share * 100:.0f} %"
 
 
 DIM = "grey58"
@@ -203,7 +180,7 @@ def _facts(board: Dashboard) -> RenderableType:
         ("staleness", items(mean=number(known("staleness/mean"), ".2f"), max=number(known("staleness/max"), ".0f"))),
         ("queue", items(running=counts.running, ready=counts.ready, leased=counts.leased)),
         ("tokens/s", items(**rates)),
-        ("idle", items(rollouter=percent(known("idle/rollouter")), trainer=percent(known("idle/trainer")))),
+        ("idle", items(rollouter=whole_percent(known("idle/rollouter")), trainer=whole_percent(known("idle/trainer")))),
         ("weight sync", _sync(board)),
         ("health", health_line(board.health)),
         ("restarts", _restarts(board) if board.restarts else None),

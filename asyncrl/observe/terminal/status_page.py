@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from asyncrl.observe.health.rules import size
-from asyncrl.observe.status.why import REPLICA_SILENT_S, duration
-from asyncrl.observe.terminal.screen import DIM, elapsed, facts, items, number, panel, run_directory, short_s
+from asyncrl.observe.formats import duration, elapsed, number, short_s, size
+from asyncrl.observe.status.why import REPLICA_SILENT_S
+from asyncrl.observe.terminal.screen import DIM, facts, items, panel, run_directory
 
 BAR = 24
 MAX_BARS = 10

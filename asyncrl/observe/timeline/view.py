@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncrl.observe.formats import elapsed, seconds
 from asyncrl.observe.timeline.index import Index, VersionMark
 from asyncrl.observe.timeline.layout import (
     MERGED,
@@ -223,16 +224,12 @@ def duration(us: int) -> str:
     """Format a duration in a suitable unit."""
     if us < 1000:
         return f"{us} µs" if us else "0 s"
-    seconds = us / 1_000_000
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 100 else clock(us, fraction=False)
+    return seconds(us / 1_000_000) if us < 100_000_000 else elapsed(us / 1_000_000)
 
 
-def clock(us: int, *, fraction: bool = True) -> str:
+def clock(us: int) -> str:
     """Format a time since the run began as `1:02:03.456`."""
     sign, us = ("-" if us < 0 else ""), abs(us)
-    minutes, seconds = divmod(us / 1_000_000, 60)
+    minutes, rest_s = divmod(us / 1_000_000, 60)
     hours, minutes = divmod(int(minutes), 60)
-    text = f"{seconds:06.3f}" if fraction else f"{int(seconds):02d}"
-    return f"{sign}{hours}:{minutes:02d}:{text}" if hours else f"{sign}{minutes}:{text}"
+    return f"{sign}{hours}:{minutes:02d}:{rest_s:06.3f}" if hours else f"{sign}{minutes}:{rest_s:06.3f}"

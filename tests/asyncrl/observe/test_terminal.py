@@ -18,11 +18,12 @@ from rich.console import Console
 from asyncrl.core.ports import SampleCounts
 from asyncrl.core.records import StepRecord, ValidationRecord
 from asyncrl.core.waits import Wait
+from asyncrl.observe.formats import elapsed, short_s
 from asyncrl.observe.metrics.rows import MetricsRow, step_row, validation_row
 from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.observe.status.summary import SummaryBuilder
 from asyncrl.observe.terminal.live import LiveView, PlainView, View, logging_to, make_view
-from asyncrl.observe.terminal.screen import Dashboard, elapsed, short_s, sparkline
+from asyncrl.observe.terminal.screen import Dashboard, sparkline
 
 BOARD = Dashboard(
     total_steps=200,

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.ports import ReplicaReport, SampleCounts, WeightsVersion
 from asyncrl.core.waits import Wait
+from asyncrl.observe.formats import duration
 from asyncrl.observe.status.run_status import Restart, RunState, dump, load
-from asyncrl.observe.status.why import DriverState, chain_as_json, duration, explain, render_chain
+from asyncrl.observe.status.why import DriverState, chain_as_json, explain, render_chain
 from tests.fakes.run_states import NOW, queue_status, report, rollouter_waits, running, states
 
 GATE = rollouter_waits(running(published=WeightsVersion(0, 12), version=12), Wait("permit", 1, 93.5))

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from asyncrl.core.process_health import EngineLoad, MachineHealth, ProcessHealth, RunHealth
+from asyncrl.observe.formats import size
 from asyncrl.observe.health.alarms import HealthNotice
-from asyncrl.observe.health.rules import GIB, GROWTH_OVER_S, HealthRules, HealthSettings, HealthSnapshot, size
+from asyncrl.observe.health.rules import GIB, GROWTH_OVER_S, HealthRules, HealthSettings, HealthSnapshot
 
 ROOM = MachineHealth(64 * GIB, 40 * GIB, 0.5, 1000 * GIB, 500 * GIB)
 WELL = RunHealth(
