@@ -69,7 +69,7 @@ class MonitorRig:
         while self.now_s < until_s:
             self.now_s += 2.0
             await self.watch._check()
-        return self.status.health
+        return self.view.board.health
 
 
 @pytest.fixture
