@@ -115,7 +115,7 @@ class HealthMonitor:
         """Return the time between two checkpoints; 0: there are none, infinity: not known yet."""
         if self._saves_every <= 0:
             return 0.0
-        step_s = self._recorder.step_s
+        step_s = self._recorder.dashboard.step_s
         return math.inf if step_s is None else self._saves_every * step_s
 
     def _idle(self) -> tuple[float | None, float | None]:
@@ -125,7 +125,8 @@ class HealthMonitor:
             return None, None
         if queue.total_samples is not None and queue.counts.fed - queue.counts.num_dropped >= queue.total_samples:
             return None, None
-        return self._recorder.idle
+        known = self._recorder.dashboard.metrics.get
+        return known("idle/trainer"), known("idle/rollouter")
 
     def _silent_parts(self) -> dict[str, float]:
         """Return the seconds since the last answer, by part, where they exceed `STALE_S`."""

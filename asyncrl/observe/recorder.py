@@ -17,13 +17,13 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError
 from asyncrl.core.ports import QueueStatus
 from asyncrl.core.process_health import RunHealth
-from asyncrl.core.records import ApplyRecord, Metrics, RunRecord, StepRecord
+from asyncrl.core.records import ApplyRecord, RunRecord, StepRecord
 from asyncrl.observe.metrics.file_sinks import rewind_jsonl
-from asyncrl.observe.metrics.part_metrics import DownsampledSeries, PartMetrics, TrainerIdle
+from asyncrl.observe.metrics.part_metrics import PartMetrics, TrainerIdle
 from asyncrl.observe.metrics.rows import MetricsRow, apply_row, health_metrics, step_row, validation_row
 from asyncrl.observe.metrics.sinks import RemoteSink, Sink, end_remote_sinks, open_sinks
 from asyncrl.observe.status.run_status import Restart, RunProgress, RunState
-from asyncrl.observe.status.summary import ResumePoint, RunOutcome, SummaryBuilder
+from asyncrl.observe.status.summary import ResumePoint, RunOutcome, SummaryBuilder, summarized
 from asyncrl.observe.terminal.live import ALREADY_SHOWN, Example, View
 from asyncrl.observe.terminal.screen import Dashboard
 from asyncrl.profiling import profile
@@ -65,14 +65,11 @@ class Recorder:
         """Newest metrics of the parts, which go into every `step` row."""
         self._trainer_idle = TrainerIdle()
         self._waited_s = 0.0
-        self._rewards = DownsampledSeries()
         self._step_times: deque[float] = deque(maxlen=50)
-        self._newest: dict[str, Metrics] = {}
-        """The metrics in `_SUMMARIZED_METRICS` of the last row of each kind."""
         self._writing = anyio.Lock()
         for row in history:
             self._count(row)
-        self._dashboard = Dashboard(first_step=self._builder.step)
+        self.dashboard = Dashboard(first_step=self._builder.step)
 
     @classmethod
     async def open(cls, config: Config, run_dir: RunDir, view: View, resumed: ResumePoint | None = None) -> Self:
@@ -132,9 +129,7 @@ class Recorder:
             self._rewound_to = resumed
             self._builder = SummaryBuilder(self._resumed, lineage=resumed.lineage)
             self._rows = []
-            self._rewards = DownsampledSeries()
             self._step_times.clear()
-            self._newest.clear()
             for row in remaining:
                 self._count(row)
             self._view.update(self._refresh())
@@ -147,8 +142,8 @@ class Recorder:
     def record_restart(self, restart: Restart) -> None:
         """Record that a part is being replaced, or that its replacement has recovered."""
         key = restart.part, restart.incarnation
-        restarts = [known for known in self._dashboard.restarts if (known.part, known.incarnation) != key] + [restart]
-        earlier = Counter(self._dashboard.earlier_restarts)
+        restarts = [known for known in self.dashboard.restarts if (known.part, known.incarnation) != key] + [restart]
+        earlier = Counter(self.dashboard.earlier_restarts)
         if len(restarts) > MAX_RESTARTS:
             earlier[restarts.pop(0).part] += 1
         self._known["recovery/restarts"] = float(len(restarts) + earlier.total())
@@ -196,17 +191,6 @@ class Recorder:
             raise BugError(f"the status of a part has no {error}, which the view and the health rules need") from error
         parts.update_trained(now_s, self._builder.trained_tokens)
         self._view.update(self._refresh())
-
-    @property
-    def idle(self) -> tuple[float | None, float | None]:
-        """Return the idle shares of Trainer and Rollouter over the last seconds; None if they are not known yet."""
-        return self._known.get("idle/trainer"), self._known.get("idle/rollouter")
-
-    @property
-    def step_s(self) -> float | None:
-        """Return the mean time between the last steps; None if it is not known yet."""
-        times = self._step_times
-        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     def update_health(self, health: RunHealth) -> None:
         """Replace the health metrics, every few seconds."""
@@ -273,26 +257,22 @@ class Recorder:
 
     def _count(self, row: MetricsRow) -> None:
         """Add a row, perhaps of an earlier process, to the summary and to the values that the view shows."""
-        reduced = _reduced(row)
         if not self._reads_back:
-            self._rows.append(row if row.kind == "validation" else reduced)
+            self._rows.append(row if row.kind == "validation" else replace(row, metrics=summarized(row)))
         self._builder.add(row)
-        self._newest[row.kind] = reduced.metrics
-        if row.kind == "step" and "reward/mean" in row.metrics:
-            self._rewards.add(row.metrics["reward/mean"])
 
     def _refresh(self, **changes: Any) -> Dashboard:
         """Bring the dashboard up to date, change these values of it, and return it."""
         builder, parts = self._builder, self._parts
         idle = {name: value for name, value in self._known.items() if name.startswith("idle/")}
-        self._dashboard = replace(
-            self._dashboard,
+        self.dashboard = replace(
+            self.dashboard,
             step=builder.step,
             version=builder.version,
             staleness=builder.staleness,
-            metrics={**self._newest.get("step", {}), **self._newest.get("apply", {}), **idle},
+            metrics={**builder.newest["step"], **builder.newest["apply"], **idle},
             num_syncs=builder.num_syncs,
-            rewards=self._rewards.points,
+            rewards=builder.rewards.points,
             reward_ends=builder.reward_ends(),
             validations=builder.validation_rewards,
             generated_tokens=parts.generated_tokens,
@@ -303,7 +283,7 @@ class Recorder:
             step_times=tuple(self._step_times),
             **changes,
         )
-        return self._dashboard
+        return self.dashboard
 
     def _time_step(self, row: MetricsRow) -> None:
         """Update the step times and idle shares, which use the clocks of this process."""
@@ -325,22 +305,6 @@ class Recorder:
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
-
-
-_SUMMARIZED_METRICS = (
-    "reward/mean",
-    "tokens/trained",
-    "staleness/mean",
-    "staleness/max",
-    "weight_sync/pause_s",
-    "weight_sync/publish_to_applied_s",
-)
-
-
-def _reduced(row: MetricsRow) -> MetricsRow:
-    """Return the row with the summarized metrics only, a tenth of its size."""
-    metrics = {name: row.metrics[name] for name in _SUMMARIZED_METRICS if name in row.metrics}
-    return replace(row, metrics=metrics)
 
 
 def _last(rows: Sequence[MetricsRow], name: str) -> float:

@@ -18,7 +18,9 @@ from typing import Any, Literal, get_args
 
 from asyncrl.core.failures import AsyncRLError, ConfigError
 from asyncrl.core.ports import PartName
+from asyncrl.core.records import Metrics
 from asyncrl.core.types import DropReason
+from asyncrl.observe.metrics.part_metrics import DownsampledSeries
 from asyncrl.observe.metrics.rows import MetricsRow, finite
 from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.storage.run_dir import disk_error
@@ -32,6 +34,10 @@ _RAY_GUESSES = re.compile(r" There are some potential root causes\. .*")
 _PART = "asyncrl_part"
 """Attribute of an exception: the part that failed."""
 
+_SUMMARIZED = (
+    *("reward/mean", "tokens/trained", "staleness/mean", "staleness/max"),
+    *("weight_sync/pause_s", "weight_sync/publish_to_applied_s"),
+)
 RunOutcome = Literal["completed", "failed", "interrupted"]
 
 
@@ -58,6 +64,10 @@ class SummaryBuilder:
         self.step = resumed.step if resumed else 0
         self.trained_tokens = 0
         self.num_syncs = 0
+        self.rewards = DownsampledSeries()
+        """Mean rewards of the steps."""
+        self.newest: dict[str, Metrics] = {"step": {}, "apply": {}}
+        """The summarized metrics of the last row, by the kind of row."""
         self._first_step: int | None = None
         self._reward_totals = array("d", [0.0])
         """Cumulative sums of the trained samples' rewards, from 0."""
@@ -69,6 +79,7 @@ class SummaryBuilder:
     def add(self, row: MetricsRow) -> None:
         """Add the next row. Rows of earlier processes of a resumed run come first."""
         self.version = max(self.version, row.version)
+        self.newest[row.kind] = summarized(row)
         if row.kind == "step":
             self._add_step(row)
         elif row.kind == "apply":
@@ -82,6 +93,8 @@ class SummaryBuilder:
     def _add_step(self, row: MetricsRow) -> None:
         self.step = row.step
         self._first_step = row.step if self._first_step is None else self._first_step
+        if "reward/mean" in row.metrics:
+            self.rewards.add(row.metrics["reward/mean"])
         self.trained_tokens += int(row.metrics["tokens/trained"])
         for reward in row.extra["rewards"]:
             self._reward_totals.append(self._reward_totals[-1] + reward)
@@ -186,6 +199,11 @@ class SummaryBuilder:
                 **recovery_summary(progress.restarts, progress.earlier_restarts),
             }
         )
+
+
+def summarized(row: MetricsRow) -> Metrics:
+    """Return the metrics of a row that the summary and the live view need, a tenth of all."""
+    return {name: row.metrics[name] for name in _SUMMARIZED if name in row.metrics}
 
 
 def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:

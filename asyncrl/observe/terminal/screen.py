@@ -44,12 +44,17 @@ class Dashboard(RunProgress):
     step_times: tuple[float, ...] = ()
     """When the last steps ended, on the view's clock; for `eta_s`."""
 
+    @property
+    def step_s(self) -> float | None:
+        """Return the mean time between the last steps; None if it is not known yet."""
+        times = self.step_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
     def eta_s(self, now_s: float) -> float | None:
         """Return the seconds until the last step, at the pace of the last ones."""
-        if self.total_steps is None or len(self.step_times) < 2:
+        if self.total_steps is None or self.step_s is None:
             return None
-        pace_s = (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
-        return max((self.total_steps - self.step) * pace_s - (now_s - self.step_times[-1]), 0.0)
+        return max((self.total_steps - self.step) * self.step_s - (now_s - self.step_times[-1]), 0.0)
 
     @property
     def pause(self) -> str:

@@ -30,7 +30,7 @@ from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_files import read_run, status_report
 from asyncrl.observe.status.run_status import STATE_FILE, StateFile, dump, load
 from asyncrl.observe.terminal.live import logging_to
-from asyncrl.observe.terminal.screen import health_line
+from asyncrl.observe.terminal.screen import Dashboard, health_line
 from asyncrl.observe.terminal.status_page import status_page
 from asyncrl.profiling.process_usage import ProcessMeter, _within_container, measure_machine
 from asyncrl.storage.run_dir import RunDir
@@ -116,8 +116,8 @@ async def test_a_warning_is_shown_once_and_logged(rig: MonitorRig, tmp_path: Pat
     rig.store = lambda: 0.95
     with logging_to(rig.view, tmp_path, "info"):
         await rig.look(60)
-    (shown,) = rig.view.messages
-    assert shown[0] == "warning" and "object store" in shown[1]
+    (shown,) = [message for message in rig.view.messages if "object store" in message[1]]  # this process may be busy
+    assert shown[0] == "warning"
     assert (tmp_path / "driver.log").read_text().count(shown[1]) == 1
 
 
@@ -202,7 +202,7 @@ async def test_the_checkpoint_interval_follows_from_the_steps(rig: MonitorRig) -
     assert rig.watch._save_s() == 0.0, "there are no checkpoints"
     rig.watch._saves_every = 20
     assert rig.watch._save_s() == math.inf
-    rig.recorder._step_times.extend([10.0, 12.0, 16.0])
+    rig.recorder.dashboard = replace(rig.recorder.dashboard, step_times=(10.0, 12.0, 16.0))
     assert rig.watch._save_s() == 60.0
 
 
@@ -252,7 +252,7 @@ async def test_a_failing_check_does_not_end_the_run(
 
 
 async def test_idle_shares_are_judged_only_in_the_middle_of_a_run(rig: MonitorRig) -> None:
-    rig.recorder._known |= {"idle/trainer": 0.9, "idle/rollouter": 0.1}
+    rig.recorder.dashboard = Dashboard(metrics={"idle/trainer": 0.9, "idle/rollouter": 0.1})
     rig.status.queue, rig.status.trainer = queue_status(), {"step": 12}
     assert rig.watch._idle() == (0.9, 0.1)
     for step, phase, fed in ((2, "running", 400), (12, "stopping", 400), (12, "running", 6402)):
