@@ -33,7 +33,6 @@ from asyncrl.profiling import PROFILING_OFF, ProfilerSettings, profile
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.operations import (
-    AdmitSamples,
     AttachPart,
     CloseQueue,
     CommitSamples,
@@ -41,6 +40,7 @@ from asyncrl.queue.operations import (
     LeaseSamples,
     OfferSamples,
     Operation,
+    ParkingOperation,
     QueueOptions,
     ReadStatus,
 )
@@ -145,7 +145,7 @@ class QueueActor:
 
     async def _parked_call(self, caller: QueueCaller, operation: Operation, timeout_s: float | None) -> Any:
         waiting = self._queue.call(operation, timeout_s=timeout_s, caller=caller)
-        if not isinstance(operation, AdmitSamples | LeaseSamples):
+        if not isinstance(operation, ParkingOperation):
             return await waiting
         request_id = operation.request_id
         with anyio.CancelScope() as scope:
@@ -245,7 +245,7 @@ class QueueClient(SampleQueue):
 
     async def call(self, operation: Operation, *, timeout_s: float | None = None) -> Any:
         """See `SampleQueue`. If the caller is cancelled, a grant made in the meantime is given back."""
-        if not isinstance(operation, AdmitSamples | LeaseSamples):
+        if not isinstance(operation, ParkingOperation):
             return await self._carry(operation, timeout_s)
         operation = replace(operation, request_id=next(self._request_ids))
         sent: list[Any] = []

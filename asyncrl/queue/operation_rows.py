@@ -8,23 +8,8 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from asyncrl.core.types import DropReason, SampleId
-from asyncrl.queue.operations import (
-    AttachPart,
-    CloseQueue,
-    CommitSamples,
-    CoverCheckpoint,
-    DropSamples,
-    LeaseGranted,
-    MarkCheckpoint,
-    OfferSamples,
-    Operation,
-    PermitsGranted,
-    ReleaseLease,
-    RequeueSample,
-    ReturnPermits,
-    RewindTraining,
-    SetAppliedVersion,
-)
+from asyncrl.queue import operations
+from asyncrl.queue.operations import CommitSamples, DropSamples, MarkCheckpoint, Operation, RewindTraining
 from asyncrl.queue.state import entry_of, indices, sample_of
 
 
@@ -36,12 +21,10 @@ class JournalRow(NamedTuple):
 
 
 _RECORDED: Mapping[str, type[Operation]] = {
-    kind.__name__: kind
-    for kind in (
-        PermitsGranted, ReturnPermits, OfferSamples, SetAppliedVersion, LeaseGranted, CommitSamples, ReleaseLease,
-        RequeueSample, MarkCheckpoint, CoverCheckpoint, DropSamples, CloseQueue, AttachPart, RewindTraining,
-    )
-}  # fmt: skip
+    name: kind
+    for name, kind in vars(operations).items()
+    if isinstance(kind, type) and issubclass(kind, Operation) and kind.apply is not Operation.apply
+}
 
 
 def to_row(operation: Operation) -> JournalRow:

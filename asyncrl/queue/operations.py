@@ -11,15 +11,16 @@ records only effects, so replaying rows needs neither pacing nor a clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop
 from itertools import islice
 from typing import Any, ClassVar, Final, Protocol
 
 from asyncrl.core.failures import AsyncRLError, BugError, FencedError
-from asyncrl.core.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot
+from asyncrl.core.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
 from asyncrl.core.staleness import Pacing, StaleAction, action_for_staleness
 from asyncrl.core.types import DropReason, Provenance, SampleId
+from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from asyncrl.queue.state import (
     REMEMBERED_REQUESTS,
@@ -82,6 +83,7 @@ class QueueCore:
         """Number of operations that this process recorded."""
         self.regenerating: dict[SampleId, QueuedSample] = {}
         """Requeued samples that are generated again."""
+        self.waits = WaitBoard()
         self.checked_for: int | None = None
         self.unchecked: list[SampleId] = []
 
@@ -154,9 +156,6 @@ WAIT: Final = _Wait()
 class Operation:
     """One call to the queue."""
 
-    waits_on: ClassVar[str] = ""
-    """What a parked call waits on, as `core.waits` names it."""
-
     def perform(self, queue: QueueCore, *, retried: bool) -> Any:
         """Decide what to record, record it, and return the answer, or `WAIT`.
 
@@ -166,13 +165,27 @@ class Operation:
         """
         raise NotImplementedError
 
+    def apply(self, state: QueueState) -> None:
+        """Change the state; raise `BugError`, and change nothing, if that is illegal."""
+        raise BugError(f"{type(self).__name__} changes no state")
+
+
+@dataclass(frozen=True, slots=True)
+class ParkingOperation(Operation):
+    """A call that may wait for other calls."""
+
+    waits_on: ClassVar[str] = ""
+    """What a parked call waits on, as `core.waits` names it."""
+    request_id: str = field(default="", kw_only=True)
+    """Identifies this call, so that a lost answer can be repeated, and the call can be abandoned."""
+
     def timed_out(self) -> Any:
         """Return the answer of a call whose time is up."""
         raise NotImplementedError
 
-    def apply(self, state: QueueState) -> None:
-        """Change the state; raise `BugError`, and change nothing, if that is illegal."""
-        raise BugError(f"{type(self).__name__} changes no state")
+    def undo(self, answer: Any) -> Operation | None:
+        """Return the operation that gives back the grant of a cancelled caller; None: nothing was granted."""
+        return None
 
 
 def apply(operation: Operation, state: QueueState) -> None:
@@ -185,13 +198,11 @@ def apply(operation: Operation, state: QueueState) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmitSamples(Operation):
+class AdmitSamples(ParkingOperation):
     """Wait for permits, also when every sample is fed, because a drop admits a replacement; answered with an
     `Admission`."""
 
     max_samples: int
-    request_id: str = ""
-    """Identifies this call, so that a lost answer can be repeated."""
     waits_on = "permit"
 
     def perform(self, queue: QueueCore, *, retried: bool) -> Any:
@@ -211,7 +222,6 @@ class AdmitSamples(Operation):
         return Admission((), closed=False)
 
     def undo(self, answer: Admission) -> Operation | None:
-        """Return the operation that gives back the grant of a cancelled caller; None: nothing was granted."""
         return ReturnPermits(self.request_id, answer.sample_ids) if answer.sample_ids else None
 
 
@@ -259,7 +269,7 @@ class ReturnPermits(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitSurplus(Operation):
+class AwaitSurplus(ParkingOperation):
     """Wait until the value of `has_surplus` differs from `known`; answered with the new value."""
 
     known: bool
@@ -336,7 +346,7 @@ class SetAppliedVersion(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseSamples(Operation):
+class LeaseSamples(ParkingOperation):
     """Wait for READY samples; answered with a full `Lease`, or with a smaller or empty one if the stream has ended.
 
     `ended` is true only if the lease has fewer samples than requested. It does not consider samples that the caller
@@ -345,7 +355,6 @@ class LeaseSamples(Operation):
 
     num_samples: int
     trainer_version: int
-    request_id: str = ""
     waits_on = "samples"
 
     def perform(self, queue: QueueCore, *, retried: bool) -> Any:
@@ -374,7 +383,6 @@ class LeaseSamples(Operation):
         return Lease(0, (), ended=False)
 
     def undo(self, answer: Lease) -> Operation | None:
-        """Return the operation that gives back the grant of a cancelled caller; None: nothing was granted."""
         return ReleaseLease(answer.lease_id) if answer.samples else None
 
 
@@ -650,10 +658,22 @@ class RewindTraining(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ReadStatus(Operation):
-    """Answered with a `QueueStatus`, which the queue composes."""
+    """Answered with a `QueueStatus`; the queue's process adds what it knows about itself."""
 
-    def perform(self, queue: QueueCore, *, retried: bool) -> None:
-        pass
+    def perform(self, queue: QueueCore, *, retried: bool) -> QueueStatus:
+        state = queue.state
+        return QueueStatus(
+            counts=state.counts(),
+            version=state.version,
+            ended=not state.ready and queue.no_more_to_come,
+            waiting={wait.edge: wait.count for wait in queue.waits.snapshot() if wait.edge},
+            lineage=state.lineage,
+            paced_to=queue.pacing.limit(state.version),
+            total_samples=state.total_samples,
+            journal_seq=0 if queue.log is None else queue.log.durable,
+            payload_bytes=state.payload_bytes,
+            closed=state.closed,
+        )
 
 
 def _remember(answers: dict[str, Any], request_id: str, answer: Any) -> None:

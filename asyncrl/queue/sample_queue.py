@@ -26,7 +26,6 @@ import anyio
 from asyncrl.core.failures import BugError, FencedError
 from asyncrl.core.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
 from asyncrl.core.types import DropReason, SampleId, SampleMeta
-from asyncrl.core.waits import WaitBoard
 from asyncrl.queue.operations import (
     WAIT,
     AdmitSamples,
@@ -41,6 +40,7 @@ from asyncrl.queue.operations import (
     MarkCheckpoint,
     OfferSamples,
     Operation,
+    ParkingOperation,
     QueueCore,
     QueueLog,
     QueueOptions,
@@ -201,7 +201,6 @@ class LocalSampleQueue(SampleQueue):
         )
         self._core = QueueCore(options, state, journal)
         self._changed = anyio.Condition()
-        self._waits = WaitBoard()
 
     @property
     def state(self) -> QueueState:
@@ -213,18 +212,21 @@ class LocalSampleQueue(SampleQueue):
     ) -> Any:
         """See `SampleQueue`. The calls of a part that was replaced raise `FencedError`, parked ones too."""
         if isinstance(operation, ReadStatus):
-            return await self._status()
+            if self._core.log is not None:
+                await self._core.log.flushed(0)  # raises if the log has failed
+            return operation.perform(self._core, retried=False)
         if isinstance(operation, RewindTraining) and operation.lineage > self.state.lineage:
             operation = await self._with_trained_since(operation)
         async with self._changed:
             answer = self._perform(operation, caller)
             if answer is WAIT:
-                with anyio.move_on_after(timeout_s), self._waits.waiting(operation.waits_on):
+                assert isinstance(operation, ParkingOperation)
+                with anyio.move_on_after(timeout_s), self._core.waits.waiting(operation.waits_on):
                     while answer is WAIT:
                         await self._changed.wait()
                         answer = self._perform(operation, caller)
-            if answer is WAIT:
-                answer = operation.timed_out()
+                if answer is WAIT:
+                    answer = operation.timed_out()
         await self._flushed()
         return answer
 
@@ -253,23 +255,6 @@ class LocalSampleQueue(SampleQueue):
                 f"training goes back to its checkpoint of step {rewind.step}, whose sample counts were never marked"
             )
         return replace(rewind, trained_since=since)
-
-    async def _status(self) -> QueueStatus:
-        core, state = self._core, self.state
-        if core.log is not None:
-            await core.log.flushed(0)
-        return QueueStatus(
-            counts=state.counts(),
-            version=state.version,
-            ended=not state.ready and core.no_more_to_come,
-            waiting={wait.edge: wait.count for wait in self._waits.snapshot() if wait.edge},
-            lineage=state.lineage,
-            paced_to=core.pacing.limit(state.version),
-            total_samples=state.total_samples,
-            journal_seq=0 if core.log is None else core.log.durable,
-            payload_bytes=state.payload_bytes,
-            closed=state.closed,
-        )
 
     async def _flushed(self) -> None:
         """Wait until all applied operations are durable. Shielded: a caller that is cancelled here keeps its grant."""

@@ -319,7 +319,7 @@ async def test_a_killed_queue_restores_its_whole_state(journaled: Any, tmp_path:
     lease = await trainer.lease(3, trainer_version=0, timeout_s=5)
     await trainer.commit(lease.lease_id, [lease.samples[0].meta.sample_id])
     await rollouter.set_applied_version(1)
-    caller, request = rollouter._caller, AdmitSamples(3, "the answer is lost")
+    caller, request = rollouter._caller, AdmitSamples(3, request_id="the answer is lost")
     admission = await journaled.call.remote(caller, request, 5.0)
     before = await trainer.status()
     pid = await kill(trainer)

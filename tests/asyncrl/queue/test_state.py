@@ -346,7 +346,7 @@ class CrashMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4), twice=st.booleans(), dies=st.booleans())
     def admit(self, count: int, twice: bool, dies: bool) -> None:
         self.requests += 1
-        request = AdmitSamples(count, str(self.requests))
+        request = AdmitSamples(count, request_id=str(self.requests))
         admission: Admission = self.call(
             lambda queue: queue.call(request, timeout_s=0), "rollouter", twice=twice, dies=dies
         )
@@ -375,7 +375,7 @@ class CrashMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3), twice=st.booleans(), dies=st.booleans())
     def lease(self, count: int, twice: bool, dies: bool) -> None:
         self.requests += 1
-        request = LeaseSamples(count, self.version, str(self.requests))
+        request = LeaseSamples(count, self.version, request_id=str(self.requests))
         lease: Lease = self.call(lambda queue: queue.call(request, timeout_s=0), "trainer", twice=twice, dies=dies)
         stale = {sample_id for sample_id in self.ready if self.version - self.made[sample_id] > MAX_STALENESS}
         self.ready -= stale
