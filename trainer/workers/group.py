@@ -25,8 +25,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.run import TimeoutsConfig
-from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraError, first_failure
+from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraError
 from asyncrl.core.ports import WeightPublisher
+from asyncrl.core.tasks import task_group
 from asyncrl.profiling import profile
 from trainer.engines.base import Layout
 from trainer.workers.dispatch import RankCall, collect, dispatch_of, from_wire, scatter, to_wire
@@ -184,16 +185,13 @@ class WorkerGroup:
         Raises:
             InfraError: a rank died. DeadlineError: it is hung.
         """
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._check_health, "training", "wait_forever", math.inf)
-                while self._failure is None:
-                    await anyio.sleep(probe_s / PROBES)
-                    async with self._health_lock:
-                        self.health = await self._check_health("a health check", "health", probe_s) or self.health
-                tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+        async with task_group() as tasks:
+            tasks.start_soon(self._check_health, "training", "wait_forever", math.inf)
+            while self._failure is None:
+                await anyio.sleep(probe_s / PROBES)
+                async with self._health_lock:
+                    self.health = await self._check_health("a health check", "health", probe_s) or self.health
+            tasks.cancel_scope.cancel()
 
     async def _check_health(self, what: str, method: str, limit_s: float) -> Sequence[Any]:
         """Query every rank, and kill the group if one fails."""
@@ -401,11 +399,9 @@ class TrainerGroups:
             )
 
         try:
-            async with anyio.create_task_group() as tasks:
+            async with task_group() as tasks:
                 for plan in plans:
                     tasks.start_soon(start, plan)
-        except BaseExceptionGroup as error:
-            raise first_failure(error) from None
         finally:
             if len(groups) < len(plans):
                 await cls(list(groups.values())).close()
@@ -438,12 +434,9 @@ class TrainerGroups:
         Raises:
             InfraError: the first rank that died or hung.
         """
-        try:
-            async with anyio.create_task_group() as tasks:
-                for group in self.groups:
-                    tasks.start_soon(group.watch, probe_s)
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+        async with task_group() as tasks:
+            for group in self.groups:
+                tasks.start_soon(group.watch, probe_s)
 
     async def close(self) -> None:
         """Close all groups at once (`WorkerGroup.close`)."""
