@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from asyncrl.core.failures import BugError, FencedError
+from asyncrl.core.failures import FencedError
 from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
@@ -56,12 +56,13 @@ CALLS = 6
 """Upper bound of the calls that one checkpoint makes to ranks: begin, wait for the files and finish, for two roles."""
 
 
-class CheckpointScheduler:
-    """Decides which steps are saved, and tracks the checkpoint that is being written."""
+class RoleCheckpoints:
+    """Saves the state of every trained role every `save_freq` steps, one checkpoint at a time."""
 
     def __init__(
         self,
-        checkpoints: RoleCheckpoints,
+        files: CheckpointDirectory,
+        roles: Mapping[Role, RoleGroup],
         queue: SampleQueue,
         *,
         step: int,
@@ -71,11 +72,13 @@ class CheckpointScheduler:
     ) -> None:
         """
         Args:
+            roles: the trained roles.
             step: the step that the loop begins with: that of a checkpoint, or 0.
             save_freq: `trainer.save_freq`.
             call_limit_s: deadline of one call to the ranks.
         """
-        self._checkpoints = checkpoints
+        self._files = files
+        self._roles = roles
         self._queue = queue
         self._save_freq = save_freq
         self._call_limit_s = call_limit_s
@@ -98,13 +101,18 @@ class CheckpointScheduler:
         snapshot of the queue (`SampleQueue.mark`).
 
         A write error fails the task group `tasks`, and with it the batch that is being trained.
+
+        Raises:
+            InfraError: the disk is full or failing, or a rank died.
+            ConfigError: the run directory is not writable.
         """
         limit_s = CALLS * self._call_limit_s
         with self._waits.waiting("checkpoint", limit_s=limit_s), profile.span("trainer.checkpoint"):
             await self._written.wait()
-            await self._checkpoints.begin(replace(progress), await self._queue.mark(progress.step))
+            queue = await self._queue.mark(progress.step)
+            building = await self.copy_roles(progress.step)
         self.step, self._written = progress.step, anyio.Event()
-        tasks.start_soon(self._write, progress.step, self._written)
+        tasks.start_soon(self._write, building, replace(progress), queue, self._written)
 
     async def wait_written(self) -> None:
         """Wait until the newest checkpoint is written or has failed."""
@@ -117,80 +125,44 @@ class CheckpointScheduler:
         with anyio.CancelScope(shield=True), anyio.move_on_after(self._call_limit_s):
             await self._written.wait()
 
-    async def _write(self, step: int, written: anyio.Event) -> None:
+    async def copy_roles(self, step: int) -> Path:
+        """Let every role copy its state, so that training may continue, and start writing the copy to the directory
+        that is returned. Raises as `begin`."""
+        building = await to_thread.run_sync(self._files.open, step, tuple(self._roles))
+        for role, group in self._roles.items():
+            await group.save_checkpoint(building / role, hf=building / HF_DIRECTORY if role == "actor" else None)
+        return building
+
+    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
+        """Wait until every role has written its part to `building`, then give the checkpoint its final name.
+
+        A Trainer may not have noticed that it was replaced; its checkpoint is then not part of the run's history.
+        Therefore the queue confirms first: it refuses this call of a replaced Trainer.
+
+        Raises:
+            FencedError: this Trainer was replaced.
+            InfraError, ConfigError: as in `begin`. Earlier checkpoints are unchanged.
+        """
+        for group in self._roles.values():
+            await group.finish_checkpoint()
+        await self._queue.confirm(progress.step)
+        path = await to_thread.run_sync(self._files.commit, building, progress, queue)
+        # Confirm again: a Trainer that has just been replaced must not delete its successor's checkpoint.
+        await self._queue.confirm(progress.step)
+        await to_thread.run_sync(self._files.prune)
+        return path
+
+    async def _write(self, building: Path, progress: Progress, queue: QueueSnapshot, written: anyio.Event) -> None:
         try:
-            path = await self._checkpoints.finish()
+            path = await self.finish(building, progress, queue)
             # Payloads may be deleted only now. If this fails, they remain until the next checkpoint.
-            await self._queue.cover(step)
+            await self._queue.cover(progress.step)
             logger.info("checkpoint %s", path)
         except BaseException:
             self.failed = True
             raise
         finally:
             written.set()
-
-
-class RoleCheckpoints:
-    """Saves the state of every trained role together with the manifest as of the beginning of the checkpoint."""
-
-    def __init__(
-        self, files: CheckpointDirectory, roles: Mapping[Role, RoleGroup], confirm: Callable[[int], Awaitable[None]]
-    ) -> None:
-        """
-        Args:
-            roles: the trained roles.
-            confirm: `asyncrl.queue.sample_queue.SampleQueue.confirm`.
-        """
-        self._files = files
-        self._roles = roles
-        self._confirm = confirm
-        self._begun: tuple[Path, Progress, QueueSnapshot] | None = None
-
-    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
-        """Let every role copy its state, so that training may continue, and start writing the copy.
-
-        Raises:
-            InfraError: the disk is full or failing, or a rank died.
-            ConfigError: the run directory is not writable.
-        """
-        if self._begun is not None:
-            raise BugError(f"a checkpoint was begun before {self._begun[0]} was finished")
-        building = await to_thread.run_sync(self._files.open, progress.step, tuple(self._roles))
-        for role, group in self._roles.items():
-            await group.save_checkpoint(building / role, hf=building / HF_DIRECTORY if role == "actor" else None)
-        self._begun = (building, progress, queue)
-
-    async def finish(self) -> Path:
-        """Wait until every role has written its part, then give the checkpoint its final name.
-
-        A Trainer may not have noticed that it was replaced; its checkpoint is then not part of the run's history.
-        Therefore `confirm` is called first: the queue refuses this call of a replaced Trainer.
-
-        Raises:
-            FencedError: this Trainer was replaced.
-            InfraError, ConfigError: as in `begin`. Earlier checkpoints are unchanged.
-        """
-        if self._begun is None:
-            raise BugError("no checkpoint was begun")
-        (building, progress, queue), self._begun = self._begun, None
-        for group in self._roles.values():
-            await group.finish_checkpoint()
-        await self._confirm(progress.step)
-        path = await to_thread.run_sync(self._files.commit, building, progress, queue)
-        # Confirm again: a Trainer that has just been replaced must not delete its successor's checkpoint.
-        await self._confirm(progress.step)
-        await to_thread.run_sync(self._files.prune)
-        return path
-
-
-async def load_roles(checkpoint: Path, roles: Mapping[Role, RoleGroup]) -> None:
-    """Load the trained roles from a checkpoint of `RoleCheckpoints`; the number of ranks may have changed.
-
-    Raises:
-        ConfigError: files are missing or damaged, or belong to another model.
-    """
-    for role, group in roles.items():
-        await group.load_checkpoint(checkpoint / role)
 
 
 class CheckpointDirectory:

@@ -61,7 +61,7 @@ from asyncrl.storage.trained_steps import TrainedStepsFile
 from skip import SkipManager
 from trainer.algorithms.objective import finish_metrics
 from trainer.batches import BatchSource, LeasedBatch, TrainSample, mini_batches, sample_metrics
-from trainer.checkpoints import CheckpointScheduler, RoleCheckpoints
+from trainer.checkpoints import RoleCheckpoints
 from trainer.experience import Experience, ExperienceBuilder
 from trainer.workers.worker import RoleGroup
 
@@ -84,7 +84,6 @@ class LoopSettings:
     critic_warmup_steps: int
     has_validation: bool
     test_freq: int
-    save_freq: int
     save_last: bool
     seed: int
     call_limit_s: float
@@ -106,7 +105,6 @@ class LoopSettings:
             critic_warmup_steps=config.critic.warmup_steps if config.needs_critic else 0,
             has_validation=config.has_validation,
             test_freq=training.test_freq,
-            save_freq=training.save_freq,
             save_last=training.save_last,
             seed=config.seed,
             call_limit_s=config.timeouts.train_s,
@@ -156,14 +154,7 @@ class TrainLoop:
         self.waits = waits if waits is not None else WaitBoard(clock)
         self._first_step = self.progress.step
         self._validated_step = validated_step
-        self._checkpoints = CheckpointScheduler(
-            checkpoints,
-            queue,
-            step=self.progress.step,
-            save_freq=settings.save_freq,
-            call_limit_s=settings.call_limit_s,
-            waits=self.waits,
-        )
+        self._checkpoints = checkpoints
 
     def stop(self) -> None:
         """Request an orderly end: finish the current step, release the rest of its lease and, with `save_last`, write a

@@ -24,7 +24,7 @@ from asyncrl.storage.run_dir import RunDir
 from asyncrl.storage.trained_steps import TrainedStepsFile
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.batches import BatchSource, RowRules
-from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints, load_roles
+from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
 from trainer.experience import ExperienceBuilder
 from trainer.loop import LoopSettings, TrainLoop
 from trainer.tokenizer_checks import check_tokenizers
@@ -189,7 +189,8 @@ class Trainer:
         self.progress = replace(resume.manifest.progress)
         if resume.checkpoint is not None:
             with self._waits.waiting("checkpoint"):
-                await load_roles(resume.checkpoint, self._trained)
+                for role, group in self._trained.items():
+                    await group.load_checkpoint(resume.checkpoint / role)
 
     async def _publish_start(self, *, new_run: bool) -> None:
         """Publish the version that training starts from. If the run is not new, first rename abandoned checkpoints, and
@@ -241,6 +242,15 @@ class Trainer:
             critic=roles.get("critic"),
             reward_model=roles.get("reward_model"),
         )
+        checkpoints = RoleCheckpoints(
+            self._files,
+            self._trained,
+            queue,
+            step=self.progress.step,
+            save_freq=config.trainer.save_freq,
+            call_limit_s=config.timeouts.train_s,
+            waits=self._waits,
+        )
         return TrainLoop(
             LoopSettings.from_config(config, total_steps=total_steps, lineage=self._lineage),
             queue=queue,
@@ -248,7 +258,7 @@ class Trainer:
             actor=roles["actor"],
             critic=roles.get("critic"),
             experience=experience,
-            checkpoints=RoleCheckpoints(self._files, self._trained, queue.confirm),
+            checkpoints=checkpoints,
             trained_steps=self._trained_steps,
             progress=self.progress,
             validated_step=self._validated_step or 0,

@@ -17,9 +17,10 @@ from asyncrl.core.failures import BugError
 from asyncrl.core.ports import Publication, QueueSnapshot
 from asyncrl.core.records import Metrics, StepRecord
 from asyncrl.core.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
-from asyncrl.queue.sample_queue import LocalSampleQueue
+from asyncrl.queue.sample_queue import LocalSampleQueue, SampleQueue
 from asyncrl.storage.checkpoint_manifest import Progress
 from trainer.batches import TrainSample
+from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
 from trainer.experience import Experience
 from trainer.workers.tensors import to_batch
 from trainer.workers.worker import PublishedVersion, RoleGroup
@@ -98,25 +99,27 @@ class FakeExperience:
         return Experience(batch, {}, None if kl_coef is None else kl_coef / 2)
 
 
-class FakeCheckpoints:
+class FakeCheckpoints(RoleCheckpoints):
     """Keeps checkpoints in memory; `on_finish` runs while one is written."""
 
-    def __init__(self) -> None:
-        self.begun: list[tuple[Progress, QueueSnapshot]] = []
+    def __init__(self, queue: SampleQueue, **options: Any) -> None:
+        super().__init__(CheckpointDirectory(Path(), identity={}, keep=1), {}, queue, **options)
+        self.begun: list[int] = []
+        """The steps of the checkpoints."""
         self.saved: list[tuple[Progress, QueueSnapshot]] = []
         self.on_finish: Callable[[], Any] = lambda: None
 
-    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
+    async def copy_roles(self, step: int) -> Path:
         assert len(self.begun) == len(self.saved), "one checkpoint at a time"
-        self.begun.append((progress, queue))
+        self.begun.append(step)
+        return Path(f"step_{step}")
 
-    async def finish(self) -> Path:
+    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
         outcome = self.on_finish()
         if outcome is not None:
             await outcome
-        progress, _ = self.begun[-1]
-        self.saved.append(self.begun[-1])
-        return Path(f"step_{progress.step}")
+        self.saved.append((progress, queue))
+        return building
 
 
 class MemoryRecord:

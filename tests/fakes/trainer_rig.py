@@ -39,7 +39,6 @@ SETTINGS = LoopSettings(
     critic_warmup_steps=0,
     has_validation=True,
     test_freq=-1,
-    save_freq=-1,
     save_last=True,
     seed=0,
     call_limit_s=5.0,
@@ -59,6 +58,7 @@ class TrainerRig:
         rules: RowRules = RULES,
         max_consecutive_filtered: int = 100,
         call_s: float = 5.0,
+        save_freq: int = -1,
         with_critic: bool = False,
         total_samples: int | None = None,
         **changes: Any,
@@ -73,7 +73,6 @@ class TrainerRig:
         self.actor = FakeGroup()
         self.critic = FakeGroup() if with_critic else None
         self.experience = FakeExperience()
-        self.checkpoints = FakeCheckpoints()
         self.trained = MemoryRecord()
         self.payloads = MemoryPayloads()
         self.clock = ManualClock()
@@ -87,6 +86,9 @@ class TrainerRig:
             call_s=call_s,
             waits=waits,
             clock=self.clock,
+        )
+        self.checkpoints = FakeCheckpoints(
+            self.queue, step=step, save_freq=save_freq, call_limit_s=self.settings.call_limit_s, waits=waits
         )
         self.loop = TrainLoop(
             self.settings,

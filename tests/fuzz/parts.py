@@ -209,14 +209,25 @@ class TrainPart(FuzzPart):
             waits=waits,
             clock=anyio.current_time,
         )
+        settings = LoopSettings.from_config(launch.config, total_steps=launch.total_steps, lineage=self.lineage)
+        checkpoints = Checkpoints(
+            world,
+            process.gate,
+            ranks,
+            queue,
+            step=progress.step,
+            save_freq=launch.config.trainer.save_freq,
+            call_limit_s=settings.call_limit_s,
+            waits=waits,
+        )
         self.loop = loop = TrainLoop(
-            LoopSettings.from_config(launch.config, total_steps=launch.total_steps, lineage=self.lineage),
+            settings,
             queue=queue,
             batch_source=batch_source,
             actor=ranks,  # type: ignore[arg-type]
             critic=None,
             experience=PlainExperience(),
-            checkpoints=Checkpoints(world, process.gate, ranks, queue.confirm),
+            checkpoints=checkpoints,
             trained_steps=Gated(record, process.gate, world.pause),
             progress=progress,
             validated_step=launch.validated_step or 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.records import Metrics
 from asyncrl.core.types import SampleId
+from asyncrl.queue.sample_queue import SampleQueue
 from asyncrl.storage.checkpoint_manifest import Progress
 from tests.fuzz.files import Checkpoint
 from tests.fuzz.remote import Gate
 from tests.fuzz.store import Publisher
 from tests.fuzz.world import FuzzWorld
 from trainer.batches import TrainSample
+from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
 from trainer.experience import Experience
 from trainer.workers.worker import PublishedVersion
 
@@ -80,35 +82,34 @@ class FuzzRanks:
         await self._publisher.republish()
 
 
-class Checkpoints:
+class Checkpoints(RoleCheckpoints):
     """Checkpoints in memory, which `finish` writes."""
 
-    def __init__(
-        self, world: FuzzWorld, gate: Gate, ranks: FuzzRanks, confirm: Callable[[int], Awaitable[None]]
-    ) -> None:
+    def __init__(self, world: FuzzWorld, gate: Gate, ranks: FuzzRanks, queue: SampleQueue, **options: Any) -> None:
+        super().__init__(CheckpointDirectory(Path(), identity={}, keep=2), {}, queue, **options)
         self._world = world
         self._gate = gate
         self._ranks = ranks
-        self._confirm = confirm
-        self._begun: Checkpoint
+        self._model: tuple[SampleId, ...] = ()
 
-    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
+    async def copy_roles(self, step: int) -> Path:
         await self._gate.passing()
         await self._world.pause()
-        self._begun = Checkpoint(progress, queue, tuple(self._ranks.model))
+        self._model = tuple(self._ranks.model)
+        return Path(f"step_{step}")
 
-    async def finish(self) -> Path:
+    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
         await anyio.sleep(self._world.some(0.2))
         await self._gate.passing()
-        step = self._begun.progress.step
-        await self._confirm(step)
+        step = progress.step
+        await self._queue.confirm(step)
         # The process may be killed or replaced at this point.
         await self._world.pause()
         await self._gate.passing()
-        self._world.files.checkpoints[step] = self._begun
+        self._world.files.checkpoints[step] = Checkpoint(progress, queue, self._model)
         self._world.log(f"checkpoint of step {step} written")
-        await self._confirm(step)
+        await self._queue.confirm(step)
         # Keep two checkpoints, as `trainer.max_checkpoints_to_keep` allows.
         for old in sorted(self._world.files.checkpoints)[:-2]:
             del self._world.files.checkpoints[old]
-        return Path(f"step_{step}")
+        return building

@@ -18,10 +18,12 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, FencedError, InfraError
+from asyncrl.core.failures import AsyncRLError, ConfigError, FencedError, InfraError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.core.types import SampleId
+from asyncrl.core.waits import WaitBoard
 from asyncrl.driver.resume import find_resume
+from asyncrl.queue.sample_queue import LocalSampleQueue
 from asyncrl.storage.checkpoint_manifest import (
     NO_REWINDS,
     LineageHistory,
@@ -34,7 +36,8 @@ from asyncrl.storage.checkpoint_manifest import (
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import FakeGroup
 from trainer import checkpoints as checkpoint_module
-from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints, load_roles
+from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
+from trainer.workers.worker import RoleGroup
 
 SNAPSHOT = QueueSnapshot(
     next_index=9,
@@ -55,8 +58,21 @@ def checkpointer(
     return CheckpointDirectory(run_dir, identity=run_identity(config or Config()), keep=keep, history=history)
 
 
-async def agree(step: int) -> None:
-    """Confirm every step, as the queue does for the current Trainer."""
+class AgreeingQueue(LocalSampleQueue):
+    """Confirms `agreed` times that its caller was not replaced."""
+
+    def __init__(self, agreed: int = 2) -> None:
+        self.confirmed: list[int] = []
+        self._agreed = agreed
+
+    async def confirm(self, step: int) -> None:
+        self.confirmed.append(step)
+        if len(self.confirmed) > self._agreed:
+            raise FencedError("it was replaced")
+
+
+def saving(files: CheckpointDirectory, queue: AgreeingQueue, **roles: RoleGroup) -> RoleCheckpoints:
+    return RoleCheckpoints(files, roles, queue, step=0, save_freq=1, call_limit_s=5.0, waits=WaitBoard())  # type: ignore[arg-type]
 
 
 def fill(building: Path, *, critic: bool = False) -> None:
@@ -244,7 +260,6 @@ class SavingGroup(FakeGroup):
         super().__init__()
         self.error = error
         self.file = Path()
-        self.loaded = ""
 
     async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
         self.file = directory / "state"
@@ -258,25 +273,15 @@ class SavingGroup(FakeGroup):
             raise self.error
         self.file.write_text("whole")
 
-    async def load_checkpoint(self, directory: Path) -> None:
-        self.loaded = f"{directory.name}: {(directory / 'state').read_text()}"
-
 
 async def test_a_checkpoint_has_all_roles_and_the_state_at_its_beginning(tmp_path: Path) -> None:
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()}, agree)
-    await checkpoints.begin(progress(7), SNAPSHOT)
+    checkpoints = saving(checkpointer(tmp_path), AgreeingQueue(), actor=SavingGroup(), critic=SavingGroup())
+    building = await checkpoints.copy_roles(7)
     assert checkpoint_steps(tmp_path) == {}
-    with pytest.raises(BugError, match=r"before .*step_000007.* was finished"):
-        await checkpoints.begin(progress(8), SNAPSHOT)
-    path = await checkpoints.finish()
+    path = await checkpoints.finish(building, progress(7), SNAPSHOT)
     manifest = load_manifest(path)
     assert manifest.files == {"actor/state": 5, "critic/state": 5, "hf/config.json": 2}
     assert (manifest.progress, manifest.queue) == (progress(7), SNAPSHOT)
-    with pytest.raises(BugError, match="no checkpoint was begun"):
-        await checkpoints.finish()
-    actor, critic = SavingGroup(), SavingGroup()
-    await load_roles(path, {"actor": actor, "critic": critic})
-    assert (actor.loaded, critic.loaded) == ("actor: whole", "critic: whole")
 
 
 @pytest.mark.parametrize(("agreed", "left"), [(0, [5]), (1, [5, 7]), (2, [7])])
@@ -284,19 +289,13 @@ async def test_the_queue_confirms_before_a_checkpoint_is_named_and_before_anothe
     tmp_path: Path, agreed: int, left: list[int]
 ) -> None:
     save(tmp_path, 5)
-    confirmed: list[int] = []
-
-    async def confirm(step: int) -> None:
-        confirmed.append(step)
-        if len(confirmed) > agreed:
-            raise FencedError("it was replaced")
-
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path, keep=1), {"actor": SavingGroup()}, confirm)
-    await checkpoints.begin(progress(7), SNAPSHOT)
-    assert confirmed == []
+    queue = AgreeingQueue(agreed)
+    checkpoints = saving(checkpointer(tmp_path, keep=1), queue, actor=SavingGroup())
+    building = await checkpoints.copy_roles(7)
+    assert queue.confirmed == []
     with nullcontext() if agreed == 2 else pytest.raises(FencedError, match="it was replaced"):
-        await checkpoints.finish()
-    assert set(confirmed) == {7}
+        await checkpoints.finish(building, progress(7), SNAPSHOT)
+    assert set(queue.confirmed) == {7}
     assert list(checkpoint_steps(tmp_path)) == left
 
 
@@ -311,18 +310,18 @@ async def test_a_full_disk_is_reported_when_a_checkpoint_begins(
         mkdir(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", full)
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()}, agree)
+    checkpoints = saving(checkpointer(tmp_path), AgreeingQueue(), actor=SavingGroup(), critic=SavingGroup())
     with pytest.raises(InfraError, match="disk is full"):
-        await checkpoints.begin(progress(2), SNAPSHOT)
+        await checkpoints.copy_roles(2)
 
 
 async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     failing = SavingGroup(InfraError("the disk is full"))
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": failing}, agree)
-    await checkpoints.begin(progress(2), SNAPSHOT)
+    checkpoints = saving(checkpointer(tmp_path), AgreeingQueue(), actor=SavingGroup(), critic=failing)
+    building = await checkpoints.copy_roles(2)
     with pytest.raises(InfraError, match="the disk is full"):
-        await checkpoints.finish()
+        await checkpoints.finish(building, progress(2), SNAPSHOT)
     assert list(checkpoint_steps(tmp_path)) == [1]
     save(tmp_path, 2)
     assert names(tmp_path) == ["step_000001", "step_000002"]

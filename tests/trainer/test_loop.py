@@ -473,7 +473,7 @@ async def test_payloads_are_deleted_after_the_checkpoint(monkeypatch: pytest.Mon
     async def cover(step: int) -> None:
         events.append(("covered", step))
 
-    rig.checkpoints.on_finish = lambda: events.append(("named", rig.checkpoints.begun[-1][0].step))
+    rig.checkpoints.on_finish = lambda: events.append(("named", rig.checkpoints.begun[-1]))
     monkeypatch.setattr(rig.queue, "mark", marked)
     monkeypatch.setattr(rig.queue, "cover", cover)
     await rig.run(8)
@@ -579,7 +579,6 @@ def test_settings_follow_from_the_configuration() -> None:
                 "ppo_mini_batch_size": 4,
                 "ppo_epochs": 2,
                 "test_freq": 5,
-                "save_freq": 6,
                 "save_last": False,
                 "partial_final_batch": "drop",
             },
@@ -599,7 +598,6 @@ def test_settings_follow_from_the_configuration() -> None:
         critic_warmup_steps=8,
         has_validation=True,
         test_freq=5,
-        save_freq=6,
         save_last=False,
         seed=3,
         call_limit_s=7.0,

@@ -144,10 +144,21 @@ async def test_ranks_are_watched_until_the_run_ends(tmp_path: Path) -> None:
     assert not groups.closed
 
 
-async def test_a_resumed_trainer_does_not_change_the_manifest(tmp_path: Path) -> None:
+class LoadingGroup(FakeGroup):
+    """A role that keeps the directory from which it was loaded."""
+
+    loaded = Path()
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        self.loaded = directory
+
+
+async def test_a_resumed_trainer_loads_every_role_and_does_not_change_the_manifest(tmp_path: Path) -> None:
     resume = Resume(tmp_path, tmp_path / "step_000002", NO_SAMPLES)
-    trainer = make(tmp_path)
+    trainer, actor, critic = make(tmp_path), LoadingGroup(), LoadingGroup()
+    trainer._trained |= {"actor": actor, "critic": critic}
     await trainer._resume(resume)
+    assert (actor.loaded, critic.loaded) == (tmp_path / "step_000002" / "actor", tmp_path / "step_000002" / "critic")
     assert trainer.progress == Progress(step=2)
     trainer.progress.step += 1
     assert resume.manifest.progress.step == 2
