@@ -7,9 +7,8 @@ This module doesn't use torch: `trainer.workers.tensors` converts rows to tensor
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 
 from asyncrl.core.failures import AsyncRLError, DataError, InfraError
 from asyncrl.core.ports import Lease, PayloadStore
-from asyncrl.core.records import Metrics
 from asyncrl.core.staleness import stale_token_mask, staleness
 from asyncrl.core.types import (
     DropReason,
@@ -33,14 +31,11 @@ from asyncrl.core.types import (
     TokenIds,
     versions_per_token,
 )
-from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
 
 logger = logging.getLogger(__name__)
 
-LAST_STALENESS_BUCKET = 3
-"""The staleness histogram counts samples of this staleness or more together."""
 MAX_PAYLOAD_LOSSES = 3
 """The run stops when the payload of one sample was lost this often, although the sample was generated again after each
 loss. Losses of many payloads at once are normal, because a process or a file can hold the payloads of many samples."""
@@ -272,7 +267,6 @@ class LeasedBatch:
 
     samples: list[TrainSample] = field(default_factory=list)
     leases: list[int] = field(default_factory=list)
-    wait_s: float = 0.0
     ended: bool = False
     """Whether the stream has ended, so that no further samples follow."""
 
@@ -290,8 +284,6 @@ class BatchSource:
         max_consecutive_filtered: int | None,
         max_consecutive_unusable: int,
         call_s: float,
-        waits: WaitBoard,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -311,8 +303,6 @@ class BatchSource:
         self._logged_kinds: set[str] = set()
         """Kinds of unusable rows that have been logged; each kind is logged once."""
         self._call_s = call_s
-        self._waits = waits
-        self._clock = clock
         self._stopping = False
         self._wait_scope: anyio.CancelScope | None = None
 
@@ -329,19 +319,15 @@ class BatchSource:
             DataError: too many samples in a row were filtered or unusable (`check_row`).
             InfraError: one sample's payload was lost `MAX_PAYLOAD_LOSSES` times.
         """
-        started = self._clock()
-        with self._waits.waiting("samples"), profile.span("trainer.wait_samples") as span:
-            while len(batch.samples) < num_samples and not self._stopping:
-                lease = await self._lease(num_samples - len(batch.samples), trainer_version)
-                if lease is None:
-                    continue
-                num_replaced = await self._add(batch, lease, trainer_version)
-                # Dropped and lost samples are replaced even after the end of the stream.
-                if lease.ended and num_replaced == 0:
-                    batch.ended = True
-                    break
-            span.add(samples=len(batch.samples))
-        batch.wait_s = self._clock() - started
+        while len(batch.samples) < num_samples and not self._stopping:
+            lease = await self._lease(num_samples - len(batch.samples), trainer_version)
+            if lease is None:
+                continue
+            num_replaced = await self._add(batch, lease, trainer_version)
+            # Dropped and lost samples are replaced even after the end of the stream.
+            if lease.ended and num_replaced == 0:
+                batch.ended = True
+                break
 
     async def drop(self, sample_id: SampleId, reason: DropReason, response_tokens: int) -> None:
         await self._queue.drop(sample_id, reason)
@@ -469,60 +455,3 @@ def mini_batches(groups: Sequence[int], *, size: int, epochs: int = 1, seed: int
         for first in range(0, len(order), size):
             batches.append([row for group in order[first : first + size] for row in rows_of[int(group)]])
     return batches
-
-
-def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
-    """Return metrics of the samples of a step. A trajectory counts once, however many rows it has."""
-    rewards = np.array([reward for sample in samples for reward in sample.rewards])
-    trajectories = [trajectory for sample in samples for trajectory in rows_by_trajectory(sample.rows)]
-    lengths = np.array([sum(len(row.response_ids) for row in trajectory) for trajectory in trajectories])
-    truncated = np.array([trajectory[-1].finish_reason is FinishReason.LENGTH for trajectory in trajectories])
-    ages = np.array([sample.staleness for sample in samples])
-    spans = [sample.version_span for sample in samples if sample.version_span > 0]
-    seconds = np.array([sample.processing_s for sample in samples])
-    p50, p95, p99 = np.percentile(seconds, [50, 95, 99]).tolist()
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "response_tokens/mean": float(lengths.mean()),
-        "response_tokens/max": float(lengths.max()),
-        "response_tokens/length_share": float(truncated.mean()),
-        "staleness/mean": float(ages.mean()),
-        "staleness/max": float(ages.max()),
-        **{f"staleness/share_{age}": float((ages == age).mean()) for age in range(LAST_STALENESS_BUCKET)},
-        f"staleness/share_{LAST_STALENESS_BUCKET}": float((ages >= LAST_STALENESS_BUCKET).mean()),
-        "partial/count": float(len(spans)),
-        "partial/ratio": len(spans) / len(samples),
-        "partial/max_span": float(max(spans, default=0)),
-        "processing_s/mean": float(seconds.mean()),
-        "processing_s/min": float(seconds.min()),
-        "processing_s/max": float(seconds.max()),
-        "processing_s/p50": p50,
-        "processing_s/p95": p95,
-        "processing_s/p99": p99,
-        **_optional_metrics(samples, trajectories, lengths),
-    }
-
-
-def _optional_metrics(
-    samples: Sequence[TrainSample], trajectories: Sequence[Sequence[TrainRow]], lengths: NDArray[np.int64]
-) -> Metrics:
-    """Return metrics of multi-turn trajectories, extra values of the reward function, and replayed samples."""
-    metrics = Metrics()
-    sampled = np.array([sum(int(row.response_mask.sum()) for row in trajectory) for trajectory in trajectories])
-    if (sampled != lengths).any():
-        metrics["sampled_tokens/mean"] = float(sampled.mean())
-    num_rows = [len(trajectory) for trajectory in trajectories]
-    if max(num_rows) > 1:
-        metrics["rows/per_trajectory"] = sum(num_rows) / len(num_rows)
-    extras: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory[0].reward_extra.items():
-            extras.setdefault(name, []).append(value)
-    metrics |= {f"reward/extra/{name}": sum(values) / len(values) for name, values in sorted(extras.items())}
-    provenances = [sample.provenance for sample in samples]
-    generated, substituted = provenances.count(Provenance.GENERATED), provenances.count(Provenance.SUBSTITUTED)
-    if generated < len(provenances):
-        metrics["skip/replayed_share"] = 1 - generated / len(provenances)
-        metrics["skip/substituted_share"] = substituted / len(provenances)
-    return metrics

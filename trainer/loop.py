@@ -11,7 +11,7 @@
     train       a call to the ranks; never cancelled, and ended by `timeouts.train_s` or a hung rank (`Trainer.run`)
     log         writes the samples of the step to the Trainer's own log (`asyncrl.storage.trained_steps`)
     publish     waits until the version can be fetched: one copy of the weights, without waiting for replicas
-    record      writes the event `step` as well; traced ranks write their trace of the step (`trainer.workers.tracing`)
+    record      metrics and events (`trainer.step_records`); traced ranks write their trace (`trainer.workers.tracing`)
     checkpoint  begins between two leased batches and is written while training continues (`trainer.checkpoints`)
 
 A leased batch passes through training `ppo_epochs` times; every mini-batch of every pass is one step. A sample without
@@ -51,18 +51,18 @@ from tensordict import TensorDict
 from asyncrl.config.plan import validation_due
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DataError, first_failure
-from asyncrl.core.records import Metrics, RecordSink, StepRecord
+from asyncrl.core.records import Metrics, RecordSink
 from asyncrl.core.types import DropReason
 from asyncrl.core.waits import WaitBoard
-from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
 from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.storage.trained_steps import TrainedStepsFile
 from skip import SkipManager
 from trainer.algorithms.objective import finish_metrics
-from trainer.batches import BatchSource, LeasedBatch, TrainSample, mini_batches, sample_metrics
+from trainer.batches import BatchSource, LeasedBatch, TrainSample, mini_batches
 from trainer.checkpoints import RoleCheckpoints
-from trainer.experience import Experience, ExperienceBuilder
+from trainer.experience import ExperienceBuilder
+from trainer.step_records import StepRecorder, batch_metrics, note_trained, role_metrics, sample_metrics
 from trainer.workers.worker import RoleGroup
 
 EXPERIENCE_CALLS = 5
@@ -146,13 +146,13 @@ class TrainLoop:
         self._experience = experience
         self._trained_steps = trained_steps
         self._end_traces = end_traces
-        self._clock = clock
         self._stopping = False
         self._num_rejected = 0
         """Number of samples rejected in the batches since the last one with a sample to train on."""
         self.progress = progress if progress is not None else Progress()
         self.waits = waits if waits is not None else WaitBoard(clock)
         self._first_step = self.progress.step
+        self._steps = StepRecorder(self.progress, lineage=settings.lineage, clock=clock)
         self._validated_step = validated_step
         self._checkpoints = checkpoints
 
@@ -205,14 +205,16 @@ class TrainLoop:
 
     async def _train_next_batch(self, sink: RecordSink) -> bool:
         """Lease a batch and take all its steps; returns whether the stream has ended."""
-        batch, size = LeasedBatch(), self._next_batch_size()
-        left_out, began = False, self._begin_step()
+        batch, size, left_out = LeasedBatch(), self._next_batch_size(), False
+        self._steps.begin()
         try:
-            await self._batch_source.fill(batch, size, trainer_version=self.progress.version)
+            with self.waits.waiting("samples"), self._steps.phase("wait_samples") as span:
+                await self._batch_source.fill(batch, size, trainer_version=self.progress.version)
+                span.add(samples=len(batch.samples))
             self.progress.leases += len(batch.leases)
             left_out = self._settings.drop_partial and batch.ended and len(batch.samples) < size
             if batch.samples and not self._stopping and not left_out:
-                await self._train(batch, sink, began)
+                await self._train(batch, sink)
         except BaseException:
             await self._batch_source.release_after_failure(batch)
             raise
@@ -222,17 +224,15 @@ class TrainLoop:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _begin_step(self) -> float:
-        """Assign the following events to the next step. Return the time, by `time.perf_counter`."""
-        profile.set_position(step=self.progress.step + 1, version=self.progress.version)
-        return time.perf_counter()
-
-    async def _train(self, leased: LeasedBatch, sink: RecordSink, began: float) -> None:
-        """Take all steps of a leased batch. `began`: when the batch was requested, which is the start of the first
-        step."""
+    async def _train(self, leased: LeasedBatch, sink: RecordSink) -> None:
+        """Take all steps of a leased batch, which belongs to the step that has begun."""
         settings = self._settings
-        started, wait_s = self._clock() - leased.wait_s, leased.wait_s
-        batch, metrics, kl_coef = await self._make_experience(leased)
+        SkipManager.set_step(self.progress.step + 1)  # the first step of this batch
+        with self._calling("experience", EXPERIENCE_CALLS), self._steps.phase("experience"):
+            batch, metrics, kl_coef = await self._experience.make(
+                leased.samples, trainer_version=self.progress.version, kl_coef=self.progress.kl_coef
+            )
+        self._steps.metrics |= metrics
         batch = await self._drop_rejected(leased, batch)
         if not leased.samples:
             return
@@ -243,7 +243,7 @@ class TrainLoop:
         steps = mini_batches(groups, size=size, epochs=settings.ppo_epochs, seed=seed)[:steps_left]
         if self._stopping:
             return
-        metrics |= await self._train_critic(batch, groups, seed)
+        await self._train_critic(batch, groups, seed)
         if self._stopping:
             return
         self.progress.kl_coef = kl_coef
@@ -251,27 +251,18 @@ class TrainLoop:
         for number, rows in enumerate(steps):
             samples = [leased.samples[group] for group in dict.fromkeys(groups[row] for row in rows)]
             committed = samples if number < num_first_pass else []
-            metrics |= await self._step(batch[torch.tensor(rows)], samples, committed)
+            await self._step(batch[torch.tensor(rows)], samples, committed)
             is_last = number == len(steps) - 1
             ends = is_last or self._stopping
-            metrics["timing/publish_s"] = 0.0
             if ends:
-                metrics |= await self._publish_if_due(at_end=is_last and leased.ended)
-            now = self._clock()
-            metrics |= {"timing/wait_samples_s": wait_s, "timing/step_s": now - started, "time/monotonic_s": now}
-            await self._record_step(sink, committed, metrics, began)
+                await self._publish_if_due(at_end=is_last and leased.ended)
+            await self._steps.end(sink, committed)
+            if self._end_traces is not None:
+                with self._calling("trace"):
+                    await self._end_traces(self.progress.step)
             if ends:
                 return
-            began, started, wait_s, metrics = self._begin_step(), self._clock(), 0.0, {}
-
-    async def _make_experience(self, leased: LeasedBatch) -> Experience:
-        started = self._clock()
-        SkipManager.set_step(self.progress.step + 1)  # the first step of this batch
-        with self._calling("experience", EXPERIENCE_CALLS), profile.span("trainer.experience"):
-            batch, metrics, kl_coef = await self._experience.make(
-                leased.samples, trainer_version=self.progress.version, kl_coef=self.progress.kl_coef
-            )
-        return Experience(batch, metrics | {"timing/experience_s": self._clock() - started}, kl_coef)
+            self._steps.begin()
 
     async def _drop_rejected(self, leased: LeasedBatch, batch: TensorDict) -> TensorDict:
         """Drop samples whose tokens the correction has all rejected, from the queue, from `leased` and from `batch`.
@@ -302,17 +293,14 @@ class TrainLoop:
         batch["groups"] = torch.tensor([number[group] for group in batch["groups"].tolist()], dtype=torch.int64)
         return batch
 
-    async def _train_critic(self, batch: TensorDict, groups: Sequence[int], seed: int) -> Metrics:
-        """Take all passes of the critic, unless stopped between two of its steps. Return metric means over the
-        steps."""
+    async def _train_critic(self, batch: TensorDict, groups: Sequence[int], seed: int) -> None:
+        """Take all passes of the critic, unless stopped between two of its steps. Its metrics are means over steps."""
         if self._critic is None:
-            return {}
-        started = self._clock()
-        steps = mini_batches(
-            groups, size=self._settings.mini_batch_samples, epochs=self._settings.critic_epochs, seed=seed + 1
-        )
+            return
+        settings = self._settings
+        steps = mini_batches(groups, size=settings.mini_batch_samples, epochs=settings.critic_epochs, seed=seed + 1)
         results: list[Metrics] = []
-        with profile.span("trainer.critic"):
+        with self._steps.phase("critic", "update_critic"):
             for rows in steps:
                 # One call per step, so that each has the full deadline, and a stop or cancellation waits for one
                 # step only.
@@ -322,106 +310,51 @@ class TrainLoop:
                 if self._stopping:
                     break
         means = {name: math.fsum(result[name] for result in results) / len(results) for name in results[0]}
-        return _with_prefix("critic", means) | {"timing/update_critic_s": self._clock() - started}
+        self._steps.metrics |= role_metrics("critic", means)
 
-    async def _step(
-        self, batch: TensorDict, samples: Sequence[TrainSample], committed: Sequence[TrainSample]
-    ) -> Metrics:
+    async def _step(self, batch: TensorDict, samples: Sequence[TrainSample], committed: Sequence[TrainSample]) -> None:
         """Take one optimizer step of the policy and commit its samples. During the critic's warm-up the step is only
         counted."""
-        started, progress = self._clock(), self.progress
-        metrics: Metrics = {}
+        progress = self.progress
         # Shielded, because once the gradient is in the weights the samples must be committed, even if the run is
         # cancelled.
-        with anyio.CancelScope(shield=True), profile.span("trainer.update"):
+        with anyio.CancelScope(shield=True), self._steps.phase("update"):
             if progress.step >= self._settings.critic_warmup_steps:
                 with self._calling("train"):
-                    metrics = finish_metrics(_with_prefix("actor", await self._actor.train_batch(batch)))
+                    metrics = await self._actor.train_batch(batch)
+                self._steps.metrics |= finish_metrics(role_metrics("actor", metrics))
             progress.step += 1
             progress.trained_tokens += int(batch["loss_mask"].sum())
-            metrics["timing/commit_s"] = await self._commit(committed)
+            progress.trained_samples += len(committed)
+            with self._steps.phase("commit", samples=len(committed)):
+                for lease_id, members in groupby(committed, key=lambda sample: sample.lease_id):
+                    await self._queue.commit(lease_id, [sample.sample_id for sample in members])
+                sample_ids = [sample.sample_id for sample in committed]
+                await self._trained_steps.append(progress.step, progress.version, sample_ids)
+            note_trained(committed)
         await anyio.lowlevel.checkpoint()  # raises if the run was cancelled meanwhile
-        return {
-            **metrics,
-            **sample_metrics(samples),
-            **_batch_metrics(batch),
-            "timing/update_s": self._clock() - started,
-        }
-
-    async def _commit(self, samples: Sequence[TrainSample]) -> float:
-        """Commit samples whose gradient is in the weights since this step. Return the seconds that this took."""
-        started, progress = self._clock(), self.progress
-        progress.trained_samples += len(samples)
-        with profile.span("trainer.commit", samples=len(samples)):
-            for lease_id, members in groupby(samples, key=lambda sample: sample.lease_id):
-                await self._queue.commit(lease_id, [sample.sample_id for sample in members])
-            await self._trained_steps.append(progress.step, progress.version, [sample.sample_id for sample in samples])
-        if profile.records("sample.trained"):
-            for sample in samples:
-                profile.note(
-                    "sample.trained",
-                    sample=str(sample.sample_id),
-                    staleness=sample.staleness,
-                    versions=sample.version_span,
-                    reward=sum(sample.rewards) / len(sample.rewards),
-                    tokens=sample.response_tokens,
-                )
-        return self._clock() - started
-
-    async def _record_step(
-        self, sink: RecordSink, committed: Sequence[TrainSample], metrics: Metrics, began: float
-    ) -> None:
-        """Put the step's record into `sink`, record its event and end its traces."""
-        progress, lineage = self.progress, self._settings.lineage
-        await sink.put(
-            StepRecord(
-                step=progress.step,
-                version=progress.version,
-                metrics=metrics,
-                rewards=tuple(sum(sample.rewards) / len(sample.rewards) for sample in committed),
-                staleness=tuple(sample.staleness for sample in committed),
-                lineage=lineage,
-            )
-        )
-        profile.record_ended(
-            "step",
-            time.perf_counter() - began,
-            wait_samples_s=metrics["timing/wait_samples_s"],
-            samples=len(committed),
-            tokens=metrics["tokens/trained"],
-            reward=metrics["reward/mean"],
-            lineage=lineage,
-        )
-        if self._end_traces is not None:
-            with self._calling("trace"):
-                await self._end_traces(progress.step)
+        self._steps.metrics |= sample_metrics(samples) | batch_metrics(batch)
 
     # ------------------------------------------------------------------------------------------------ versions
 
-    async def _publish_if_due(self, *, at_end: bool) -> Metrics:
-        """Publish a version if the last sample of a version or of the run is trained; return the timings."""
+    async def _publish_if_due(self, *, at_end: bool) -> None:
+        """Publish a version if the last sample of a version or of the run is trained."""
         settings, progress = self._settings, self.progress
         last = at_end or progress.step >= settings.total_steps
-        if not last and progress.trained_samples < (progress.version + 1) * settings.samples_per_version:
-            return {}
-        return await self._publish(last=last)
+        if last or progress.trained_samples >= (progress.version + 1) * settings.samples_per_version:
+            await self._publish(last=last)
 
-    async def _publish(self, *, last: bool) -> Metrics:
+    async def _publish(self, *, last: bool) -> None:
         settings, progress = self._settings, self.progress
-        started = self._clock()
         due = validation_due(settings.test_freq, validated_step=self._validated_step, step=progress.step)
         validate = settings.has_validation and (last or due)
-        with self._calling("publish"), profile.span("trainer.publish", version=progress.version + 1):
+        with self._calling("publish"), self._steps.phase("publish", version=progress.version + 1):
             published = await self._actor.publish(progress.version + 1, progress.step, validate=validate)
         progress.version += 1
         progress.published_step = progress.step
         if validate:
             self._validated_step = progress.step
-        return {
-            "timing/publish_s": self._clock() - started,
-            "timing/gather_s": published.gather_s,
-            "timing/put_s": published.put_s,
-        }
+        self._steps.metrics |= {"timing/gather_s": published.gather_s, "timing/put_s": published.put_s}
 
     async def _finish(self, tasks: TaskGroup) -> None:
         """Publish the last version (unless stopped), write the last checkpoint and close the queue."""
@@ -442,18 +375,3 @@ class TrainLoop:
     def _calling(self, edge: str, num_calls: int = 1) -> AbstractContextManager[None]:
         """Report a wait for this many calls to the ranks, each of which has a deadline."""
         return self.waits.waiting(edge, limit_s=num_calls * self._settings.call_limit_s)
-
-
-def _with_prefix(role: str, metrics: Metrics) -> Metrics:
-    """Prefix a role's metrics with its name, except those that already have a prefix."""
-    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items() if name != "tokens"}
-
-
-def _batch_metrics(batch: TensorDict) -> Metrics:
-    has_gradient = ((batch["advantages"] != 0) & batch["loss_mask"]).any(dim=1)
-    groups = batch["groups"]
-    zero = [not bool(has_gradient[groups == group].any()) for group in groups.unique()]
-    return {
-        "advantages/zero_share": sum(zero) / len(zero),
-        "tokens/trained": float(batch["loss_mask"].sum()),
-    }

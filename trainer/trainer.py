@@ -233,7 +233,6 @@ class Trainer:
             max_consecutive_filtered=filtering.max_consecutive if filtering.enable else None,
             max_consecutive_unusable=max(MIN_CONSECUTIVE_UNUSABLE, config.samples_per_lease),
             call_s=config.timeouts.call_s,
-            waits=self._waits,
         )
         experience = ExperienceBuilder(
             config,

@@ -84,8 +84,6 @@ class TrainerRig:
             max_consecutive_filtered=max_consecutive_filtered,
             max_consecutive_unusable=4,
             call_s=call_s,
-            waits=waits,
-            clock=self.clock,
         )
         self.checkpoints = FakeCheckpoints(
             self.queue, step=step, save_freq=save_freq, call_limit_s=self.settings.call_limit_s, waits=waits

@@ -206,8 +206,6 @@ class TrainPart(FuzzPart):
             max_consecutive_filtered=None,
             max_consecutive_unusable=8,
             call_s=world.setup.call_s,
-            waits=waits,
-            clock=anyio.current_time,
         )
         settings = LoopSettings.from_config(launch.config, total_steps=launch.total_steps, lineage=self.lineage)
         checkpoints = Checkpoints(

@@ -13,7 +13,8 @@ from asyncrl.core.failures import BugError, DataError
 from asyncrl.core.types import DropReason, FinishReason, Sample, SampleId, Span
 from asyncrl.observe.metrics.registry import describe
 from tests.fakes.trainer_parts import forked, make_sample
-from trainer.batches import RowRules, TrainRow, TrainSample, check_row, prepare_sample, sample_metrics
+from trainer.batches import RowRules, TrainRow, TrainSample, check_row, prepare_sample
+from trainer.step_records import sample_metrics
 
 RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 VOCAB = 24
