@@ -51,7 +51,7 @@ from asyncrl.storage.segments import remove_segments, segment_incarnation, segme
 
 logger = logging.getLogger(__name__)
 
-# A parked admit or lease holds one of the actor's slots, and so does every call in flight. Concurrency groups do not
+# A parked call holds one of the actor's slots, and so does every other call in flight. Concurrency groups do not
 # help: Ray gives each its own event loop, and the queue's conditions belong to one.
 MAX_CONCURRENCY = 1000
 

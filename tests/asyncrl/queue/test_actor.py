@@ -22,7 +22,16 @@ from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId, SampleMeta, sample_meta
 from asyncrl.queue.actor import QueueActor, QueueClient, start_queue
 from asyncrl.queue.journal_reader import read_head, read_operations, read_sample_counts, read_samples
-from asyncrl.queue.operations import AdmitSamples, CommitSamples, DropSamples, Operation, QueueOptions
+from asyncrl.queue.operations import (
+    AdmitSamples,
+    AwaitSurplus,
+    CommitSamples,
+    DropSamples,
+    LeaseSamples,
+    Operation,
+    ParkingOperation,
+    QueueOptions,
+)
 from asyncrl.queue.payloads import FilePayloads, PayloadRef, RayPayloads
 from asyncrl.queue.sample_queue import QueueCaller
 from asyncrl.queue.turn_log import FileTurns
@@ -169,6 +178,26 @@ async def test_a_cancelled_wait_leaks_no_permit(actor: Any) -> None:
     admission = await client.admit(1, timeout_s=5)
     assert [sample_id.index for sample_id in admission.sample_ids] == [2]
     assert (await client.status()).counts.running == 1
+
+
+@pytest.mark.parametrize("kind", [AdmitSamples, LeaseSamples, AwaitSurplus])
+async def test_an_abandoned_call_is_answered_as_if_its_time_were_up(kind: type[ParkingOperation]) -> None:
+    queue, caller = QueueActor(TEN), QueueCaller("driver", 0)
+    await queue.call(caller, AdmitSamples(10, request_id="all permits"), 1.0)
+    arguments = {AdmitSamples: (1,), LeaseSamples: (1, 0), AwaitSurplus: (False,)}[kind]
+    operation = kind(*arguments, request_id="abandoned")
+    answers: list[Any] = []
+
+    async def call() -> None:
+        answers.append(await queue.call(caller, operation, 1000.0))
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await anyio.wait_all_tasks_blocked()
+            assert answers == []
+            await queue.abandon("abandoned")
+    assert answers == [operation.timed_out()]
 
 
 async def test_a_cancelled_lease_is_given_back(actor: Any) -> None:
