@@ -18,7 +18,7 @@ from tests.fakes.walks import INSTRUMENTATION, NOT_ON_THE_WAY, Walk, WalkStep, f
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 TWO_STEPS = (
     "trainer.total_training_steps=2", "trainer.ppo_mini_batch_size=1", "trainer.device=cpu", "trainer.save_last=false",
-    "async_training=mode_a", "rollout.n=2", "data.val_files=[]",
+    "async_training=mode_a", "weight_sync.max_mismatch_kl=null", "rollout.n=2", "data.val_files=[]",
 )  # fmt: skip
 
 SAMPLE = [

@@ -40,7 +40,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Self
+from typing import Literal, Self
 
 import anyio
 import anyio.lowlevel
@@ -50,7 +50,7 @@ from tensordict import TensorDict
 
 from asyncrl.config.plan import validation_due
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import DataError, first_failure
+from asyncrl.core.failures import BugError, DataError, first_failure
 from asyncrl.core.records import Metrics, RecordSink
 from asyncrl.core.types import DropReason
 from asyncrl.core.waits import WaitBoard
@@ -88,12 +88,20 @@ class LoopSettings:
     seed: int
     call_limit_s: float
     """Deadline of one call to the ranks, in seconds."""
+    verify: Literal["every", "first", "off"] = "off"
+    """Which versions have a probe (`Publication.probe`)."""
+    max_mismatch_kl: float | None = None
+    """Limit of the KL divergence, in nats per token, between the engines and the Trainer on tokens that the engines
+    sampled with the weights that the Trainer has. None: no limit."""
     lineage: int = 0
     """How often training went back to a checkpoint in this run."""
 
     @classmethod
     def from_config(cls, config: Config, *, total_steps: int, lineage: int = 0) -> Self:
-        training = config.trainer
+        training, sync, drift, skip = config.trainer, config.weight_sync, config.async_training, config.skip
+        on_policy = drift.trigger_parameter_sync_step == 1 and drift.staleness_threshold == 0
+        # Replayed samples, and those of a history that was left, come from other weights than their version says.
+        has_other_weights = skip.async_rollout.enable or skip.rollout.enable or lineage > 0
         return cls(
             total_steps=total_steps,
             mini_batch_samples=training.ppo_mini_batch_size,
@@ -108,6 +116,8 @@ class LoopSettings:
             save_last=training.save_last,
             seed=config.seed,
             call_limit_s=config.timeouts.train_s,
+            verify=sync.verify,
+            max_mismatch_kl=sync.max_mismatch_kl if on_policy and not has_other_weights else None,
             lineage=lineage,
         )
 
@@ -147,6 +157,8 @@ class TrainLoop:
         self._trained_steps = trained_steps
         self._end_traces = end_traces
         self._stopping = False
+        self._probed = False
+        """Whether a published version had a probe."""
         self._num_rejected = 0
         """Number of samples rejected in the batches since the last one with a sample to train on."""
         self.progress = progress if progress is not None else Progress()
@@ -321,8 +333,9 @@ class TrainLoop:
         with anyio.CancelScope(shield=True), self._steps.phase("update"):
             if progress.step >= self._settings.critic_warmup_steps:
                 with self._calling("train"):
-                    metrics = await self._actor.train_batch(batch)
-                self._steps.metrics |= finish_metrics(role_metrics("actor", metrics))
+                    metrics = finish_metrics(role_metrics("actor", await self._actor.train_batch(batch)))
+                self._check_mismatch(metrics)
+                self._steps.metrics |= metrics
             progress.step += 1
             progress.trained_tokens += int(batch["loss_mask"].sum())
             progress.trained_samples += len(committed)
@@ -334,6 +347,19 @@ class TrainLoop:
             note_trained(committed)
         await anyio.lowlevel.checkpoint()  # raises if the run was cancelled meanwhile
         self._steps.metrics |= sample_metrics(samples) | batch_metrics(batch)
+
+    def _check_mismatch(self, metrics: Metrics) -> None:
+        """Raise BugError if the engines sampled from another distribution than the weights of this step have. The step
+        is not committed then. Nothing is checked if the weights have changed since they were published."""
+        limit, progress = self._settings.max_mismatch_kl, self.progress
+        mismatch_kl = metrics.get("rollout/mismatch_kl_age_0", 0.0)
+        if limit is not None and progress.published_step == progress.step and not mismatch_kl <= limit:
+            raise BugError(
+                f"rollout/mismatch_kl is {mismatch_kl:.2g} nats per token in step {progress.step + 1}, and "
+                f"weight_sync.max_mismatch_kl allows {limit:g}: the engines sample from another distribution than the "
+                f"Trainer computes with the same weights (version {progress.version}), so every policy ratio is wrong. "
+                "Raise the limit if the dtypes of rollout and trainer explain the difference, else report the model"
+            )
 
     # ------------------------------------------------------------------------------------------------ versions
 
@@ -349,7 +375,9 @@ class TrainLoop:
         due = validation_due(settings.test_freq, validated_step=self._validated_step, step=progress.step)
         validate = settings.has_validation and (last or due)
         with self._calling("publish"), self._steps.phase("publish", version=progress.version + 1):
-            published = await self._actor.publish(progress.version + 1, progress.step, validate=validate)
+            probe = settings.verify == "every" or (settings.verify == "first" and not self._probed)
+            published = await self._actor.publish(progress.version + 1, progress.step, validate=validate, probe=probe)
+        self._probed = self._probed or published.publication.probe is not None
         progress.version += 1
         progress.published_step = progress.step
         if validate:

@@ -149,6 +149,17 @@ class WeightsVersion(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsProbe:
+    """Texts and the log-probs that the Trainer computes for them with published weights. An engine that serves these
+    weights must compute the same ones."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    """One entry per text, of at least two tokens."""
+    log_probs: tuple[tuple[float, ...], ...]
+    """Log-probs in nats, at temperature 1, of every token but the first of each text."""
+
+
+@dataclass(frozen=True, slots=True)
 class Publication:
     """The weight store's description of one published version."""
 
@@ -158,6 +169,8 @@ class Publication:
     num_bytes: int
     checksums: Mapping[str, int]
     """Per layer group (`weights.checksums`); the weights that an engine serves must have the same ones."""
+    probe: WeightsProbe | None = None
+    """None if the Trainer has not trained text yet, or has already published one and not every version is verified."""
     validate: bool = False
     """The Rollouter evaluates the validation set on this version before it applies a newer one."""
     published_at_s: float = 0.0
@@ -173,7 +186,13 @@ class WeightPublisher(Protocol):
     """The Trainer's side of the weight store."""
 
     async def publish(
-        self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
+        self,
+        version: int,
+        step: int,
+        tensors: Mapping[str, NDArray[Any]],
+        *,
+        validate: bool,
+        probe: WeightsProbe | None = None,
     ) -> Publication:
         """Publish `version` in the publisher's lineage. Return once replicas can fetch it, before they apply it.
 
@@ -211,7 +230,10 @@ class ApplyReport:
     drain_s: float = 0.0
     """From the request to pause until no token is generated; `pause_s` begins then."""
     verify_s: float = 0.0
-    """Duration of the comparison of checksums, during which generation continues."""
+    """Duration of the comparison of checksums and log-probs, during which generation continues."""
+    mismatch_kl: float | None = None
+    """KL in nats per token between the engine's and the Trainer's log-probs for the same weights; None if the version
+    has no probe."""
 
     @property
     def weights_version(self) -> WeightsVersion:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.core.failures import BugError, DeadlineError, FencedError, InfraError
-from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsVersion
+from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsProbe, WeightsVersion
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.weights.checksums import group_checksums
 
@@ -217,7 +217,13 @@ class ObjectStorePublisher:
         """Last publication, for `republish`; the references keep the bytes alive even if the store has lost them."""
 
     async def publish(
-        self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
+        self,
+        version: int,
+        step: int,
+        tensors: Mapping[str, NDArray[Any]],
+        *,
+        validate: bool,
+        probe: WeightsProbe | None = None,
     ) -> Publication:
         """Copy `tensors` into the object store in a thread, once for all replicas, then announce the version.
 
@@ -233,6 +239,7 @@ class ObjectStorePublisher:
             step=step,
             num_bytes=sum(array.nbytes for array in tensors.values()),
             checksums=checksums,
+            probe=probe,
             validate=validate,
             published_at_s=time.time(),
             lineage=self._lineage,

@@ -54,6 +54,7 @@ class ServingOptions:
     """Ray namespace of the weight store."""
     num_replicas: int
     verify: Literal["every", "first", "off"]
+    max_mismatch_kl: float | None
     timeouts: TimeoutsConfig
     profiler: ProfilerSettings = PROFILING_OFF
     """The profiler settings of the replicas, which send their events with their answers."""
@@ -81,6 +82,7 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
         namespace=namespace,
         num_replicas=rollout.num_replicas,
         verify=config.weight_sync.verify,
+        max_mismatch_kl=config.weight_sync.max_mismatch_kl,
         timeouts=config.timeouts,
         profiler=ProfilerSettings.of(config.profiler, None),
     )

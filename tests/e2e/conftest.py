@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.core.ports import WeightsProbe
 from asyncrl.core.types import Turn
 from benchmarks.models import TransformerShape, make_llama
 
@@ -50,6 +51,16 @@ class EngineProcess:
             for parameter in self.model.parameters():
                 parameter.add_(scale * torch.randn_like(parameter))
         return {name: tensor.detach().numpy() for name, tensor in self.model.state_dict().items()}
+
+    def probe(self) -> WeightsProbe:
+        """Return a probe of the model's current weights."""
+        import torch
+
+        ids = torch.arange(5, 45)
+        with torch.no_grad():
+            table = self.model(ids[None]).logits[0, :-1].log_softmax(-1)
+        log_probs = table.gather(-1, ids[1:, None])[:, 0]
+        return WeightsProbe((tuple(ids.tolist()),), (tuple(log_probs.tolist()),))
 
     def log_probs(self, prompt_ids: np.ndarray, turn: Turn) -> np.ndarray:
         """Return the log-probs of the turn's tokens under the model's current weights: float32 `[L]`."""

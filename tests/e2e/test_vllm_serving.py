@@ -62,7 +62,8 @@ def fleet_of(engine: EngineProcess, *, partial: bool = True, mode: str = "keep",
 async def publish(engine: EngineProcess, scale: float = 0.02) -> Publication:
     engine.version += 1
     publisher = ObjectStorePublisher(engine.store, call_s=30, lineage=engine.lineage)
-    return await publisher.publish(engine.version, engine.version, engine.perturb(scale), validate=False)
+    weights = engine.perturb(scale)
+    return await publisher.publish(engine.version, engine.version, weights, validate=False, probe=engine.probe())
 
 
 async def until_idle(engine: EngineProcess) -> None:
@@ -155,6 +156,8 @@ async def test_kept_requests_continue_under_the_new_weights(engine: EngineProces
     fleet = fleet_of(engine, clear_kv=True)
     turns, report, old = await apply_in_flight(engine, fleet, 4)
     assert (report.version, report.in_flight, report.verified) == (engine.version, 4, True)
+    assert report.mismatch_kl is not None
+    assert report.mismatch_kl < 1e-6
     assert 0 < report.load_s < report.pause_s < 5
     for turn, under_old in zip(turns, old, strict=True):
         assert len(turn.response_ids) == LONG
@@ -301,12 +304,21 @@ async def test_refused_requests_are_data_errors(engine: EngineProcess) -> None:
 
 
 @pytest.mark.slow
-async def test_verification_detects_a_corrupt_version_and_the_replica_is_replaced(engine: EngineProcess) -> None:
+@pytest.mark.parametrize("wrong", ["checksums", "log-probs"])
+async def test_verification_detects_a_corrupt_version_and_the_replica_is_replaced(
+    engine: EngineProcess, wrong: str
+) -> None:
     """The engine restarts, and serves the store's version before it takes a request."""
     fleet = fleet_of(engine)
-    publication = await publish(engine)
-    lying = replace(publication, checksums=publication.checksums | {"layers.1": 7})
-    with pytest.raises(BugError, match=r"checksums differ in layers\.1"):
+    before = engine.probe()
+    publication = await publish(engine, 0.1)
+    if wrong == "checksums":
+        lying = replace(publication, checksums=publication.checksums | {"layers.1": 7})
+        message = r"checksums differ in layers\.1"
+    else:
+        lying = replace(publication, probe=before)
+        message = r"computes other log-probs than the Trainer .* weight_sync\.max_mismatch_kl allows 0\.001"
+    with pytest.raises(BugError, match=message):
         await fleet.apply(lying)
     (turn,) = await finished_turns(fleet.generate(requests(1, 20), session="s"))
     assert turn.spans == (Span(0, engine.version),)

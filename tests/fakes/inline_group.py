@@ -62,9 +62,9 @@ class InlineGroup(RoleGroup):
         async with self._lock:
             return _value(await self._rank.call(self._role, method, args, kwargs))
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
+    async def publish(self, version: int, step: int, *, validate: bool, probe: bool = False) -> PublishedVersion:
         async with self._lock:
-            return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate))
+            return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate, probe))
 
     async def republish(self) -> None:
         _value(await self._rank.republish())

@@ -133,6 +133,10 @@ class OneEngine:
     async def update_weight_version(self, version: str) -> None:
         self.weight_version = version
 
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        log_probs = [{token: SimpleNamespace(logprob=-1.0)} for token in prompt["prompt_token_ids"]]
+        yield SimpleNamespace(prompt_logprobs=[None, *log_probs[1:]])
+
     async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
         tokens = [5] * min(4, params.max_tokens)
         output = SimpleNamespace(

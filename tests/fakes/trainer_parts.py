@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from asyncrl.core.failures import BugError
-from asyncrl.core.ports import Publication, QueueSnapshot
+from asyncrl.core.ports import Publication, QueueSnapshot, WeightsProbe
 from asyncrl.core.records import Metrics, StepRecord
 from asyncrl.core.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
 from asyncrl.queue.sample_queue import LocalSampleQueue, SampleQueue
@@ -42,6 +42,9 @@ class FakeGroup(RoleGroup):
         self.published: list[tuple[int, int, int, bool]] = []
         """`(version, step, the weights' step, validate)`."""
         self.total_steps = 0
+        self.metrics: Metrics = {}
+        """Metrics that each step adds to the usual ones."""
+        self.num_probes = 0
         self.scores: Callable[[TensorDict], TensorDict] = lambda batch: TensorDict({}, batch_size=batch.batch_size)
         self.asked: list[tuple[str, bool]] = []
 
@@ -63,18 +66,20 @@ class FakeGroup(RoleGroup):
         indices = batch["input_ids"][torch.arange(len(batch)), batch["prompt_lens"]].tolist()
         self.steps.append(list(dict.fromkeys(indices)))
         self.batches.append(batch)
-        return {"loss": 0.5, "lr": 0.1, "tokens": float(batch["loss_mask"].sum())}
+        return {"loss": 0.5, "lr": 0.1, "tokens": float(batch["loss_mask"].sum())} | self.metrics
 
     async def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
         self.asked.append(("infer", adapters))
         return self.scores(batch)
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
+    async def publish(self, version: int, step: int, *, validate: bool, probe: bool = False) -> PublishedVersion:
         self.published.append((version, step, len(self.steps), validate))
+        self.num_probes += probe
         outcome = self.on_publish(version)
         if outcome is not None:
             await outcome
-        return PublishedVersion(Publication(version, step, 0, {}, validate=validate), 0.25, 0.5)
+        texts = WeightsProbe(((1, 2),), ((-0.5,),)) if probe else None
+        return PublishedVersion(Publication(version, step, 0, {}, texts, validate=validate), 0.25, 0.5)
 
     async def step(self) -> int:
         return len(self.steps)
@@ -139,12 +144,14 @@ class CopyingPublisher:
         self.published: dict[int, dict[str, NDArray[Any]]] = {}
         self.offers: list[int] = []
 
-    async def publish(self, version: int, step: int, tensors: Any, *, validate: bool) -> Publication:
+    async def publish(
+        self, version: int, step: int, tensors: Any, *, validate: bool, probe: WeightsProbe | None = None
+    ) -> Publication:
         if version in self.published:
             raise BugError("twice")
         self.published[version] = {name: array.copy() for name, array in tensors.items()}
         self.offers.append(version)
-        return Publication(version, step, 0, {}, validate=validate)
+        return Publication(version, step, 0, {}, probe, validate=validate)
 
     async def republish(self) -> None:
         self.offers += self.offers[-1:]

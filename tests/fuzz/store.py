@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import anyio
 
-from asyncrl.core.ports import Publication, StoreStatus, WeightsVersion
+from asyncrl.core.ports import Publication, StoreStatus, WeightsProbe, WeightsVersion
 from asyncrl.weights import object_store
 from asyncrl.weights.object_store import ObjectStorePublisher, WeightStoreActor
 from tests.fuzz.remote import Gate
@@ -42,7 +42,15 @@ class Publisher(ObjectStorePublisher):
         self._gate = gate
         self._owners = owners
 
-    async def publish(self, version: int, step: int, tensors: Mapping[str, Any], *, validate: bool) -> Publication:
+    async def publish(
+        self,
+        version: int,
+        step: int,
+        tensors: Mapping[str, Any],
+        *,
+        validate: bool,
+        probe: WeightsProbe | None = None,
+    ) -> Publication:
         publication = Publication(version, step, 0, {}, validate=validate, lineage=self._lineage)
         self._owners[publication.weights_version] = self._gate
         await object_store._ask(

@@ -72,7 +72,7 @@ class FuzzRanks:
         self.model += dict.fromkeys(SampleId(*ids) for ids in batch["ids"].tolist())
         return {"loss": 0.0, "tokens": float(len(batch))}
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
+    async def publish(self, version: int, step: int, *, validate: bool, probe: bool = False) -> PublishedVersion:
         await self._gate.passing()
         await self._world.pause()
         return PublishedVersion(await self._publisher.publish(version, step, {}, validate=validate), 0.0, 0.0)

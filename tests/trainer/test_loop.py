@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.core.failures import DataError, DiskFullError, DivergenceError, InfraError
+from asyncrl.core.failures import BugError, DataError, DiskFullError, DivergenceError, InfraError
 from asyncrl.core.types import SampleId
 from asyncrl.observe.metrics.registry import describe
 from asyncrl.storage.checkpoint_manifest import Progress
@@ -68,6 +68,35 @@ async def test_records_carry_registered_metrics_and_what_was_trained() -> None:
         "actor/loss": 0.5,
     }
     assert {name: record.metrics[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("verify", "num_probes"), [("every", 4), ("first", 1), ("off", 0)])
+async def test_versions_have_the_probes_that_the_verification_needs(verify: str, num_probes: int) -> None:
+    rig = TrainerRig(verify=verify)
+    await rig.run(8)
+    assert rig.actor.num_probes == num_probes
+
+
+@pytest.mark.parametrize("mismatch_kl", [2e-3, math.nan])
+async def test_a_step_on_tokens_of_another_distribution_stops_the_run_and_is_not_committed(mismatch_kl: float) -> None:
+    rig = TrainerRig(max_mismatch_kl=1e-3)
+    rig.actor.metrics = {"rollout/token_share_age_0": 1.0, "rollout/mismatch_kl_age_0": mismatch_kl}
+    with pytest.raises(BugError, match=r"rollout/mismatch_kl .* in step 1, and weight_sync.max_mismatch_kl"):
+        await rig.run(8)
+    assert rig.trained.steps == []
+    assert rig.queue.state.counts().trained == 0
+
+
+async def test_a_mismatch_counts_only_while_the_trainer_has_the_published_weights() -> None:
+    """Two steps per version: the second one computes with weights that no engine has."""
+    rig = TrainerRig(max_mismatch_kl=1e-3, samples_per_version=4)
+
+    def drift(step: int) -> None:
+        share, mismatch_kl = 1.0, 1e-6 if step % 2 else 0.5
+        rig.actor.metrics = {"rollout/token_share_age_0": share, "rollout/mismatch_kl_age_0": mismatch_kl}
+
+    rig.actor.on_step = drift
+    assert len(await rig.run(8)) == 4
 
 
 async def test_experience_belongs_to_the_first_step_of_its_batch(tmp_path: Path) -> None:
@@ -601,8 +630,30 @@ def test_settings_follow_from_the_configuration() -> None:
         save_last=False,
         seed=3,
         call_limit_s=7.0,
+        verify="every",
         lineage=2,
     )
     assert LoopSettings.from_config(config, total_steps=9, lineage=2) == expected
     without = config.model_copy(update={"algorithm": AlgorithmConfig()})
     assert LoopSettings.from_config(without, total_steps=9).critic_warmup_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "lineage", "limit"),
+    [
+        ({}, 0, 1e-3),
+        ({"weight_sync": {"max_mismatch_kl": 0.5}}, 0, 0.5),
+        ({"weight_sync": {"max_mismatch_kl": None}}, 0, None),
+        ({"async_training": {"trigger_parameter_sync_step": 2}}, 0, None),
+        ({"async_training": {"staleness_threshold": 0.5}}, 0, None),
+        ({"skip": {"async_rollout": {"enable": True, "steps": "all"}}}, 0, None),
+        ({}, 1, None),
+    ],
+)
+def test_only_fresh_on_policy_samples_are_held_to_the_engines_distribution(
+    changes: dict[str, Any], lineage: int, limit: float | None
+) -> None:
+    on_policy = {"async_training": {"staleness_threshold": 0.0, "trigger_parameter_sync_step": 1}}
+    merged = {name: on_policy.get(name, {}) | changes.get(name, {}) for name in on_policy | changes}
+    settings = LoopSettings.from_config(Config.model_validate(merged), total_steps=9, lineage=lineage)
+    assert settings.max_mismatch_kl == limit

@@ -181,8 +181,9 @@ class BaseEngine(ABC):
         """Discard the accumulated gradient."""
 
     @abstractmethod
-    def infer(self, batch: TensorDict) -> TensorDict:
-        """Run the forward pass only. Collective. Returns float32 tensors for this rank's rows.
+    def infer(self, batch: TensorDict, *, temperature: float | None = None) -> TensorDict:
+        """Run the forward pass only. Collective. Returns float32 tensors for this rank's rows. `temperature` replaces
+        that of the engine.
 
         A language model returns `log_probs [B, R]` and `entropy [B, R]` of every response token, including masked
         ones; a value model `values [B, R]`, before each response token; a reward model `scores [B]`, at the last

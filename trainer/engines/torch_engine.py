@@ -197,7 +197,7 @@ class TorchEngine(BaseEngine, abstract=True):
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulated = False
 
-    def infer(self, batch: TensorDict) -> TensorDict:
+    def infer(self, batch: TensorDict, *, temperature: float | None = None) -> TensorDict:
         passes = self._current.passes
         results = passes.empty_results(batch)
         self.to(self.device.type, optimizer=False, grad=False)
@@ -205,7 +205,7 @@ class TorchEngine(BaseEngine, abstract=True):
             with dist.guarded("infer"), self._settled(), torch.no_grad(), passes.timed():
                 passes.totals(batch, counts=self.layout.reports)
                 for rows in passes.cut(batch, torch.ones(len(batch), dtype=torch.bool)):
-                    passes.infer(batch, rows, results)
+                    passes.infer(batch, rows, results, temperature=temperature)
         finally:
             self._offload()
         return results

@@ -141,9 +141,11 @@ class WorkerGroup:
             lambda: collect(mode, layouts, shares, {rank: from_wire(value) for rank, value in values.items()})
         )
 
-    async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> PublishedVersion:
+    async def publish(
+        self, role: Role, dtype: str, version: int, step: int, validate: bool, probe: bool
+    ) -> PublishedVersion:
         """See `RoleGroup.publish`."""
-        calls = dict.fromkeys(self._ranks, (profile.place, role, dtype, version, step, validate))
+        calls = dict.fromkeys(self._ranks, (profile.place, role, dtype, version, step, validate, probe))
         limit_s = self._timeouts.train_s
         what = f"publishing version {version}"
         return (await self._call_ranks(what, "publish_at", calls, limit_s=limit_s, changes_model=False))[0]
@@ -353,8 +355,8 @@ class GroupRole(RoleGroup):
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await self._group.call(self._plan.role, method, *args, **kwargs)
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
-        return await self._group.publish(self._plan.role, self._plan.weights_dtype, version, step, validate)
+    async def publish(self, version: int, step: int, *, validate: bool, probe: bool = False) -> PublishedVersion:
+        return await self._group.publish(self._plan.role, self._plan.weights_dtype, version, step, validate, probe)
 
     async def republish(self) -> None:
         await self._group.republish()

@@ -74,10 +74,10 @@ class RankActor(Rank):
         return await self._call(role, method, run)
 
     async def publish_at(
-        self, at: StepAndVersion, role: Role, dtype: Dtype, version: int, step: int, validate: bool
+        self, at: StepAndVersion, role: Role, dtype: Dtype, version: int, step: int, validate: bool, probe: bool
     ) -> CallResult:
         profile.set_position(step=at[0], version=at[1])
-        return await self.publish(role, dtype, version, step, validate)
+        return await self.publish(role, dtype, version, step, validate, probe)
 
 
 class Processes:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from asyncrl.config.sections.base import Dtype
 from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraError
-from asyncrl.core.ports import Publication, WeightPublisher
+from asyncrl.core.ports import Publication, WeightPublisher, WeightsProbe
 from asyncrl.profiling import profile
 from asyncrl.profiling.process_usage import ProcessHealth, ProcessMonitor
 from trainer.engines.base import EngineSpec, Layout
@@ -125,16 +125,22 @@ class Rank:
         worker = self._workers[role]
         return await self._call(role, method, lambda: getattr(worker, method)(*args, **kwargs))
 
-    async def publish(self, role: Role, dtype: Dtype, version: int, step: int, validate: bool) -> CallResult:
+    async def publish(
+        self, role: Role, dtype: Dtype, version: int, step: int, validate: bool, probe: bool
+    ) -> CallResult:
         """Collect the role's weights on rank 0, which publishes them as `version` and returns a `PublishedVersion`."""
         worker, started = self._workers[role], time.monotonic()
-        collected = await self._call(role, "weights", lambda: worker.weights(dtype), "sync.gather", version=version)
+
+        def collect() -> tuple[WeightsProbe | None, dict[str, Any]]:
+            return worker.probe() if probe else None, worker.weights(dtype)
+
+        collected = await self._call(role, "weights", collect, "sync.gather", version=version)
         if collected.error is not None or worker.layout.rank != 0:
             return collected._replace(value=None)
         gathered = time.monotonic()
         try:
             with profile.span("sync.put", role=role, rank=0, version=version) as span:
-                publication = await self._offer(version, step, collected.value, validate)
+                publication = await self._offer(version, step, *collected.value, validate)
                 span.add(bytes=publication.num_bytes)
             published = PublishedVersion(publication, gathered - started, time.monotonic() - gathered)
             answer = CallResult(published, None)
@@ -193,11 +199,13 @@ class Rank:
         finally:
             self._thread.shutdown(wait=False)
 
-    async def _offer(self, version: int, step: int, tensors: Mapping[str, Any], validate: bool) -> Publication:
+    async def _offer(
+        self, version: int, step: int, probe: WeightsProbe | None, tensors: Mapping[str, Any], validate: bool
+    ) -> Publication:
         if self._publisher is None:
             raise BugError("a rank without a publisher was asked to publish")
         async with self._publish_lock:
-            return await self._publisher.publish(version, step, tensors, validate=validate)
+            return await self._publisher.publish(version, step, tensors, validate=validate, probe=probe)
 
     async def _call(
         self, role: Role, method: str, function: Callable[[], Any], event: str = "rank.call", **fields: Any

@@ -14,9 +14,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.core.failures import BugError, DataError
-from asyncrl.core.ports import Publication
+from asyncrl.core.ports import Publication, WeightsProbe
 from asyncrl.core.records import Metrics
 from asyncrl.profiling import profile
 from trainer.engines.base import BaseEngine, EngineSpec, Layout, Loss
@@ -24,6 +25,9 @@ from trainer.engines.dist import gather, guarded
 from trainer.engines.registry import EngineRegistry
 from trainer.workers.dispatch import dispatched
 
+PROBE_ROWS = 2
+PROBE_TOKENS = 64
+"""Tokens of each row of a probe. A pass over them costs little, and a wrong layer changes the log-probs of most."""
 REQUIRED_KEYS = ("input_ids", "prompt_lens", "response_lens", "response_mask", "loss_mask")
 
 
@@ -39,6 +43,7 @@ class TrainingWorker:
         self._loss: Loss | None = None
         self._pending_loss = 0.0
         """Loss summed over the `forward_backward` calls since the last step."""
+        self._probe_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -102,6 +107,7 @@ class TrainingWorker:
             self.engine.zero_grad()
             raise
         self._pending_loss += metrics["loss"]
+        self._probe_ids = _first_tokens(batch)
         return metrics
 
     @dispatched("all")
@@ -155,6 +161,30 @@ class TrainingWorker:
         bits = torch.uint16 if dtype == "bfloat16" else None
         return {name: (tensor.view(bits) if bits else tensor).numpy() for name, tensor in whole.items()}
 
+    def probe(self) -> WeightsProbe | None:
+        """Compute a probe of the current weights from the batch that rank 0 trained last; None if nothing was trained
+        since the start, or rows with images or videos. Collective."""
+        token_ids = gather(self._probe_ids)[0]
+        if not token_ids:
+            return None
+        lengths = torch.tensor([len(ids) for ids in token_ids])
+        rows = pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True)
+        responses = torch.arange(rows.shape[1] - 1) < lengths[:, None] - 1
+        batch = TensorDict(
+            {
+                "input_ids": rows,
+                "prompt_lens": torch.ones_like(lengths),
+                "response_lens": lengths - 1,
+                "response_mask": responses,
+                "loss_mask": responses,
+            },
+            batch_size=[len(token_ids)],
+        )
+        log_probs = self.engine.infer(batch, temperature=1.0)["log_probs"]
+        return WeightsProbe(
+            token_ids, tuple(tuple(row[mask].tolist()) for row, mask in zip(log_probs, responses, strict=True))
+        )
+
     def close(self) -> None:
         self.engine.close()
 
@@ -172,6 +202,15 @@ class TrainingWorker:
                 )
         if trains and not sum(count for _, count in views):
             raise DataError("a batch without a single trained token: loss_mask is False everywhere; no step was taken")
+
+
+def _first_tokens(batch: TensorDict) -> tuple[tuple[int, ...], ...]:
+    """Return the first tokens of the first rows of a batch; none if it has images or videos."""
+    if "media" in batch:
+        return ()
+    lengths = (batch["prompt_lens"] + batch["response_lens"]).clamp(max=PROBE_TOKENS).tolist()
+    rows = batch["input_ids"][:PROBE_ROWS].tolist()
+    return tuple(tuple(ids[:length]) for ids, length in zip(rows, lengths, strict=False))
 
 
 class PublishedVersion(NamedTuple):
@@ -197,8 +236,9 @@ class RoleGroup(ABC):
         """Call a method of `TrainingWorker` by its name."""
 
     @abstractmethod
-    async def publish(self, version: int, step: int, *, validate: bool) -> PublishedVersion:
-        """Publish the weights as `version`, directly from rank 0 to the weight store."""
+    async def publish(self, version: int, step: int, *, validate: bool, probe: bool = False) -> PublishedVersion:
+        """Publish the weights as `version`, directly from rank 0 to the weight store. `probe`: with log-probs of a few
+        texts (`TrainingWorker.probe`)."""
 
     @abstractmethod
     async def republish(self) -> None:

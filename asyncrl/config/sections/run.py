@@ -55,8 +55,12 @@ class WeightSyncConfig(ConfigSection):
     backend: Literal["object_store"] = "object_store"
     """How versions travel from the Trainer to the engines."""
     verify: Literal["every", "first", "off"] = "every"
-    """Compare the engine's weights with the published checksums after every load, after the first load only, or
-    never."""
+    """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
+    after every load, after the first load only, or never."""
+    max_mismatch_kl: Annotated[float, Field(gt=0)] | None = 1e-3
+    """The run stops if log-probs of the engines and of the Trainer for the same weights differ by more than this KL
+    divergence, in nats per token. It is measured as `verify` says and, on-policy (`async_training=mode_a`), in every
+    step. null: no limit."""
     clear_kv_cache: bool = False
     """With `partial_mode: keep`, recompute the KV cache of running requests under the new weights."""
 

@@ -113,6 +113,8 @@ def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -
             "weight_sync/in_flight": float(sum(report.in_flight for report in reports)),
             "weight_sync/verified": sum(report.verified for report in reports) / len(reports),
         }
+        if mismatches := [report.mismatch_kl for report in reports if report.mismatch_kl is not None]:
+            metrics["weight_sync/mismatch_kl"] = max(mismatches)
     return MetricsRow("apply", step, record.version, time_s, unix_s, metrics, {}, record.lineage)
 
 

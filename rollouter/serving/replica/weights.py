@@ -12,16 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
+from uuid import uuid4
 
+import numpy as np
 import ray
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.core.failures import BugError, InfraError
-from asyncrl.core.ports import ApplyReport, Publication, WeightsVersion
+from asyncrl.core.ports import ApplyReport, Publication, WeightsProbe, WeightsVersion
 from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME
@@ -37,6 +41,8 @@ VERIFY_BYTES_PER_CALL = 64 << 20
 """Number of bytes that one checksum call reads. Decoding stops for about 10 ms during each call."""
 FETCH_SLICE_S = 0.02
 """Maximum time for which a worker stops decoding while it waits for the bytes of a version."""
+PROBE_S = 30.0
+"""An engine with as many requests as it can run computes a probe when one of them has ended."""
 ASK_STORE_S = 5.0
 """Time for which a replica that cannot fetch a version waits for another version before it tries again."""
 RETRY_S = 1.0
@@ -69,6 +75,7 @@ class WeightUpdates:
         self._store = store
         self._namespace = options.namespace
         self._verify = options.verify
+        self._max_mismatch_kl = options.max_mismatch_kl
         self._verified = False
         self._timeouts = options.timeouts
         self._lock = asyncio.Lock()
@@ -98,7 +105,7 @@ class WeightUpdates:
 
         Raises:
             InfraError: the version could not be applied; the message names the version that the replica serves now.
-            BugError: the engine's weights differ from the published ones.
+            BugError: the engine's weights differ from the published ones, or it computes other log-probs with them.
         """
         health, weights_version = self._health, publication.weights_version
         until = asyncio.get_running_loop().time() + self._timeouts.apply_s
@@ -120,14 +127,16 @@ class WeightUpdates:
                 with self._span("sync.fetch", weights_version):
                     fetch_s = await self._fetch(weights_version, until)
                 swap = await self._swap(weights_version, mode, clear_kv, until)
-                loaded, verify_s = time.perf_counter(), 0.0
-                if self._verify == "every" or (self._verify == "first" and not self._verified):
+                loaded, verify_s, mismatch_kl = time.perf_counter(), 0.0, None
+                if self._verify != "off":
                     with self._span("sync.verify", weights_version):
-                        await self._check(publication)
+                        mismatch_kl = await self._check(publication)
                     verify_s = time.perf_counter() - loaded
             finally:
                 health.end_update()
-            return replace(self._report(), fetch_s=fetch_s, verify_s=verify_s, **swap._asdict())
+            return replace(
+                self._report(), fetch_s=fetch_s, verify_s=verify_s, mismatch_kl=mismatch_kl, **swap._asdict()
+            )
         finally:
             self._lock.release()
 
@@ -291,31 +300,78 @@ class WeightUpdates:
         except Exception as second:  # noqa: BLE001  the first error is the one to report
             self._health.give_up(f"resuming after {error!r} failed: {second!r}", crash=True)
 
-    async def _check(self, publication: Publication) -> None:
-        """Compare the engine's weights with the published checksums, a few groups at a time so that decoding
-        continues."""
+    async def _check(self, publication: Publication) -> float | None:
+        """Compare the engine's weights with the published checksums, and its log-probs with those of the probe.
+        Decoding continues meanwhile. Return the KL divergence of the log-probs, or None without a probe.
+
+        Raises:
+            InfraError: the engine failed or did not answer.
+            BugError: the engine has other weights, or computes other log-probs than `weight_sync.max_mismatch_kl`
+                allows.
+        """
         self._health.enter("verifying")
         served: dict[str, int] = {}
+        compares_weights = self._verify == "every" or not self._verified
         try:
             async with asyncio.timeout(self._timeouts.apply_s):
-                for groups in _batches(merge(await self._llm.collective_rpc("group_sizes"))):
-                    served |= merge(await self._llm.collective_rpc("group_checksums", args=(groups,)))
+                if compares_weights:
+                    # A few groups at a time, so that decoding continues.
+                    for groups in _batches(merge(await self._llm.collective_rpc("group_sizes"))):
+                        served |= merge(await self._llm.collective_rpc("group_checksums", args=(groups,)))
+                mismatch_kl = await self._mismatch(publication.probe) if publication.probe is not None else None
         except Exception as error:
             self._health.give_up(
                 f"its weights of version {publication.version} could not be verified: {error!r}", crash=True
             )
             raise InfraError.wrap(self._health.broken, error) from error
-        if wrong := differing_groups(publication.checksums, served):
+        if compares_weights and (wrong := differing_groups(publication.checksums, served)):
             self._health.give_up(
                 f"version {publication.version} is not what was published: checksums differ in {', '.join(wrong)}"
             )
             raise BugError(self._health.broken)
+        limit = self._max_mismatch_kl
+        if mismatch_kl is not None and limit is not None and not mismatch_kl <= limit:  # so that NaN fails, too
+            self._health.give_up(
+                f"with the weights of version {publication.version}, the engine computes other log-probs than the "
+                f"Trainer: the KL divergence is {mismatch_kl:.2g} nats per token, and weight_sync.max_mismatch_kl "
+                f"allows {limit:g}. Raise the limit if the dtypes of rollout and trainer explain the difference, else "
+                "report the model"
+            )
+            raise BugError(self._health.broken)
         self._verified = True
+        return mismatch_kl
+
+    async def _mismatch(self, probe: WeightsProbe) -> float | None:
+        """Return the KL divergence between the engine's and the Trainer's log-probs, in nats per token, or None if the
+        engine is too full to compute them within `PROBE_S`."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                served = await asyncio.gather(*(self._log_probs(list(ids)) for ids in probe.token_ids))
+        except TimeoutError:
+            return None
+        return probe_mismatch(probe, served)
+
+    async def _log_probs(self, token_ids: list[int]) -> list[float]:
+        """Return the engine's log-probs of every token but the first, at temperature 1."""
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        outputs = [output async for output in self._llm.generate(prompt, sampling, f"probe-{uuid4().hex}")]
+        rows = zip(token_ids[1:], (outputs[-1].prompt_logprobs or [])[1:], strict=True)
+        return [candidates[token].logprob for token, candidates in rows if candidates is not None]
 
     def _report(self) -> ApplyReport:
         """Return the report of a replica that did not have to apply anything."""
         lineage, version = self._health.weights_version
         return ApplyReport(self._health.replica, version, 0.0, 0.0, 0.0, 0, self._verified, lineage)
+
+
+def probe_mismatch(probe: WeightsProbe, served: Sequence[Sequence[float]]) -> float:
+    """Return the mean over all tokens of `e^-d - 1 + d`, where d is the difference of the two log-probs in nats: the
+    estimate k3 of the KL divergence (Schulman, http://joschu.net/blog/kl-approx.html)."""
+    trained = np.concatenate([np.asarray(row, np.float64) for row in probe.log_probs])
+    engine = np.concatenate([np.asarray(row, np.float64) for row in served])
+    difference = np.clip(engine - trained, -20.0, 20.0)
+    return float(np.mean(np.expm1(-difference) + difference))
 
 
 def _batches(sizes: Mapping[str, int]) -> list[list[str]]:

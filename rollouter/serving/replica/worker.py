@@ -1,6 +1,10 @@
 """The extension of vLLM's worker processes: maps a published version, loads it in place, and computes checksums of the
 served weights.
 
+Most layers compute with the tensors that `load_weights` fills. vLLM rearranges those of other layers after it has
+loaded them (`_is_rearranged`). These layers are updated in vLLM's own way: create the tensors of the model's files
+again, fill them, rearrange them, and copy the result to where the engine reads it.
+
 vLLM imports this module for its `worker_extension_cls`, before it loads the model. On CPU, the module switches oneDNN
 off. Otherwise vLLM would prepack linear layers for oneDNN and empty their weights, and an update in place would fail
 or, through `reload_weights`, leave stale layers.
@@ -18,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,13 +30,19 @@ import ray
 import torch
 import vllm._custom_ops
 from numpy.typing import NDArray
+from vllm.config import ModelConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from asyncrl.core.ports import WeightsVersion
@@ -146,8 +157,9 @@ class WeightLoader:
             )
         chunks: list[WeightChunk] = self._chunks.result()
         started = time.perf_counter()
-        with torch.no_grad():
-            self.model_runner.model.load_weights((name, tensor) for chunk in chunks for name, tensor in _tensors(chunk))
+        runner = self.model_runner
+        with torch.no_grad(), _rearranged_anew(runner.model, runner.model_config):
+            runner.model.load_weights((name, tensor) for chunk in chunks for name, tensor in _tensors(chunk))
         # Drop the views into the object store, or the store could never free the version.
         del self._chunks
         return time.perf_counter() - started
@@ -171,6 +183,29 @@ class WeightLoader:
             if (group := layer_group(name)) in wanted:
                 add(sums, group, _bit_sum(tensor))
         return sums
+
+
+@contextmanager
+def _rearranged_anew(model: torch.nn.Module, config: ModelConfig) -> Iterator[None]:
+    """Within the context, `load_weights` also reaches the layers that vLLM has rearranged."""
+    layers = [layer for layer in model.modules() if _is_rearranged(layer)]
+    for layer in layers:
+        initialize_layerwise_reload(layer)
+        if isinstance(layer, RoutedExperts) and current_platform.is_cpu():
+            # On CPU, vLLM packs experts only when it creates their kernel, so a new kernel is created. On GPU, the
+            # kernel has to stay, because CUDA graphs refer to it.
+            layer.quant_method.moe_kernel = None
+    yield
+    for layer in layers:
+        finalize_layerwise_reload(layer, config)
+
+
+def _is_rearranged(layer: torch.nn.Module) -> bool:
+    """Return whether the engine computes with other tensors than those in the model's files: experts are packed for
+    their kernel, latent attention derives matrices from its weights, and quantization rounds."""
+    method = getattr(layer, "quant_method", None)
+    plain = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    return isinstance(layer, MLAAttention) or (isinstance(method, QuantizeMethodBase) and not plain)
 
 
 def _tensors(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:

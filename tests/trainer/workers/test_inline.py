@@ -13,9 +13,10 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from asyncrl.core.failures import BugError, ConfigError, DataError, InfraError
-from asyncrl.core.ports import Publication
+from asyncrl.core.ports import Publication, WeightsProbe
 from tests.fakes.inline_group import InlineGroup
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
@@ -62,6 +63,30 @@ async def test_published_weights_are_the_trained_ones(group: InlineGroup, publis
     assert all(np.abs(first[name] - second[name]).max() > 0 for name in first)
     with pytest.raises(BugError, match="twice"):
         await group.publish(2, 1, validate=False)
+
+
+async def test_a_probe_has_the_log_probs_of_the_published_weights_at_temperature_one(
+    spec: EngineSpec, publisher: CopyingPublisher
+) -> None:
+    group = await InlineGroup.start(replace(spec, temperature=0.5), publisher=publisher)
+    await group.plan(10)
+    await group.set_loss_fn(Likelihood())
+    assert (await group.publish(1, 0, validate=False, probe=True)).publication.probe is None
+    await group.train_batch(BATCH)
+    probe = (await group.publish(2, 1, validate=False, probe=True)).publication.probe
+    assert probe is not None
+    model = AutoModelForCausalLM.from_pretrained(spec.model.path)
+    model.load_state_dict(
+        {name: torch.from_numpy(array) for name, array in publisher.published[2].items()}, strict=False
+    )
+    for ids, log_probs in zip(probe.token_ids, probe.log_probs, strict=True):
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            table = model(row).logits[0, :-1].log_softmax(-1)
+        torch.testing.assert_close(torch.tensor(log_probs), table.gather(-1, row[0, 1:, None])[:, 0])
+    lengths = (BATCH["prompt_lens"] + BATCH["response_lens"])[: len(probe.token_ids)]
+    assert [len(ids) for ids in probe.token_ids] == lengths.tolist()
+    await group.close()
 
 
 async def test_publishing_needs_a_publisher(spec: EngineSpec) -> None:
@@ -156,7 +181,9 @@ class Races(CopyingPublisher):
         self.computes = threading.Event()
         self.raced = False
 
-    async def publish(self, version: int, step: int, tensors: Any, *, validate: bool) -> Publication:
+    async def publish(
+        self, version: int, step: int, tensors: Any, *, validate: bool, probe: WeightsProbe | None = None
+    ) -> Publication:
         self.begun.set()
         self.raced = await anyio.to_thread.run_sync(self.computes.wait, 0.3)
         return await super().publish(version, step, tensors, validate=validate)

@@ -136,13 +136,15 @@ class MicroBatches:
         shape = (size,) if self._spec.model_type == "reward_model" else (size, width)
         return TensorDict({key: torch.zeros(shape) for key in RESULTS[self._spec.model_type]}, batch_size=[size])
 
-    def infer(self, batch: TensorDict, rows: list[int], results: TensorDict) -> None:
+    def infer(
+        self, batch: TensorDict, rows: list[int], results: TensorDict, *, temperature: float | None = None
+    ) -> None:
         """Run the forward pass for every response token of the rows. Without rows, it behaves as `train` does."""
         width = batch["loss_mask"].shape[1]
         mask = torch.arange(width) < batch["response_lens"][:, None]
         micro = self._scorer.lay_out(batch, rows or [0], mask)
         began = _now()
-        scores = self._scorer(micro)
+        scores = self._scorer(micro, temperature=temperature)
         self._forward_s += _now() - began
         if not rows:
             return

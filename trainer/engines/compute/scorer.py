@@ -115,8 +115,11 @@ class Scorer:
             return lay_out_ends(batch, rows, packed=self.packed, multiple=multiple)
         return lay_out(batch, rows, mask, packed=self.packed, multiple=multiple)
 
-    def __call__(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
-        """Run one forward pass, which is differentiable unless the caller has turned gradients off.
+    def __call__(
+        self, micro: MicroBatch, *, entropy_gradient: bool = False, temperature: float | None = None
+    ) -> TokenScores:
+        """Run one forward pass, which is differentiable unless the caller has turned gradients off. `temperature`: for
+        this pass only, instead of the one of this scorer.
 
         Scores are float32, or float64 if the model is. With sequence parallelism, every rank of the group gets all
         scores; its backward pass computes its part of the gradient, and the parts add up to the whole gradient
@@ -124,7 +127,8 @@ class Scorer:
         """
         inputs, positions, targets, counts = self._inputs(micro)
         sampled = inputs.pop("sampled", None)
-        self._pass = current = _ForwardPass(positions, targets, inputs["input_ids"].shape[:2], entropy_gradient)
+        shape, temperature = inputs["input_ids"].shape[:2], self._temperature if temperature is None else temperature
+        self._pass = current = _ForwardPass(positions, targets, shape, entropy_gradient, temperature)
         try:
             with self._precision(), embedded(self._embedding, sampled):
                 logits = self.module(**inputs, use_cache=False).logits
@@ -132,7 +136,7 @@ class Scorer:
             self._pass = None
         scores = current.scores
         if scores is None:
-            scores = torch.stack(self._score(logits.squeeze(0), targets, entropy_gradient))
+            scores = torch.stack(current.score(logits.squeeze(0), targets))
         elif torch.is_grad_enabled():
             # FSDP registers its backward hooks on the module's output, so the scores have to depend on it
             scores = scores + 0.0 * logits.sum()
@@ -207,19 +211,16 @@ class Scorer:
         pieces = []
         for hidden, targets in zip(current.hidden.split(size, dim=1), current.targets.split(size), strict=True):
             pieces.append(
-                checkpoint(self._score_piece, hidden, targets, current.entropy_gradient, use_reentrant=False)
+                checkpoint(self._score_piece, hidden, targets, current, use_reentrant=False)
                 if torch.is_grad_enabled()
-                else self._score_piece(hidden, targets, current.entropy_gradient)
+                else self._score_piece(hidden, targets, current)
             )
         return torch.cat(pieces, dim=1)
 
-    def _score_piece(self, hidden: Tensor, targets: Tensor, entropy_gradient: bool) -> Tensor:
+    def _score_piece(self, hidden: Tensor, targets: Tensor, current: _ForwardPass) -> Tensor:
         assert self._behind_head is not None
         logits = self._behind_head(self._head.forward(hidden)).squeeze(0)  # `forward` runs no hooks
-        return torch.stack(self._score(logits, targets, entropy_gradient))
-
-    def _score(self, logits: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        return score_logits(logits, targets, self._temperature, entropy_gradient=entropy_gradient)
+        return torch.stack(current.score(logits, targets))
 
     def _precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
@@ -228,16 +229,22 @@ class Scorer:
 class _ForwardPass:
     """State of one forward pass, between the hooks and the call."""
 
-    def __init__(self, positions: Tensor, targets: Tensor, shape: torch.Size, entropy_gradient: bool) -> None:
+    def __init__(
+        self, positions: Tensor, targets: Tensor, shape: torch.Size, entropy_gradient: bool, temperature: float
+    ) -> None:
         self.positions = positions
         self.targets = targets
         self.shape = shape
         """Shape of the model's input, `[B, T]`."""
         self.entropy_gradient = entropy_gradient
+        self.temperature = temperature
         self.hidden: Tensor | None = None
         """Hidden states `[1, N, H]`, if logits are computed in pieces."""
         self.scores: Tensor | None = None
         """`[2, N]`: log-probs (or values) and entropies, if the hooks have computed them."""
+
+    def score(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return score_logits(logits, targets, self.temperature, entropy_gradient=self.entropy_gradient)
 
 
 def _check_shareable(model: PreTrainedModel, packed: bool, size: int) -> None:
