@@ -232,7 +232,8 @@ def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
-            if id(parameter) in seen:
+            derived = isinstance(module, MLAAttention)  # its matrices come from the weights of its `kv_b_proj`
+            if derived or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             if size == 1:
