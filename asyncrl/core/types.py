@@ -78,7 +78,7 @@ class Media(NamedTuple):
 
     kind: Literal["image", "video"]
     data: bytes
-    """Content of a file that pillow can read; each page of a video file is a frame."""
+    """Content of a file, see `asyncrl.storage.media.FORMATS`; each page of a video file is a frame."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,11 @@
 """Converts images and videos between file bytes, pictures, and the features that a vision model's processor computes.
 
 The stored bytes are sent unchanged, and Rollouter and Trainer call the same processor, so that engine and Trainer
-see the same features. A video is any file with several pages that pillow reads (animated GIF, WebP, PNG, TIFF);
-separate frames are stored in a TIFF, which is lossless.
+see the same features. A video is a file with several pages in one of the `FORMATS` (GIF, WebP, PNG, TIFF); separate
+frames are stored in a TIFF, which is lossless.
+
+The bytes come from data sets, which are not trusted: other formats are not opened, because pillow's readers include
+one that starts Ghostscript, and the sizes of all pages are added up before any page is decoded.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,33 +27,70 @@ from asyncrl.core.types import Media
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
     from transformers import ProcessorMixin
 
 MAX_MEDIA_BYTES = 64 << 20
 """Limit for all media of one prompt, as stored."""
 MAX_PIXELS = 1 << 27
-"""Limit for all frames of one medium: 400 MB as RGB. A small file may decompress to a picture that exceeds the
-memory."""
+"""Limit for all frames of all media of one prompt: 400 MB as RGB. A small file may decompress to pictures that exceed
+the memory."""
+MAX_FRAMES = 10_000
+"""Limit for the frames of one video: each costs time and memory, however small it is."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""The file formats that are read, by pillow's names."""
 
 
 def frames_of(media: Media) -> list[Image]:
     """Decode the pictures in RGB: one, or a video's frames.
 
     Raises:
-        ValueError: pillow cannot read it, or it is too large.
+        ValueError: its format is not one of `FORMATS`, pillow cannot read it, or it is too large.
     """
     from PIL import Image, ImageSequence
 
     try:
-        with Image.open(io.BytesIO(media.data)) as opened:
-            pages = getattr(opened, "n_frames", 1) if media.kind == "video" else 1
-            if (pixels := opened.width * opened.height * pages) > MAX_PIXELS:
-                raise ValueError(f"it has {pixels} pixels; {MAX_PIXELS} are allowed")
+        with Image.open(io.BytesIO(media.data), formats=FORMATS) as opened:
+            _check_size(opened, media.kind)
             if media.kind == "image":
                 return [opened.convert("RGB")]
             return [page.convert("RGB") for page in ImageSequence.Iterator(opened)]
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"pillow cannot read it: {error}") from error
+    except _TooLargeError:
+        raise
+    except Exception as error:  # pillow's readers raise errors of many types for damaged files
+        readable = ", ".join(FORMATS)
+        raise ValueError(f"pillow cannot read it as {readable}: {error}") from error
+
+
+class _TooLargeError(ValueError):
+    """A medium has too many pixels or frames."""
+
+
+def _check_size(opened: ImageFile, kind: str) -> None:
+    """Add up the sizes of the pages, which may differ, without decoding them."""
+    pixels = 0
+    for page in count() if kind == "video" else range(1):
+        try:
+            opened.seek(page)
+        except EOFError:
+            break
+        check_pixels(pixels := pixels + opened.width * opened.height)
+        if page >= MAX_FRAMES:
+            raise _TooLargeError(f"it has more than {MAX_FRAMES} frames, the limit for a video")
+
+
+def check_pixels(pixels: int) -> None:
+    """Raise `ValueError` if media with this many pixels are too large for one prompt."""
+    if pixels > MAX_PIXELS:
+        raise _TooLargeError(f"it has at least {pixels} pixels; {MAX_PIXELS} are allowed")
+
+
+def restrict_formats() -> None:
+    """Let pillow open only `FORMATS` in this process, also for libraries that open files themselves, such as vLLM."""
+    from PIL import Image
+
+    Image.init()
+    Image.ID[:] = FORMATS
 
 
 def video_array(media: Media) -> NDArray[np.uint8]:

@@ -24,7 +24,7 @@ from asyncrl.core.failures import DataError
 from asyncrl.core.types import Media
 from asyncrl.storage.media import (
     MAX_MEDIA_BYTES,
-    MAX_PIXELS,
+    check_pixels,
     digest,
     frames_of,
     image_bytes,
@@ -82,6 +82,7 @@ def extract(
     """
     columns = {kind: iter(_items(row, f"{kind}s", where)) for kind in ("image", "video")}
     media: list[Media] = []
+    pixels = 0
 
     def parts(content: Any, field: str) -> Iterator[Mapping[str, Any]]:
         if isinstance(content, str):
@@ -112,11 +113,13 @@ def extract(
             yield add(kind, item, f"{where}: field '{kind}s'")
 
     def add(kind: Kind, value: Any, at: str) -> Mapping[str, Any]:
+        nonlocal pixels
         try:
             one, name = _read(kind, value, directory)
             if not checked and len(one.data) <= MAX_MEDIA_BYTES:
-                frames_of(one)
-        except (ValueError, TypeError, OSError) as error:
+                pixels += sum(frame.width * frame.height for frame in frames_of(one))
+                check_pixels(pixels)
+        except (ValueError, TypeError, OSError, MemoryError) as error:
             raise DataError(f"{at}: the value is not a valid {kind}: {error}") from error
         media.append(one)
         if (total := sum(len(each.data) for each in media)) > MAX_MEDIA_BYTES:
@@ -189,8 +192,18 @@ def _of_object(kind: Kind, value: Any) -> bytes:
     if kind == "video" and isinstance(value, np.ndarray) and value.ndim == 4:
         return video_bytes(_images_of(value))
     if kind == "video" and isinstance(value, list | tuple | np.ndarray) and len(value):
-        return video_bytes([_frame(frame) for frame in value])
+        return video_bytes(_frames(value))
     raise TypeError(f"it is {'missing' if value is None else type(value).__name__}")
+
+
+def _frames(frames: Sequence[Any] | np.ndarray) -> list[Image]:
+    """Convert the frames of a list, and stop at the limit of `check_pixels`."""
+    images: list[Image] = []
+    pixels = 0
+    for frame in frames:
+        images.append(_frame(frame))
+        check_pixels(pixels := pixels + images[-1].width * images[-1].height)
+    return images
 
 
 def _frame(frame: Any) -> Image:
@@ -205,8 +218,7 @@ def _images_of(frames: np.ndarray) -> list[Image]:
 
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
         raise ValueError(f"frames are {frames.dtype} {list(frames.shape)}; expected uint8 [frames, height, width, 3]")
-    if frames.size > 3 * MAX_PIXELS:
-        raise ValueError(f"the frames have {frames.size // 3} pixels; {MAX_PIXELS} are allowed")
+    check_pixels(frames.size // 3)
     return [Image.fromarray(frame) for frame in frames]
 
 

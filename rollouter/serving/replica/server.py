@@ -20,6 +20,7 @@ from ray.serve.llm import LLMConfig
 from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publication
 from asyncrl.profiling import profile
+from asyncrl.storage.media import restrict_formats
 from asyncrl.weights.object_store import find_store
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.options import ServingOptions
@@ -81,6 +82,8 @@ class RolloutServer(LLMServer):
 
 async def start_server(options: ServingOptions, *, openai: bool) -> RolloutServer:
     """Return a started server, with vLLM's OpenAI front end if `openai`."""
+    if openai:
+        restrict_formats()  # vLLM opens the images of HTTP requests itself
     server = RolloutServer.__new__(RolloutServer)
     # Serve awaits asynchronous constructors; plain Python does not.
     await server.__init__(options, openai=openai)  # type: ignore[misc]

@@ -19,6 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig, ModelConfig
 from asyncrl.core.failures import DataError
 from asyncrl.core.types import Media, Prompt, SampleId
+from asyncrl.storage import media as stored_media
 from asyncrl.storage.media import digest, frames_of, image_bytes, video_array, video_bytes
 from rollouter.prompts import media as media_module
 from rollouter.prompts.chat_template import load_tokenizer
@@ -196,6 +197,136 @@ def test_too_many_pixels_are_refused() -> None:
     PIL.Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
     with pytest.raises(DataError, match=r"are allowed|decompression bomb"):
         of_part({"type": "image", "image": bomb.getvalue()})
+
+
+def tiff(*sizes: tuple[int, int]) -> bytes:
+    """Return a TIFF whose pages have these sizes; blank pages take few bytes."""
+    from PIL import Image
+
+    written = io.BytesIO()
+    first, *others = [Image.new("1", size) for size in sizes]
+    first.save(written, "TIFF", save_all=True, append_images=others, compression="tiff_deflate")
+    return written.getvalue()
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each decoding of a picture adds its pixels."""
+    from PIL import ImageFile
+
+    pixels: list[int] = []
+    load = ImageFile.ImageFile.load
+
+    def counted(image: Any) -> Any:
+        pixels.append(image.width * image.height)
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
+    return pixels
+
+
+def test_the_pages_of_a_video_are_added_up_before_any_is_decoded(
+    monkeypatch: pytest.MonkeyPatch, decoded: list[int]
+) -> None:
+    monkeypatch.setattr(stored_media, "MAX_PIXELS", 2_000_000)
+    video = tiff((8, 8), *[(1000, 1000)] * 40)
+    with pytest.raises(DataError, match=r"2000064 pixels; 2000000 are allowed"):
+        of_part({"type": "video", "video": video})
+    assert decoded == []
+    assert len(frames_of(Media("image", video))) == 1, "an image is its first page"
+
+
+def test_a_video_has_a_limited_number_of_frames(monkeypatch: pytest.MonkeyPatch, decoded: list[int]) -> None:
+    monkeypatch.setattr(stored_media, "MAX_FRAMES", 20)
+    assert len(frames_of(Media("video", tiff(*[(1, 1)] * 20)))) == 20
+    decoded.clear()
+    with pytest.raises(ValueError, match="more than 20 frames"):
+        frames_of(Media("video", tiff(*[(1, 1)] * 21)))
+    assert decoded == []
+
+
+def test_all_media_of_a_row_share_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = picture(1).width * picture(1).height
+    monkeypatch.setattr(stored_media, "MAX_PIXELS", 3 * size)
+    images = [{"type": "image", "image": PNG}] * 3
+    assert len(parse([{"role": "user", "content": images}]).media) == 3
+    with pytest.raises(DataError, match=f"at least {4 * size} pixels"):
+        parse([{"role": "user", "content": [*images, {"type": "image", "image": PNG}]}])
+    with pytest.raises(DataError, match=f"at least {4 * size} pixels"):
+        of_part({"type": "video", "video": [PNG] * 50})
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+
+
+@pytest.fixture
+def ghostscript(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list of the calls of Ghostscript, which is not run."""
+    from PIL import EpsImagePlugin, Image
+
+    calls: list[Any] = []
+
+    def run(*args: Any, **_: Any) -> Any:
+        calls.append(args)
+        return Image.new("RGB", (10, 10)).im
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", run)
+    monkeypatch.setattr(Image, "ID", list(Image.ID))
+    return calls
+
+
+@pytest.mark.parametrize("format", ["PPM", "TGA", "ICO", "PCX", "SGI", "EPS"])
+def test_files_of_other_formats_are_not_opened(format: str, ghostscript: list[Any]) -> None:
+    written = io.BytesIO()
+    picture(1).save(written, format)
+    data = EPS if format == "EPS" else written.getvalue()
+    with pytest.raises(DataError, match="cannot read it as PNG, JPEG, WEBP, GIF, BMP, TIFF"):
+        of_part({"type": "image", "image": data})
+    assert not ghostscript
+
+
+@pytest.mark.parametrize("format", stored_media.FORMATS)
+def test_files_of_the_listed_formats_are_read(format: str) -> None:
+    written = io.BytesIO()
+    picture(1).save(written, format)
+    assert len(of_part({"type": "image", "image": written.getvalue()}).media) == 1
+
+
+def test_other_libraries_are_limited_to_the_same_formats(ghostscript: list[Any]) -> None:
+    from PIL import Image
+
+    Image.init()
+    with Image.open(io.BytesIO(EPS)) as opened:
+        opened.load()
+    assert len(ghostscript) == 1
+    stored_media.restrict_formats()
+    with pytest.raises(Image.UnidentifiedImageError):
+        Image.open(io.BytesIO(EPS))
+    with Image.open(io.BytesIO(PNG)) as opened:
+        assert opened.format == "PNG"
+
+
+def test_an_array_file_that_claims_to_be_huge_is_refused() -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": (1 << 30, 1 << 10, 1 << 10, 3)}
+    )
+    with pytest.raises(DataError, match="not a valid video"):
+        of_part({"type": "video", "video": header.getvalue() + b"0" * 100})
+
+
+@pytest.mark.parametrize("format", ["PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG"])
+def test_damaged_files_are_refused(format: str) -> None:
+    written = io.BytesIO()
+    picture(1).save(written, format)
+    data = bytearray(written.getvalue())
+    for kind in ("image", "video"):
+        for at in range(0, len(data), max(1, len(data) // 60)):
+            for damaged in (bytes(data[:at]), bytes(data[:at]) + b"\xff\xff\xff\xff" + bytes(data[at + 4 :])):
+                try:
+                    frames_of(Media(kind, damaged))
+                except ValueError as error:
+                    assert "pillow cannot read it" in str(error) or "are allowed" in str(error)
 
 
 # ------------------------------------------------------------------------------------------------ tokens
