@@ -5,6 +5,7 @@ Values come from the schema's defaults, the groups, the recipe, the user's file 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from asyncrl.config.keys import all_keys, known_section, leaves, nearest, unknow
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
+from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
 
 Mode = Literal["fully_async", "sync"]
@@ -169,17 +171,22 @@ def _read_file(name: str, file: Path) -> _BaseConfig:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
-        consequence = f"it cannot be read as YAML: {' '.join(str(error).split())}"
-        raise _CompositionError("config", name, consequence, "correct the file") from error
+        text = read_yaml(file)
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
+        raise _unreadable(name, error) from error
     if not isinstance(tree, dict):
         raise _CompositionError("config", name, "it is not a mapping of keys to values", "write it as `key: value`")
     node: Tree = {str(key): value for key, value in tree.items()}
     values = leaves({key: value for key, value in node.items() if key != "defaults"})
     node["defaults"] = _complete_defaults(node.get("defaults"), name)
     return _BaseConfig(name, _USER_NODE, node, file.parent.resolve(), values, dict(_lines(root, "", file.name)))
+
+
+def _unreadable(name: str, error: Exception) -> _CompositionError:
+    consequence = f"it cannot be read as YAML: {' '.join(str(error).split())}"
+    return _CompositionError("config", name, consequence, "correct the file")
 
 
 def _complete_defaults(defaults: Any, name: str) -> list[Any]:
@@ -322,7 +329,7 @@ def _compose(base: _BaseConfig, arguments: Sequence[str]) -> Tree:
     store.store(name=_SCHEMA_NODE, node=Config().model_dump(mode="json"))
     if base.node is not None:
         store.store(name=_USER_NODE, node=base.node)
-    search_path = [f"hydra.searchpath=[{_quote(f'file://{base.folder}')}]"] if base.folder else []
+    search_path = [f"hydra.searchpath=[{_quote(f'{_checked_files()}://{base.folder}')}]"] if base.folder else []
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
             composed = compose(base.primary, overrides=[*search_path, *arguments])
@@ -334,6 +341,29 @@ def _compose(base: _BaseConfig, arguments: Sequence[str]) -> Tree:
         raise _CompositionError(base.name, "?", _first_line(error), f"see the groups and recipes in {CONF}") from error
     assert isinstance(tree, dict)  # the schema node is a mapping, and merging keeps it one
     return {str(key): value for key, value in tree.items()}
+
+
+def _checked_files() -> str:
+    """Return the scheme of a Hydra source that reads the user's own group options within the limits of `read_yaml`."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.plugins.config_source import ConfigResult
+
+    class CheckedFiles(FileConfigSource):
+        @staticmethod
+        def scheme() -> str:
+            return "checked"
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            file = Path(self.path, self._normalize_file_name(config_path))
+            try:
+                read_yaml(file)
+                return super().load_config(config_path)
+            except (yaml.YAMLError, ValueError) as error:
+                raise _unreadable(str(file.relative_to(self.path)), error) from error
+
+    SourcesRegistry.instance().register(CheckedFiles)
+    return CheckedFiles.scheme()
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class SavedConfig:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._values = yaml.safe_load(RunDir(path).config.read_text(encoding="utf-8"))
+            self._values = load_yaml(RunDir(path).config)
         except (OSError, ValueError, yaml.YAMLError):
             self._values = None
 

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
+from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.core.types import SampleId, SampleMeta
 from asyncrl.queue.journal_reader import read_operations, read_sample_counts, read_samples
@@ -103,7 +102,7 @@ def read_records(
     )
     facts = journal_facts(operation for _, operation in read_operations(run_dir))
     completed = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] == "completed"
-    drift = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["async_training"]
+    drift = load_yaml(run_dir / "config.yaml")["async_training"]
     records = RunRecords(
         fates=fates,
         counts=counts,

@@ -1,0 +1,75 @@
+"""Reads YAML files within limits, so that no file can occupy the memory or the processor.
+
+A few aliases of aliases stand for billions of values, and deep nesting exceeds Python's recursion limit. The events of
+YAML's parser show both before any value is built.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_BYTES = 256 << 10
+"""Limit for a file."""
+MAX_DEPTH = 50
+"""Limit for nested lists and mappings."""
+MAX_EXPANDED = 1_000_000
+"""Limit for the characters of a file's values if every alias is replaced by what it refers to. Each value counts as
+`_VALUE` characters in addition to its text."""
+_VALUE = 50
+
+
+def read_yaml(file: Path) -> str:
+    """Return the text of a YAML file after checking that its values are within the limits.
+
+    Raises:
+        OSError, UnicodeDecodeError: the file cannot be read, or is not UTF-8.
+        yaml.YAMLError: it is not YAML, or exceeds a limit; the message names the limit.
+    """
+    with file.open("rb") as opened:
+        data = opened.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise yaml.YAMLError(f"{file} has more than {MAX_BYTES >> 10} KiB, the limit for a YAML file")
+    text = data.decode("utf-8")
+    _check(text, file)
+    return text
+
+
+def load_yaml(file: Path) -> Any:
+    """Return the values of a YAML file. Raises as `read_yaml` does."""
+    return yaml.safe_load(read_yaml(file))
+
+
+def _check(text: str, file: Path) -> None:
+    expanded = 0
+    nesting: list[tuple[str | None, int]] = []
+    """For each open list or mapping its anchor, and `expanded` before it."""
+    sizes: dict[str, int] = {}
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        before = expanded
+        if isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in nesting):
+                raise _refusal(file, event, f"the alias *{event.anchor} refers to a value that contains it")
+            expanded += sizes.get(event.anchor or "", _VALUE)
+        elif isinstance(event, yaml.ScalarEvent):
+            expanded += _VALUE + len(event.value)
+            if event.anchor is not None:
+                sizes[event.anchor] = expanded - before
+        elif isinstance(event, yaml.CollectionStartEvent):
+            expanded += _VALUE
+            nesting.append((event.anchor, before))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, start = nesting.pop()
+            if anchor is not None:
+                sizes[anchor] = expanded - start
+        if len(nesting) > MAX_DEPTH:
+            raise _refusal(file, event, f"its values are nested more than {MAX_DEPTH} levels deep")
+        if expanded > MAX_EXPANDED:
+            raise _refusal(file, event, f"its values exceed {MAX_EXPANDED} characters once its aliases are expanded")
+
+
+def _refusal(file: Path, event: yaml.Event, why: str) -> yaml.YAMLError:
+    line = f" line {event.start_mark.line + 1}" if event.start_mark is not None else ""
+    return yaml.YAMLError(f"{file}{line}: {why}")

@@ -1,0 +1,88 @@
+"""Hostile YAML: a few aliases that stand for billions of values, deep nesting, and files of any size."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config.compose import check_config
+from asyncrl.config.yaml_files import load_yaml
+from asyncrl.storage.run_dir import SavedConfig
+
+
+def write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def aliases(first: str, next_: str, levels: int = 9) -> str:
+    lines = [f"a0: &a0 {first}"]
+    for level in range(1, levels):
+        lines.append(f"a{level}: &a{level} " + next_.format(", ".join([f"*a{level - 1}"] * 9)))
+    return "\n".join(lines) + "\n"
+
+
+HOSTILE = {
+    "aliases of lists": (aliases("[x]", "[{}]"), "exceed 1000000 characters"),
+    "aliases of mappings": (aliases("{x: 1}", "{{a: [{}]}}"), "exceed 1000000 characters"),
+    "merged mappings": (aliases("{x: 1}", "{{<<: [{}]}}"), "exceed 1000000 characters"),
+    "aliases of a long text": (f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 50)}]\n", "exceed 1000000 characters"),
+    "an alias of its own list": ("a: &a [1, *a]\n", "refers to a value that contains it"),
+    "nested lists": ("a: " + "[" * 100_000, "nested more than 50 levels"),
+    "nested mappings": ("a: " + "{b: " * 30_000, "nested more than 50 levels"),
+    "nested blocks": ("- " * 50_000, "nested more than 50 levels"),
+    "many values": ("a: [" + "1," * 100_000 + "1]\n", "exceed 1000000 characters"),
+    "a large file": ("# " + "x" * (256 << 10), "more than 256 KiB"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_config_is_refused_quickly_with_its_file_and_the_limit(name: str, tmp_path: Path) -> None:
+    text, why = HOSTILE[name]
+    file = write(tmp_path / "my.yaml", text)
+    started = time.thread_time()
+    (problem,) = check_config(file).problems
+    assert time.thread_time() - started < 2
+    assert problem.key == "config" and str(file) in problem.consequence and why in problem.consequence
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_option_of_a_group_is_refused_like_a_config(name: str, tmp_path: Path) -> None:
+    text, why = HOSTILE[name]
+    option = write(tmp_path / "algorithm" / "mine.yaml", text)
+    file = write(tmp_path / "my.yaml", "defaults: [quickstart, {algorithm: mine}]\n")
+    (problem,) = check_config(file).problems
+    assert str(option) in problem.consequence and why in problem.consequence
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_config_of_a_run_directory_has_no_values(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "config.yaml", HOSTILE[name][0])
+    started = time.thread_time()
+    assert SavedConfig(tmp_path).value("a") is None
+    assert time.thread_time() - started < 2
+
+
+def test_unreadable_options_of_a_group_are_reported(tmp_path: Path) -> None:
+    write(tmp_path / "algorithm" / "mine.yaml", "clip: [1\n")
+    file = write(tmp_path / "my.yaml", "defaults: [quickstart, {algorithm: mine}]\n")
+    (problem,) = check_config(file).problems
+    assert "algorithm/mine.yaml" in str(problem) and "cannot be read as YAML" in problem.consequence
+
+
+def test_an_integer_of_thousands_of_digits_is_reported(tmp_path: Path) -> None:
+    (problem,) = check_config(write(tmp_path / "my.yaml", f"seed: {'9' * 5000}\n")).problems
+    assert "cannot be read as YAML" in problem.consequence
+
+
+def test_yaml_within_the_limits_is_read(tmp_path: Path) -> None:
+    shared = "base: &base {n: 4, files: [a, b]}\none: {<<: *base, n: 5}\ntwo: *base\n"
+    file = write(tmp_path / "one.yaml", shared)
+    assert load_yaml(file) == yaml.safe_load(shared)
+    deep = "[" * 50 + "]" * 50
+    assert load_yaml(write(file, deep)) == yaml.safe_load(deep)
+    assert load_yaml(write(file, "")) is None
