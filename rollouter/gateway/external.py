@@ -102,7 +102,11 @@ class ExternalAgent:
             model=self._model,
             ask=ask,
             cache=self._cache,
-            reader=RequestReader(self._model, self._config.rollout.sampling if training else None),
+            reader=RequestReader(
+                self._model,
+                self._config.rollout.sampling if training else None,
+                self._config.model.chat_template_kwargs.keys(),
+            ),
             budget=self._budget,
         )
         async with self._programs:

@@ -2,25 +2,32 @@
 
 Authorization: Bearer asyncrl-1-…   ──▶ the Rollouter that issued the key     recorded
 anything else                       ──▶ the inner app (`ray.serve.llm`)       not recorded
+
+The key is checked before the body is read, and the body within limits before anything else sees it.
 """
 
 from __future__ import annotations
 
-import json
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import anyio
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollouter.gateway.body import parse_json
 from rollouter.gateway.protocol import GatewayResponse, RequestError, events
 from rollouter.gateway.session import incarnation_of
 
 Call = Callable[[str, str, Mapping[str, Any]], Awaitable[GatewayResponse]]
 """Takes key, path after `/v1/` and body."""
 MAX_BODY_BYTES = 32 << 20
+BODY_S = 60.0
+"""How long a client may take to send a body."""
+MAX_KNOWN_KEYS = 10_000
 _FINAL = {"x-should-retry": "false"}
 """Stops the official clients from retrying requests that would be refused again."""
 _POSTED = frozenset({"chat/completions", "completions", "reward"})
@@ -32,6 +39,8 @@ class TrajectoryKeyMiddleware:
     def __init__(self, app: ASGIApp, *, call: Call) -> None:
         self._app = app
         self._call = call
+        self._known: OrderedDict[str, None] = OrderedDict()
+        """Keys that the Rollouter has accepted, the latest last."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = _bearer(scope) if scope["type"] == "http" else ""
@@ -42,7 +51,7 @@ class TrajectoryKeyMiddleware:
         try:
             response = await self._respond(key, request)
         except RequestError as refusal:
-            response = JSONResponse(refusal.body, refusal.status, headers=_FINAL)
+            response = refused(refusal)
         except ClientDisconnect:
             return
         await response(scope, receive, send)
@@ -52,11 +61,18 @@ class TrajectoryKeyMiddleware:
         method = "POST" if path in _POSTED else "GET" if path.split("/")[0] == "models" else request.method
         if request.method != method:
             raise RequestError(f"/v1/{path} takes {method} requests", status=405, code="method_not_allowed")
-        body = await _read(request) if request.method == "POST" else {}
+        if key not in self._known and (refusal := await self._call(key, "models", {})).status >= 400:
+            return _error(refusal)
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_KNOWN_KEYS:
+            self._known.popitem(last=False)
+        body = _object(await read_body(request)) if request.method == "POST" else {}
         answer = await self._call(key, path, body)
+        if answer.status in (401, 409):
+            self._known.pop(key, None)  # the trajectory is over
         if answer.status >= 400:
-            headers = _FINAL if answer.status < 500 else None
-            return JSONResponse(answer.body, answer.status, headers=headers)
+            return _error(answer)
         if body.get("stream") and "choices" in answer.body:
             options = body.get("stream_options")
             usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
@@ -65,29 +81,56 @@ class TrajectoryKeyMiddleware:
         return JSONResponse(answer.body)
 
 
-async def _each(chunks: list[bytes]) -> Any:
-    for chunk in chunks:
-        yield chunk
+def refused(refusal: RequestError) -> JSONResponse:
+    """Return the response for a request that a client should not repeat."""
+    return JSONResponse(refusal.body, refusal.status, headers=_FINAL)
 
 
-async def _read(request: Request) -> dict[str, Any]:
+async def read_body(request: Request) -> bytes:
     """Read the body of a request.
 
     Raises:
-        RequestError: the body is not a JSON object, or too long.
+        RequestError: the body is longer than `MAX_BODY_BYTES`, or takes longer than `BODY_S`.
+        ClientDisconnect: the client has gone.
     """
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB", status=413)
     try:
-        body = json.loads(data)
+        with anyio.fail_after(BODY_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MAX_BODY_BYTES:
+                    raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB", status=413)
+    except TimeoutError:
+        raise RequestError(f"the body was not complete within {BODY_S:g} s", status=408) from None
+    return bytes(data)
+
+
+def check_json(data: bytes) -> Any:
+    """Return the JSON in a body.
+
+    Raises:
+        RequestError: see `parse_json`.
+    """
+    try:
+        return parse_json(data)
     except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+        raise RequestError(f"the body cannot be used: {error}") from None
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    body = check_json(data)
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     return body
+
+
+def _error(answer: GatewayResponse) -> JSONResponse:
+    return JSONResponse(answer.body, answer.status, headers=_FINAL if answer.status < 500 else None)
+
+
+async def _each(chunks: list[bytes]) -> Any:
+    for chunk in chunks:
+        yield chunk
 
 
 def _bearer(scope: Scope) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncrl.config.sections.rollout import SamplingConfig
 from asyncrl.core.types import FinishReason, Turn
+from rollouter.gateway.body import parse_json
 from rollouter.requests import SHAPING
 from rollouter.user_code import finite, shorten
 
 NO_ROOM = "context_length_exceeded"
+MAX_TOKEN_ID = 2**31 - 1
 
 
 class RequestError(Exception):
@@ -121,7 +123,7 @@ def arguments_of(written: Any) -> Any:
     if not isinstance(written, str):
         return written
     try:
-        read = json.loads(written)
+        read = parse_json(written)
     except ValueError:
         return written
     return read if isinstance(read, dict) else written
@@ -185,6 +187,18 @@ _NEUTRAL: Mapping[str, Any] = {
 """The only accepted value of each field: any other would change the sampling or the meaning of the response."""
 _UNSUPPORTED = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                  "structured_outputs", "functions", "function_call", "bad_words", "allowed_token_ids")  # fmt: skip
+_TEMPLATE_ARGUMENTS = frozenset({
+    "add_vision_id", "clear_thinking", "custom_instructions", "date_string", "enable_thinking", "enable_reasoning",
+    "keep_all_reasoning", "low_effort", "model_identity", "preserve_thinking", "reasoning", "reasoning_budget",
+    "reasoning_effort", "skip_think", "thinking", "thinking_budget", "thinking_mode", "tools_in_user_message",
+    "truncate_history_thinking",
+})  # fmt: skip
+"""The arguments of chat templates that requests may set, besides those in `model.chat_template_kwargs`. All others are
+refused: `chat_template`, for example, would run the caller's own template in this process."""
+MAX_ARGUMENT = 1_000
+"""Limit for the characters of a text among them."""
+MAX_STOPS, MAX_STOP = 16, 256
+"""Limits for the number of stop texts and for the characters of each: engines search every one after each token."""
 _WHY = "responses that are trained on must be sampled as the run samples, or their log-probs are wrong; leave this out"
 
 
@@ -237,11 +251,13 @@ class PostedReward:
 class RequestReader:
     """Reads requests for one run's model."""
 
-    def __init__(self, model: str, sampling: SamplingConfig | None) -> None:
+    def __init__(self, model: str, sampling: SamplingConfig | None, template_arguments: Collection[str] = ()) -> None:
         """`sampling` is the distribution of training, which requests must not change. In validation, which has
-        separate settings, it is None: the sampling settings of requests are then ignored."""
+        separate settings, it is None: the sampling settings of requests are then ignored. `template_arguments` are the
+        names in `model.chat_template_kwargs`, which requests may also set."""
         self._model = model
         self._sampling = sampling
+        self._template_arguments = _TEMPLATE_ARGUMENTS | set(template_arguments)
 
     def chat(self, body: Mapping[str, Any]) -> ChatRequest:
         """Read the body of `POST /v1/chat/completions`.
@@ -254,17 +270,10 @@ class RequestReader:
         choice = body.get("tool_choice")
         if choice not in (None, "auto", "none"):
             raise RequestError(f"tool_choice={_shown(choice)} forces tokens on the model; {_WHY}", param="tool_choice")
-        kwargs = body.get("chat_template_kwargs") or {}
-        if not isinstance(kwargs, Mapping):
-            raise RequestError("'chat_template_kwargs' must be an object", param="chat_template_kwargs")
-        if kwargs.keys() & {"tools", "add_generation_prompt", "tokenize", "conversation"}:
-            raise RequestError(
-                "'chat_template_kwargs' sets an argument that the endpoint sets", param="chat_template_kwargs"
-            )
         return ChatRequest(
             messages=tuple(to_template(body.get("messages"))),
             tools=tools,
-            template_kwargs=kwargs,
+            template_kwargs=self._template_kwargs(body),
             parse_calls=bool(tools) and choice != "none",
             one_call=body.get("parallel_tool_calls") is False,
             options=_turn_options(body, "max_completion_tokens", "max_tokens"),
@@ -283,9 +292,30 @@ class RequestReader:
         options = _turn_options(body, "max_tokens")
         if isinstance(prompt, str) and prompt:
             return CompletionRequest(prompt, None, options)
-        if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+        if isinstance(prompt, list) and prompt and all(_is_token(one) for one in prompt):
             return CompletionRequest(None, tuple(prompt), options)
         raise RequestError("'prompt' must be one text or one list of token ids, and not empty", param="prompt")
+
+    def _template_kwargs(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        kwargs = body.get("chat_template_kwargs") or {}
+        if not isinstance(kwargs, Mapping):
+            raise RequestError("'chat_template_kwargs' must be an object", param="chat_template_kwargs")
+        for name, value in kwargs.items():
+            param = f"chat_template_kwargs.{shorten(name, 80)}"
+            if name not in self._template_arguments:
+                raise RequestError(
+                    f"{param} cannot be set by a request, because it may change more than the prompt's wording. "
+                    f"Requests may set {', '.join(sorted(self._template_arguments))}; the run allows others by setting "
+                    "them in model.chat_template_kwargs",
+                    param=param,
+                )
+            if not (value is None or isinstance(value, bool | int | float | str)) or len(str(value)) > MAX_ARGUMENT:
+                raise RequestError(
+                    f"{param}={_shown(value)}; expected true, false, a number or a text of at most {MAX_ARGUMENT} "
+                    "characters",
+                    param=param,
+                )
+        return kwargs
 
     def _check(self, body: Mapping[str, Any]) -> None:
         if (model := body.get("model")) not in (None, self._model):
@@ -350,8 +380,12 @@ def _turn_options(body: Mapping[str, Any], *limits: str) -> TurnOptions:
             raise RequestError(f"{name}={_shown(value)}; expected a positive integer", param=name)
     stop = body.get("stop") or ()
     stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
-        raise RequestError(f"stop={_shown(stop)}; expected a text or a list of texts", param="stop")
+    if not isinstance(stops, Sequence) or not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in stops):
+        raise RequestError(
+            f"stop={_shown(stop)}; expected a text or a list of texts of at most {MAX_STOP} characters", param="stop"
+        )
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"'stop' has {len(stops)} texts; at most {MAX_STOPS} are allowed", param="stop")
     log_probs = body.get("logprobs")
     if not isinstance(log_probs, bool) and log_probs not in (None, 0):
         raise RequestError(
@@ -361,6 +395,10 @@ def _turn_options(body: Mapping[str, Any], *limits: str) -> TurnOptions:
     return TurnOptions(
         min((value for _, value in given), default=None), tuple(stops), log_probs is not None and log_probs is not False
     )
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKEN_ID
 
 
 def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:

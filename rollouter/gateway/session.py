@@ -47,6 +47,7 @@ from rollouter.gateway.protocol import (
     unknown_key,
 )
 from rollouter.gateway.recording import TrajectoryRecording, TurnPosition, calls_of
+from rollouter.user_code import describe, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,6 +131,7 @@ class ChatCache:
 
         Raises:
             ConfigError: the request has tools, and `rollout.multi_turn.format` does not fit the model.
+            RequestError: template or parser refuse the request's tools.
         """
         key = json.dumps([request.scheme, request.parse_calls])
         if key not in self._known:
@@ -160,14 +162,20 @@ class ChatCache:
     def _make(self, request: ChatRequest) -> ChatFormat:
         if request.parse_calls and self._unfit is not None:
             raise self._unfit
-        chat = ChatTokenizer(
-            self._tokenizer,
-            tools=request.tools,
-            template_kwargs={**self._template_kwargs, **request.template_kwargs},
-            end_ids=self._end_ids,
-        )
         format = self._format if request.parse_calls else NO_TOOLS
-        return ChatFormat(chat, ToolCallParser(format, self._tokenizer, request.tools, end_ids=chat.end_ids))
+        try:
+            chat = ChatTokenizer(
+                self._tokenizer,
+                tools=request.tools,
+                template_kwargs={**self._template_kwargs, **request.template_kwargs},
+                end_ids=self._end_ids,
+            )
+            return ChatFormat(chat, ToolCallParser(format, self._tokenizer, request.tools, end_ids=chat.end_ids))
+        except Exception as error:  # the parser fits the model, so the cause is in the request
+            why = shorten(describe(error), 500)
+            raise RequestError(
+                f"the chat template or the tool parser refuses the request's tools: {why}", param="tools"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-import jinja2
-
 from asyncrl.assets import resolve
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import ConfigError, DataError
@@ -70,7 +68,7 @@ def render(
             tokenize=False,
             **template_kwargs,
         )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    except Exception as error:  # a template may raise anything for messages that it does not expect
         raise DataError(f"the chat template refuses the messages: {error}") from error
     assert isinstance(text, str)
     return text

@@ -84,10 +84,10 @@ class GatewayRig:
 
         return TrajectoryKeyMiddleware(PlainTextResponse("not recorded"), call=call)
 
-    def http(self, task: AgentTask | None = None) -> httpx.AsyncClient:
+    def http(self, task: AgentTask | None = None, app: ASGIApp | None = None) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {task.api_key}"} if task is not None else {}
         return httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=self.app(), root_path="/prefix"),
+            transport=httpx.ASGITransport(app=app or self.app(), root_path="/prefix"),
             base_url="http://run/prefix/v1/",
             headers=headers,
         )
