@@ -7,7 +7,6 @@ Both are named after the run's Ray namespace, since runs may share a cluster.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 from asyncrl.profiling import PROFILING_OFF
+from rollouter.serving.access import http_access
 from rollouter.serving.http import route_prefix
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name, deployment_options, serving_options
 from rollouter.serving.replica.deployment import RolloutReplica
@@ -53,7 +53,7 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: boo
             options = replace(options, profiler=PROFILING_OFF)  # no Rollouter would receive the events
         return build_http_app(
             options,
-            _api_key(config),
+            http_access(config.serve),
             call_format=config.rollout.multi_turn.format,
             trajectories=agents,
         )
@@ -208,23 +208,3 @@ async def _status(name: str) -> ApplicationStatusOverview:
             "down; start the run again, with resume=auto to continue from its last checkpoint if it has one"
         )
     return applications[name]
-
-
-def _api_key(config: Config) -> str | None:
-    """Return the key that HTTP clients must send.
-
-    Raises:
-        ConfigError: the environment variable is empty, or none is configured and the address is not loopback.
-    """
-    name = config.serve.api_key_env
-    if name is None:
-        if config.serve.host not in ("127.0.0.1", "::1", "localhost"):
-            raise ConfigError(
-                f"serve.host={config.serve.host!r} is reachable from outside and serve.api_key_env is not set: "
-                "every client that reaches it could use the model; set serve.api_key_env, or serve.host=127.0.0.1"
-            )
-        return None
-    key = os.environ.get(name, "")
-    if not key:
-        raise ConfigError(f"serve.api_key_env={name!r}: the environment variable is empty or not set; export {name}=…")
-    return key

@@ -1,7 +1,7 @@
 """The HTTP API of `asyncrl serve`, and of a launch with external agents.
 
     trajectory's key ──▶ the Rollouter that issued it (`rollouter.gateway`), through Ray: recorded
-    other requests ────▶ the API key, if there is one ──▶ `openai_app` ──▶ replicas
+    other requests ────▶ checks of `rollouter.serving.access` ──▶ `openai_app` ──▶ replicas
 
 Importing `ray.serve.llm` imports vLLM, which takes 7 s on CPU and prints messages on the terminal. The driver uses this
 module without importing vLLM; only the processes that Serve starts import it.
@@ -10,7 +10,6 @@ module without importing vLLM; only the processes that Serve starts import it.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,15 +21,14 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
-from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from asyncrl.core.failures import InfraError
 from rollouter.agent.parsing import NO_TOOLS, check_format
 from rollouter.gateway.http import TrajectoryKeyMiddleware
 from rollouter.gateway.protocol import GatewayResponse, engines_failed, unknown_key
 from rollouter.gateway.session import incarnation_of
+from rollouter.serving.access import HttpAccess, checked_app
 from rollouter.serving.options import DEPLOYMENT_NAME, ServingOptions, app_name, deployment_options
 from rollouter.serving.replica.deployment import RolloutReplica
 
@@ -152,49 +150,30 @@ def openai_app(options: ServingOptions, replicas: DeploymentHandle[Any]) -> ASGI
     return app
 
 
-class ApiKeyMiddleware:
-    """ASGI middleware that requires `Authorization: Bearer KEY` in every request."""
-
-    def __init__(self, app: ASGIApp, *, key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not secrets.compare_digest(given, self._expected):
-                refusal = JSONResponse({"error": {"message": "missing or wrong API key", "code": 401}}, status_code=401)
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 class HttpFrontEnd:
     """The deployment of the HTTP API. Serve starts one replica of it."""
 
     def __init__(
-        self, replicas: DeploymentHandle[Any], options: ServingOptions, api_key: str | None, trajectories: bool
+        self, replicas: DeploymentHandle[Any], options: ServingOptions, access: HttpAccess, trajectories: bool
     ) -> None:
         self._replicas = replicas
         self._options = options
-        self._api_key = api_key
+        self._access = access
         self._trajectories = trajectories
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Build the app. Serve calls this once, in the process that serves the app."""
-        app = openai_app(self._options, self._replicas)
-        if self._api_key is not None:
-            app = ApiKeyMiddleware(app, key=self._api_key)
+        app = checked_app(openai_app(self._options, self._replicas), self._access)
         return TrajectoryKeyMiddleware(app, call=RolloutCalls(self._options.namespace)) if self._trajectories else app
 
 
 def build_http_app(
-    options: ServingOptions, api_key: str | None, *, call_format: str, trajectories: bool = False
+    options: ServingOptions, access: HttpAccess, *, call_format: str, trajectories: bool = False
 ) -> serve.Application:
     """Return the Serve application of the replicas with the OpenAI API in front of them.
 
     Args:
-        api_key: The key that clients must send; None lets every client that reaches the address use the API.
+        access: Which requests are answered.
         call_format: The name of vLLM's tool parser.
         trajectories: Whether requests with a trajectory's key are forwarded to the Rollouter.
 
@@ -209,4 +188,4 @@ def build_http_app(
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **deployment_options(options))(RolloutReplica)
     front = serve.deployment(name="openai", max_ongoing_requests=1_000_000, ray_actor_options={"num_cpus": 0})
     replicas = deployment.bind(options, openai=True)
-    return front(serve.ingress()(HttpFrontEnd)).bind(replicas, options, api_key, trajectories)
+    return front(serve.ingress()(HttpFrontEnd)).bind(replicas, options, access, trajectories)

@@ -17,7 +17,7 @@ from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive, S
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BYTES_PER_TOKEN = 9
 """Size of a token on disk: id, log-prob and mask."""
 _MANY_GIB = 20
@@ -136,6 +136,9 @@ class ServeConfig(ConfigSection):
     """TCP port."""
     api_key_env: str | None = None
     """Environment variable with the API key that clients must send."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that requests to loopback may be addressed to, besides localhost, 127.0.0.1 and [::1]: the name under
+    which a proxy on this machine forwards requests, for example."""
 
 
 def _watchdog(config: Config) -> Iterator[ConfigProblem]:
@@ -234,9 +237,12 @@ def _run_dir(config: Config) -> Iterator[ConfigProblem]:
 
 
 SERVER_RULES: tuple[RuleFunction, ...] = (
-    ConfigRule("serve.host", lambda c: c.serve.host not in _LOOPBACK and not c.serve.api_key_env,
+    ConfigRule("serve.host", lambda c: c.serve.host not in LOOPBACK and not c.serve.api_key_env,
                "anybody who reaches this address could use the model",
                "set serve.api_key_env to the environment variable that holds an API key, or serve.host=127.0.0.1"),
+    ConfigRule("serve.allowed_hosts", lambda c: any(set(":/*") & set(name) for name in c.serve.allowed_hosts),
+               "names are compared without scheme, port and wildcards, so requests would be refused",
+               "give plain host names, such as [models.example.org]"),
 )  # fmt: skip
 """Rules for a run and for `asyncrl serve`."""
 
@@ -264,6 +270,9 @@ ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume)
 DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir,)
 
 NO_EFFECT = (
+    no_effect("serve.allowed_hosts", lambda c: c.serve.host not in LOOPBACK,
+              "serve.host is not loopback, so requests need an API key and may use any host name",
+              "set serve.host=127.0.0.1"),
     no_effect("async_training.stale_action", lambda c: c.async_training.max_staleness is None,
               "async_training.max_staleness is null, so no sample is too stale", "set async_training.max_staleness"),
     no_effect("async_training.partial_mode", lambda c: c.mode != "sync" and not c.async_training.partial_rollout,

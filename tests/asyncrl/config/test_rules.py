@@ -126,6 +126,7 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("reward.overlong_buffer.len", {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4096},
      "every response would be punished"),
     ("serve.host", {"serve.host": "0.0.0.0"}, "anybody"),
+    ("serve.allowed_hosts", {"serve.allowed_hosts": ["proxy:8000"]}, "without scheme, port"),
     ("logging.sinks", {"logging.sinks": ["jsonl", "jsonl"]}, "twice"),
     (OTLP, {OTLP: "127.0.0.1:4318"}, "not an HTTP address"),
     (OTLP, {OTLP: "http://127.0.0.1:port/v1/traces"}, "not an HTTP address"),
