@@ -10,7 +10,7 @@ The walls of a process isolate it from the machine. `rollouter.tools.sandbox.con
 | files | a root directory in memory with Python's files, read-only; Landlock; capabilities dropped |
 | processes | none can be started, seen or signalled (seccomp, process namespace) |
 | environment | no variables of the parent; an empty working directory, removed afterwards |
-| resources | processor and wall time, address space, size of each file and of all, open files, threads, output |
+| resources | processor and wall time, memory, size of each file and of all, open files, threads, output |
 
 All mechanisms that the machine supports are used together, and each required wall needs at least one of them (table in
 `confined.walls`). If the run is started as root, the code runs as a separate user, provided that all users can read
@@ -25,9 +25,11 @@ import ast
 import logging
 import math
 import os
+import resource
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,6 +56,10 @@ that bypasses `sys.stdout`; or its process ended by itself or by a signal."""
 START_S = 20.0
 """Deadline for a process to start and report its walls."""
 _CLOSE_S = 10.0
+_PYTHON_MIB = 32
+"""Memory that Python itself needs."""
+_PIPE_PAGES = 16
+"""Capacity of a pipe on Linux."""
 _BEYOND_BYTES = 64 << 10
 """Allowance for a traceback and the like after the output. Only code that bypasses `sys.stdout` writes more."""
 
@@ -64,7 +70,7 @@ class CodeLimits(ConfigSection):
     wall_s: Seconds = 10.0
     cpu_s: Positive = 5
     memory_mib: Positive = 512
-    """Address space, including 30 MiB for Python."""
+    """Address space, including 30 MiB for Python, and the buffers of pipes and sockets."""
     file_mib: Positive = 16
     """Size of the largest file."""
     disk_mib: Positive = 64
@@ -227,9 +233,11 @@ class CodeSandbox:
             mechanisms: The items of `MECHANISMS` to use.
 
         Raises:
-            ConfigError: this machine does not support a required wall; the message says what is missing.
+            ConfigError: this machine does not support a required wall, and the message says what is missing; or pipes
+                and sockets may need all of the memory.
         """
         self.limits = limits
+        self._address_mib = _address_mib(limits)
         self._network = network
         self._import_paths = [os.path.abspath(path) for path in import_paths]
         self._read_paths = [os.path.abspath(path) for path in read_paths]
@@ -290,6 +298,7 @@ class CodeSandbox:
     def _command(self, directory: str, mechanisms: list[str]) -> list[str]:
         settings = ConfinementSettings(
             **{name: getattr(self.limits, name) for name in CodeLimits.model_fields},
+            address_mib=self._address_mib,
             work_dir=directory,
             read_paths=self._read_paths,
             import_paths=self._import_paths,
@@ -330,6 +339,27 @@ class CodeSandbox:
                 await confined.close()
                 raise
         return confined
+
+
+def _address_mib(limits: CodeLimits) -> int:
+    """Return the memory that remains for the address space, in MiB, if all descriptors hold as much as they can.
+
+    A socket sends while its buffer is not full, at most half a buffer at once. The code cannot enlarge buffers.
+
+    Raises:
+        ConfigError: too little remains for Python.
+    """
+    with socket.socket(socket.AF_UNIX) as example:
+        socket_bytes = 2 * example.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    pipe_bytes = _PIPE_PAGES * resource.getpagesize()
+    buffers_mib = math.ceil(limits.open_files * max(socket_bytes, pipe_bytes) / (1 << 20))
+    if limits.memory_mib < buffers_mib + _PYTHON_MIB:
+        raise ConfigError(
+            f"memory_mib: {limits.memory_mib} is too little: Python needs {_PYTHON_MIB} MiB, and open_files: "
+            f"{limits.open_files} lets pipes and sockets hold {buffers_mib} MiB (net.core.wmem_default sets the size "
+            f"of their buffers); set memory_mib to at least {buffers_mib + _PYTHON_MIB}, or lower open_files"
+        )
+    return limits.memory_mib - buffers_mib
 
 
 def _parsed(report: str) -> ConfinementReport:

@@ -8,6 +8,7 @@ import os
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
 
@@ -18,13 +19,18 @@ _COLUMN = {"x86_64": 0, "aarch64": 1}.get(ARCHITECTURE)
 
 NUMBERS: dict[str, tuple[int | None, int | None]] = {
     # x86-64, aarch64 (asm-generic)
+    "accept": (43, 202),
+    "accept4": (288, 242),
     "add_key": (248, 217),
+    "bind": (49, 200),
     "bpf": (321, 280),
     "chmod": (90, None),
     "chown": (92, None),
     "chroot": (161, 51),
     "clone": (56, 220),
     "clone3": (435, 435),
+    "close_range": (436, 436),
+    "connect": (42, 203),
     "execve": (59, 221),
     "execveat": (322, 281),
     "fanotify_init": (300, 262),
@@ -43,6 +49,9 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "fsopen": (430, 430),
     "fspick": (433, 433),
     "futimesat": (261, None),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "io_setup": (206, 0),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
@@ -55,6 +64,7 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "landlock_create_ruleset": (444, 444),
     "landlock_restrict_self": (446, 446),
     "lchown": (94, None),
+    "listen": (50, 201),
     "lremovexattr": (198, 15),
     "lsetxattr": (189, 6),
     "memfd_create": (319, 279),
@@ -74,6 +84,7 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "pidfd_open": (434, 434),
     "pidfd_send_signal": (424, 424),
     "pivot_root": (155, 41),
+    "prctl": (157, 167),
     "prlimit64": (302, 261),
     "process_madvise": (440, 440),
     "process_mrelease": (448, 448),
@@ -91,15 +102,23 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
     "semget": (64, 190),
+    "sendfile": (40, 71),
+    "sendmmsg": (307, 269),
+    "sendmsg": (46, 211),
     "setns": (308, 268),
     "setpgid": (109, 154),
     "setpriority": (141, 140),
     "setsid": (112, 157),
+    "setsockopt": (54, 208),
     "setxattr": (188, 5),
     "setxattrat": (463, 463),
     "shmget": (29, 194),
     "socket": (41, 198),
+    "socketpair": (53, 199),
+    "splice": (275, 76),
+    "tee": (276, 77),
     "tgkill": (234, 131),
+    "timer_create": (222, 107),
     "tkill": (200, 130),
     "umount2": (166, 39),
     "unshare": (272, 97),
@@ -108,6 +127,7 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "utimensat": (280, 88),
     "utimes": (235, None),
     "vfork": (58, None),
+    "vmsplice": (278, 75),
 }
 
 

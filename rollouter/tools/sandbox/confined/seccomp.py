@@ -1,7 +1,8 @@
 """Restricts system calls with a BPF program that the kernel runs on each system call.
 
 It denies sockets, access to other processes (starting, signalling, tracing, inspecting), a change of the process group,
-and memory outside the address space. Threads work, and so does `socketpair`, which asyncio needs.
+memory outside the address space, and whatever would let the process outlive its parent or continue after a stop.
+Threads work, and so do pairs of connected stream sockets, which asyncio needs.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from . import kernel
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x4000_0000
-_CLONE_THREAD = 0x10000
-_F_SETOWN, _F_SETOWN_EX = 8, 15
+_CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
+_CLOSE_RANGE_UNSHARE, _CLOSE_RANGE_CLOEXEC = 2, 4
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 8, 10, 15, 1024, 1026, 1031
 _FIOSETOWN, _SIOCSPGRP, _TIOCSTI = 0x8901, 0x8902, 0x5412
-_AF_INET, _AF_INET6, _AF_NETLINK = 2, 10, 16
+_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
+_SOCK_STREAM, _SOCK_NONBLOCK, _SOCK_CLOEXEC = 1, 0x800, 0x80000
+_SOL_SOCKET = 1
+_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 7, 8, 32, 33
 
 # Opcodes of classic BPF.
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -34,11 +39,21 @@ REFUSED = (
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
     # memory that no limit of the process counts, and that may outlive it
     *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open"),
+    # queues, rules and requests that the kernel keeps for a descriptor
+    *("inotify_init", "inotify_init1", "io_setup"),
+    *("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"),
+    # a pipe or socket with one byte of a huge page keeps the whole page after it is unmapped
+    *("vmsplice", "splice", "tee", "sendfile"),
+    # the signal of a timer may be SIGCONT, which continues a stopped process
+    "timer_create",
     # namespaces and mounts, and calls with a long history of security holes in the kernel
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "mount_setattr", "open_tree", "move_mount"),
     *("fsopen", "fsconfig", "fsmount", "fspick", "name_to_handle_at", "open_by_handle_at", "fanotify_init", "quotactl"),
     *("bpf", "perf_event_open", "add_key", "request_key", "keyctl", "userfaultfd"),
 )
+SOCKETS = ("bind", "connect", "listen", "accept", "accept4", "setsockopt", "sendmsg", "sendmmsg")
+"""Calls that only the network needs. They also enlarge the buffers of a pair of sockets, and put descriptors in flight,
+where no limit counts them."""
 ONLY_ITSELF = (
     *("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"),
     *("prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"),
@@ -84,18 +99,32 @@ def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
     ]
     if kernel.ARCHITECTURE == "x86_64":
         lines += [_op(_JUMP_AT_LEAST, _X32_BIT, 0, 1), _op(_RETURN, _KILL_PROCESS)]
-    for name in REFUSED if attributes else REFUSED + ATTRIBUTES:
+    for name in (*REFUSED, *(() if attributes else ATTRIBUTES), *(() if network else SOCKETS)):
         lines += _if_called(name, [_op(_RETURN, refuse)])
     # glibc falls back to `clone`, whose flags a filter can see.
     lines += _if_called("clone3", [_op(_RETURN, _ERRNO | errno.ENOSYS)])
-    lines += _if_called(
-        "clone", [_argument(0), _op(_JUMP_BITS, _CLONE_THREAD, 0, 1), _op(_RETURN, _ALLOW), _op(_RETURN, refuse)]
-    )
+    # Threads must share their descriptors: each table of descriptors would have a limit of its own.
+    is_thread = [_argument(0), _op(_JUMP_BITS, _CLONE_THREAD, 0, 2), _op(_JUMP_BITS, _CLONE_FILES, 0, 1)]
+    lines += _if_called("clone", [*is_thread, _op(_RETURN, _ALLOW), _op(_RETURN, refuse)])
+    unshare = (_CLOSE_RANGE_UNSHARE, _CLOSE_RANGE_UNSHARE | _CLOSE_RANGE_CLOEXEC)
+    lines += _if_called("close_range", _refuse_values(2, unshare))
     for name in ONLY_ITSELF:
         lines += _if_called(name, _allow_values(0, (0, pid)))
+    # The process must end with its parent, which reads its descriptors to find deleted files.
+    lines += _if_called("prctl", _refuse_values(0, (kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)))
     families = (_AF_INET, _AF_INET6, _AF_NETLINK) if network else ()
     lines += _if_called("socket", _allow_values(0, families))
-    lines += _if_called("fcntl", _refuse_values(1, (_F_SETOWN, _F_SETOWN_EX)))  # they send signals
+    # A stream socket stays connected to the other of its pair. A datagram socket sends to any path that it can see.
+    streams = tuple(_SOCK_STREAM | flags | more for flags in (0, _SOCK_NONBLOCK) for more in (0, _SOCK_CLOEXEC))
+    is_unix = [_argument(0), _op(_JUMP_EQUAL, _AF_UNIX, 1, 0), _op(_RETURN, refuse)]
+    lines += _if_called("socketpair", [*is_unix, *_allow_values(1, streams)])
+    sizes = (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
+    is_socket_level = [_argument(1), _op(_JUMP_EQUAL, _SOL_SOCKET, 1, 0), _op(_RETURN, _ALLOW)]
+    lines += _if_called("setsockopt", [*is_socket_level, *_refuse_values(2, sizes)])
+    # Signals to other processes, or SIGCONT to this one; blocked openers of a file; larger pipes.
+    lines += _if_called(
+        "fcntl", _refuse_values(1, (_F_SETOWN, _F_SETOWN_EX, _F_SETSIG, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ))
+    )
     lines += _if_called("ioctl", _refuse_values(1, (_FIOSETOWN, _SIOCSPGRP, _TIOCSTI)))
     return [*lines, _op(_RETURN, _ALLOW)]
 

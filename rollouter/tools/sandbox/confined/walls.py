@@ -41,6 +41,8 @@ class ConfinementSettings:
     """Whether the process runs several pieces of code, which share their variables."""
     cpu_s: int
     memory_mib: int
+    address_mib: int
+    """Address space: the memory that the buffers of pipes and sockets leave."""
     file_mib: int
     disk_mib: int
     open_files: int
@@ -77,6 +79,9 @@ _OUR_PROCESSES = 8
 _PROCESSES_PER_NAMESPACE = (5, 14)
 """First Linux version that counts processes per user namespace."""
 _SIGKILL = 9
+_MAX_SIGNALS = 64
+"""Queued signals, which the kernel keeps outside the address space. Beyond it, signals other than real-time ones still
+arrive."""
 
 
 class ConfinementReport:
@@ -187,12 +192,13 @@ def _become_nobody(outer_pid: int, paths: list[str]) -> None:
 
 def _set_limits(settings: ConfinementSettings, *, counts_alone: bool) -> None:
     limits = {
-        resource.RLIMIT_AS: settings.memory_mib << 20,
+        resource.RLIMIT_AS: settings.address_mib << 20,
         resource.RLIMIT_FSIZE: settings.file_mib << 20,
         resource.RLIMIT_NOFILE: settings.open_files,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: _MAX_SIGNALS,
     }
     if counts_alone:  # otherwise the limit would count all processes of the user
         limits[resource.RLIMIT_NPROC] = settings.threads + _OUR_PROCESSES

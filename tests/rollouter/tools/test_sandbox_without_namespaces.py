@@ -1,0 +1,296 @@
+"""Attacks on a sandbox that has no namespaces and no root directory of its own, as in most containers."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from asyncrl.core.failures import ConfigError
+from rollouter.tools.sandbox.confined import kernel
+from rollouter.tools.sandbox.pool import CodeLimits, CodeOutcome, CodeSandbox, ConfinedProcess
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code is confined on Linux only")
+
+LIMITS = CodeLimits(wall_s=30.0, cpu_s=10, memory_mib=256, file_mib=1, disk_mib=4, threads=8)
+FILTERS = ("landlock", "seccomp")
+
+
+def filtered(*, keep: bool = False, network: bool = False) -> CodeSandbox:
+    """A sandbox of filters alone. Without Landlock the files are shared, which no test of this module minds."""
+    return CodeSandbox(LIMITS, mechanisms=FILTERS, shared_files=True, keep=keep, network=network)
+
+
+async def run(sandbox: CodeSandbox, code: str) -> CodeOutcome:
+    process = await sandbox.start()
+    try:
+        return await process.run(code)
+    finally:
+        await process.close()
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[ConfinedProcess]:
+    """A process that runs several pieces of code."""
+    process = await filtered(keep=True).start()
+    yield process
+    await process.close()
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+FILL_BUFFERS = """
+import fcntl, os, resource, socket, threading
+
+held, chunk, kept = [], b"x" * 65536, []
+
+def fill(send):
+    try:
+        while True: held.append(send(chunk))
+    except BlockingIOError: pass
+
+def in_descriptors(make, *, send=False):
+    try:
+        while True: make(send)
+    except OSError as error:
+        refused.append(error)
+
+def sockets(kind):
+    def make(send):
+        pair = socket.socketpair(socket.AF_UNIX, kind)
+        for end in pair:
+            for name in (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33):
+                try: end.setsockopt(socket.SOL_SOCKET, name, 1 << 30)
+                except OSError: pass
+            end.setblocking(False)
+            fill(end.send)
+        if send:
+            socket.send_fds(carrier, [b"x"], [end.fileno() for end in pair])
+            for end in pair: end.close()
+        else:
+            kept.append(pair)
+    return make
+
+def pipes(send):
+    read, write = os.pipe()
+    try: fcntl.fcntl(write, 1031, 1 << 20)
+    except OSError: pass
+    os.set_blocking(write, False)
+    fill(lambda data: os.write(write, data))
+    os.close(write)
+    kept.append(os.fdopen(read, "rb"))
+
+def with_descriptors_of_its_own():
+    ctypes.CDLL(None).close_range(1000, 1000, 2)
+    in_descriptors(pipes)
+    filled.release()
+    done.wait()
+
+import ctypes
+refused, filled, done = [], threading.Semaphore(0), threading.Event()
+"""
+
+ATTACKS = {
+    "large stream sockets": "in_descriptors(sockets(socket.SOCK_STREAM))",
+    "datagram sockets": "in_descriptors(sockets(socket.SOCK_DGRAM))",
+    "sequenced packet sockets": "in_descriptors(sockets(socket.SOCK_SEQPACKET))",
+    "descriptors in flight": """
+carrier, other = socket.socketpair()
+in_descriptors(sockets(socket.SOCK_STREAM), send=True)
+in_descriptors(sockets(socket.SOCK_STREAM))
+""",
+    "large pipes": "in_descriptors(pipes)",
+    "descriptors of threads": """
+threading.stack_size(65536)
+for _ in range(8): threading.Thread(target=with_descriptors_of_its_own, daemon=True).start()
+for _ in range(8): filled.acquire()
+""",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+async def test_buffers_of_pipes_and_sockets_count_as_memory(session: ConfinedProcess, attack: str) -> None:
+    report = "\nprint(sum(held), resource.getrlimit(resource.RLIMIT_AS)[0])"
+    # Without free descriptors, only what is imported already can run.
+    outcome = await session.run("import linecache, traceback\n" + FILL_BUFFERS + attack + report)
+    assert outcome.ending == "ok", outcome.output
+    held, address_space = map(int, outcome.output.split())
+    assert held + address_space <= LIMITS.memory_mib << 20
+    assert held < 64 << 20
+
+
+PREPARE = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+read, write = os.pipe()
+"""
+
+CALLS = {
+    "a page of this process in a pipe": "vmsplice, write, 0, 0, 0",
+    "a page of a file in a pipe": "splice, 0, 0, write, 0, 1, 0",
+    "a page of a pipe in another": "tee, read, write, 1, 0",
+    "a page of a file in a socket": "sendfile, write, 0, 0, 1",
+    "events of files": "inotify_init1, 0",
+    "asynchronous requests": "io_setup, 1, ctypes.byref(ctypes.c_ulong())",
+    "rules for files": "landlock_create_ruleset, 0, 0, 1",
+    "options of sockets": "setsockopt, write, 1, 7, ctypes.byref(ctypes.c_int(1)), 4",
+    "messages with descriptors": "sendmsg, write, 0, 0",
+    "many messages with descriptors": "sendmmsg, write, 0, 0, 0",
+    "a timer that sends SIGCONT": "timer_create, 0, 0, ctypes.byref(ctypes.c_int())",
+    "another parent signal": "prctl, 1, 0, 0, 0, 0",
+    "descriptors that the parent cannot see": "prctl, 4, 0, 0, 0, 0",
+    "a signal of choice for input": "fcntl, read, 10, 18",
+    "a lease of a file": "fcntl, read, 1024, 1",
+    "signals of directories": "fcntl, read, 1026, 1",
+    "a larger pipe": "fcntl, write, 1031, 1 << 20",
+    "separate descriptors": "close_range, 1000, 1000, 2",
+    "a pair of datagram sockets": "socketpair, 1, 2, 0, 0",
+    "a pair of raw sockets": "socketpair, 1, 3 | 0x80000, 0, 0",
+    "a pair of another family": "socketpair, 30, 1, 0, 0",
+    "an address of a socket": "bind, write, 0, 0",
+    "a connection": "connect, write, 0, 0",
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_calls_that_pass_a_limit_are_refused(call: str) -> None:
+    name, arguments = call.split(", ", 1)
+    code = f"{PREPARE}\nresult = libc.syscall({kernel.number(name)}, {arguments})\nresult, ctypes.get_errno()"
+    assert (await run(filtered(), code)).output == "(-1, 1)\n"  # EPERM
+
+
+async def test_threads_share_their_descriptors() -> None:
+    code = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+stack = ctypes.create_string_buffer(65536)
+CLONE_VM, CLONE_FS, CLONE_SIGHAND, CLONE_THREAD, CLONE_SYSVSEM = 0x100, 0x200, 0x800, 0x10000, 0x40000
+top = (ctypes.addressof(stack) + 65536) & ~15
+flags = CLONE_VM | CLONE_FS | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM
+libc.clone(libc.pause, ctypes.c_void_p(top), flags, None), ctypes.get_errno()
+"""
+    assert (await run(filtered(), code)).output == "(-1, 1)\n"
+
+
+async def test_standard_modules_work_without_the_refused_calls() -> None:
+    code = """
+import asyncio, shutil, socket, sqlite3, tempfile
+open("a", "w").write("x" * 100_000)
+shutil.copyfile("a", "b")
+one, other = socket.socketpair()
+one.sendall(b"hello")
+with sqlite3.connect("db") as db: db.execute("create table t(x)"); db.execute("insert into t values (1)")
+async def stream():
+    reader, writer = await asyncio.open_connection(sock=other)
+    return await reader.readexactly(5)
+print(len(open("b").read()), asyncio.run(stream()), db.execute("select x from t").fetchall())
+"""
+    assert (await run(filtered(), code)).output == "100000 b'hello' [(1,)]\n"
+
+
+def test_memory_that_buffers_can_use_up_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"memory_mib: 40 is too little: .* open_files: 64 .*set memory_mib to at least"
+    ):
+        CodeSandbox(CodeLimits(memory_mib=40), mechanisms=FILTERS, shared_files=True)
+
+
+# ------------------------------------------------------------------------------------------------ end with the parent
+
+
+EXIT = {"x86_64": 60, "aarch64": 93}.get(kernel.ARCHITECTURE)
+"""Number of the call that ends only the calling thread."""
+
+
+@pytest.mark.parametrize(
+    ("code", "condition"),
+    [
+        ("libc.prctl(1, 0)\nprint('ready', flush=True)\ntime.sleep(60)", "b'ready' in process._unread"),
+        (
+            f"threading.Thread(target=time.sleep, args=(60,)).start()\nlibc.syscall({EXIT}, 0)",
+            "') Z' in stat.read_text()",
+        ),
+    ],
+    ids=["resets the signal", "ends the main thread"],
+)
+def test_code_ends_with_its_parent(code: str, condition: str, tmp_path: Path) -> None:
+    code = f"import ctypes, threading, time\nlibc = ctypes.CDLL(None)\n{code}"
+    script = f"""
+import pathlib, anyio
+from rollouter.tools.sandbox.pool import CodeLimits, CodeSandbox
+
+async def main():
+    sandbox = CodeSandbox(CodeLimits(wall_s=60), mechanisms={FILTERS!r}, shared_files=True, keep=True)
+    process = await sandbox.start()
+    pid = process._process.pid
+    stat = pathlib.Path(f"/proc/{{pid}}/task/{{pid}}/stat")
+    async with anyio.create_task_group() as group:
+        group.start_soon(process.run, {code!r})
+        with anyio.fail_after(60):
+            while not ({condition}):
+                await anyio.sleep(0.01)
+        print(pid, flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        confined = int(parent.stdout.readline())
+        handle = os.pidfd_open(confined)
+        try:
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            parent.kill()
+            assert ended.poll(10_000)
+        finally:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
+
+
+# ------------------------------------------------------------------------------------------------ sockets outside
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
+    """A datagram socket in the file system that receives from everyone."""
+    tmp_path.chmod(0o777)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        path = str(tmp_path / "s")
+        server.bind(path)
+        os.chmod(path, 0o777)
+        server.setblocking(False)
+        yield server, path
+
+
+@pytest.mark.parametrize("network", [False, True], ids=["without network", "with network"])
+async def test_a_pair_of_sockets_reaches_no_other_socket(outside: tuple[socket.socket, str], network: bool) -> None:
+    server, path = outside
+    code = f"""
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
+    for attempt in (
+        lambda s: s.sendto(b"reached", {path!r}),
+        lambda s: s.sendmsg([b"reached"], [], 0, {path!r}),
+        lambda s: (s.connect({path!r}), s.send(b"reached")),
+    ):
+        try:
+            pair = socket.socketpair(socket.AF_UNIX, kind)
+            attempt(pair[0])
+        except OSError: pass
+"""
+    outcome = await run(filtered(network=network), code)
+    assert outcome.ending == "ok", outcome.output
+    with pytest.raises(BlockingIOError):
+        server.recv(100)
