@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import anyio
 
 from rollouter.tools.base import BaseTool, ToolContext, ToolResponse
+from rollouter.tools.sandbox.confined.namespaces import MAX_FILES
 from rollouter.tools.sandbox.pool import CodeLimits, CodeOutcome, CodeSandbox, ConfinedProcess
 from rollouter.user_code import parse_settings
 
@@ -137,6 +138,7 @@ class PythonTool(BaseTool[PythonState]):
             "timeout": f"Stopped: the code took longer than {limits.wall_s:g} s.",
             "cpu": f"Stopped: the code used more than {limits.cpu_s} s of processor time.",
             "output": f"Stopped: the code wrote more than {limits.output_bytes} bytes of output.",
+            "disk": f"Stopped: the code kept more than {limits.disk_mib} MiB or {MAX_FILES} files.",
             "died": f"The process of the code ended {_exit(outcome.exit_code)}.",
         }[outcome.ending]
         return f"{note} The variables of earlier calls are gone." if self._session else note

@@ -14,9 +14,10 @@ The walls of a process isolate it from the machine. `rollouter.tools.sandbox.con
 
 All mechanisms that the machine supports are used together, and each required wall needs at least one of them (table in
 `confined.walls`). If the run is started as root, the code runs as a separate user, provided that all users can read
-Python's files. Without a separate root directory (in most containers), the working directory is in the file system, and
-only the size of each file in it is bounded. A process takes 30 to 40 ms to start on one core, 1 ms of which blocks the
-event loop.
+Python's files. Without a separate root directory (in most containers), the working directory is in the file system.
+Then its size is checked every 0.1 s and after each call, and a process that exceeds the limit is ended. Between the
+calls of a session, the process group is stopped. A process takes 30 to 40 ms to start on one core, 1 ms of which
+blocks the event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import math
 import os
 import resource
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -45,17 +45,21 @@ from anyio.abc import Process
 
 from asyncrl.config.sections.base import ConfigSection, Positive, Seconds
 from asyncrl.core.failures import BugError, ConfigError, DeadlineError, InfraError
+from asyncrl.core.tasks import task_group
+from rollouter.tools.sandbox import work_dir
 from rollouter.tools.sandbox.confined.walls import MECHANISMS, ConfinementReport, ConfinementSettings
 
 log = logging.getLogger(__name__)
 
-CodeEnding = Literal["ok", "error", "timeout", "cpu", "output", "died"]
-"""How code ended: it ran to its end; it raised; it was stopped because of its wall time, its processor time, or output
-that bypasses `sys.stdout`; or its process ended by itself or by a signal."""
+CodeEnding = Literal["ok", "error", "timeout", "cpu", "output", "disk", "died"]
+"""How code ended: it ran to its end; it raised; it was stopped because of its wall time, its processor time, output
+that bypasses `sys.stdout`, or its files; or its process ended by itself or by a signal."""
 
 START_S = 20.0
 """Deadline for a process to start and report its walls."""
 _CLOSE_S = 10.0
+_DISK_CHECK_S = 0.1
+"""Time between two checks of the working directory, which bounds what code can write beyond the limit."""
 _PYTHON_MIB = 32
 """Memory that Python itself needs."""
 _PIPE_PAGES = 16
@@ -95,13 +99,23 @@ class CodeOutcome:
 class ConfinedProcess:
     """An isolated process that runs pieces of code one after the other."""
 
-    def __init__(self, process: Process, directory: str, limits: CodeLimits, threads: anyio.CapacityLimiter) -> None:
+    def __init__(
+        self,
+        process: Process,
+        directory: str,
+        limits: CodeLimits,
+        threads: anyio.CapacityLimiter,
+        *,
+        check_disk: bool,
+    ) -> None:
         self._process = process
         assert process.stdin is not None and process.stdout is not None
         self._stdin, self._stdout = process.stdin, process.stdout
         self._directory = directory
         self._limits = limits
         self._threads = threads
+        self._check_disk = check_disk
+        self._disk_exceeded = False
         self._unread = bytearray()
         self.alive = True
         """Whether the process can run more code."""
@@ -120,37 +134,74 @@ class ConfinedProcess:
         raise DeadlineError(f"a process for code was not up within {START_S:g} s")
 
     async def run(self, code: str) -> CodeOutcome:
-        """Run `code` until it ends or exceeds a limit, which also ends the process."""
+        """Run `code` until it ends or exceeds a limit, which also ends the process.
+
+        The process group is stopped until the next call, so that threads of the code use no processor time.
+        """
         mark = secrets.token_hex(8)
         data = code.encode(errors="replace")
         output: bytearray | None = None
         ending: CodeEnding | None = None
+        self._signal(signal.SIGCONT)
         with anyio.move_on_after(self._limits.wall_s) as deadline:
-            try:
-                await self._stdin.send(f"{mark} {len(data)}\n".encode() + data)
-                output = await self._read_until(f"\0{mark} ".encode(), most=self._limits.output_bytes + _BEYOND_BYTES)
-                if output is not None:
-                    status = await self._read_until(b"\n", most=_BEYOND_BYTES)
-                    ending = "ok" if status is not None and bytes(status) == b"ok" else "error"
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-                pass  # the process has ended
+            async with task_group() as group:
+                if self._check_disk:
+                    group.start_soon(self._watch_disk, deadline)
+                try:
+                    await self._stdin.send(f"{mark} {len(data)}\n".encode() + data)
+                    output = await self._read_until(
+                        f"\0{mark} ".encode(), most=self._limits.output_bytes + _BEYOND_BYTES
+                    )
+                    if output is not None:
+                        status = await self._read_until(b"\n", most=_BEYOND_BYTES)
+                        ending = "ok" if status is not None and bytes(status) == b"ok" else "error"
+                except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    pass  # the process has ended
+                group.cancel_scope.cancel()
+        if ending is not None:
+            self._signal(signal.SIGSTOP)
+            if self._check_disk and (self._disk_exceeded or await self._exceeds_disk()):
+                ending, self._disk_exceeded = None, True
         if ending is None:
             ending = await self._stop(timed_out=deadline.cancelled_caught)
-            output = self._unread
+            output = self._unread if output is None else output
         assert output is not None
         if ending == "output":
             del output[self._limits.output_bytes :]
         exit_code = self._process.returncode if ending == "died" else None
         return CodeOutcome(output.decode(errors="replace"), ending, exit_code)
 
+    async def _watch_disk(self, call: anyio.CancelScope) -> None:
+        """Cancel the call as soon as the files of the code exceed their limit."""
+        while True:
+            await anyio.sleep(_DISK_CHECK_S)
+            if await self._exceeds_disk():
+                self._disk_exceeded = True
+                call.cancel()
+
+    async def _exceeds_disk(self) -> bool:
+        """Return whether the files exceed their limit, or cannot be counted within 10 s."""
+        with anyio.move_on_after(_CLOSE_S):
+            return await to_thread.run_sync(
+                work_dir.exceeds,
+                self._directory,
+                self._process.pid,
+                self._limits.disk_mib << 20,
+                abandon_on_cancel=True,
+                limiter=self._threads,
+            )
+        return True
+
     async def _stop(self, *, timed_out: bool) -> CodeEnding:
         """End the process if it has not ended by itself, and return how the code ended."""
         self.alive = False
         flooded = len(self._unread) > self._limits.output_bytes + _BEYOND_BYTES
-        if not (timed_out or flooded):
+        if not (timed_out or flooded or self._disk_exceeded):
             with anyio.move_on_after(_CLOSE_S):
                 await self._process.wait()
         await self._kill()
+        if self._disk_exceeded:
+            return "disk"
         if timed_out:
             return "timeout"
         if flooded:
@@ -180,29 +231,23 @@ class ConfinedProcess:
             with anyio.move_on_after(_CLOSE_S) as deadline:
                 await self._kill()
                 await self._process.aclose()
-                await to_thread.run_sync(_remove, self._directory, abandon_on_cancel=True, limiter=self._threads)
+                await to_thread.run_sync(
+                    work_dir.remove, self._directory, abandon_on_cancel=True, limiter=self._threads
+                )
             if deadline.cancelled_caught:
                 log.warning("a process for code could not be ended within %g s: pid %d", _CLOSE_S, self._process.pid)
 
-    async def _kill(self) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         # The process is reaped only when its exit code is known, so its pid cannot have been reused.
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, number)
+
+    async def _kill(self) -> None:
+        if self._process.returncode is None:
+            self._signal(signal.SIGKILL)
             with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S):
                 await self._process.wait()
-
-
-def _remove(directory: str) -> None:
-    """Remove the directory, even if the code has changed permissions in it. The process must be dead."""
-    try:
-        for parent, names, _ in os.walk(directory):
-            for name in names:
-                if not os.path.islink(path := os.path.join(parent, name)):
-                    os.chmod(path, 0o700)
-        shutil.rmtree(directory)
-    except (OSError, RecursionError) as error:
-        log.warning("the working directory of a code process could not be removed: %s: %s", directory, error)
 
 
 _BOOT = "import sys; sys.path.append({here!r}); from confined.cell import main; sys.path.remove({here!r}); main()"
@@ -317,7 +362,7 @@ class CodeSandbox:
         """
         async with self._starts:
             with anyio.CancelScope(shield=True):  # a cancelled start would leave a process behind
-                directory = await to_thread.run_sync(_make_directory, limiter=self._threads)
+                directory = await to_thread.run_sync(work_dir.make, limiter=self._threads)
                 try:
                     process = await anyio.open_process(
                         self._command(directory, self._mechanisms),
@@ -329,7 +374,9 @@ class CodeSandbox:
                 except OSError as error:
                     os.rmdir(directory)
                     raise InfraError(f"a process for code could not be started: {error}") from error
-            confined = ConfinedProcess(process, directory, self.limits, self._threads)
+            # From outside of a separate root directory, which has a limit itself, the directory looks empty.
+            check_disk = "root" not in self.walls.mechanisms["files"]
+            confined = ConfinedProcess(process, directory, self.limits, self._threads, check_disk=check_disk)
             try:
                 walls = _parsed(await confined.greeting())
                 if missing := self._unwalled(walls):
@@ -380,7 +427,3 @@ def _environment(directory: str) -> dict[str, str]:
     if libraries := os.environ.get("LD_LIBRARY_PATH"):
         environment["LD_LIBRARY_PATH"] = libraries
     return environment
-
-
-def _make_directory() -> str:
-    return tempfile.mkdtemp(prefix="asyncrl-code-")

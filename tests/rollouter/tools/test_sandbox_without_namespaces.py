@@ -12,10 +12,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import anyio
 import pytest
 
 from asyncrl.core.failures import ConfigError
+from rollouter.tools.sandbox import work_dir
 from rollouter.tools.sandbox.confined import kernel
+from rollouter.tools.sandbox.confined.walls import MECHANISMS
 from rollouter.tools.sandbox.pool import CodeLimits, CodeOutcome, CodeSandbox, ConfinedProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code is confined on Linux only")
@@ -27,6 +30,13 @@ FILTERS = ("landlock", "seccomp")
 def filtered(*, keep: bool = False, network: bool = False) -> CodeSandbox:
     """A sandbox of filters alone. Without Landlock the files are shared, which no test of this module minds."""
     return CodeSandbox(LIMITS, mechanisms=FILTERS, shared_files=True, keep=keep, network=network)
+
+
+def with_namespaces(mechanisms: tuple[str, ...]) -> CodeSandbox:
+    sandbox = CodeSandbox(LIMITS, mechanisms=mechanisms, shared_files=True, keep=True)
+    if "namespaces" in sandbox.walls.missing:
+        pytest.skip(sandbox.walls.missing["namespaces"])
+    return sandbox
 
 
 async def run(sandbox: CodeSandbox, code: str) -> CodeOutcome:
@@ -219,8 +229,9 @@ EXIT = {"x86_64": 60, "aarch64": 93}.get(kernel.ARCHITECTURE)
             f"threading.Thread(target=time.sleep, args=(60,)).start()\nlibc.syscall({EXIT}, 0)",
             "') Z' in stat.read_text()",
         ),
+        ("libc.prctl(1, 0)", "') T' in stat.read_text()"),
     ],
-    ids=["resets the signal", "ends the main thread"],
+    ids=["resets the signal", "ends the main thread", "is stopped between calls"],
 )
 def test_code_ends_with_its_parent(code: str, condition: str, tmp_path: Path) -> None:
     code = f"import ctypes, threading, time\nlibc = ctypes.CDLL(None)\n{code}"
@@ -294,3 +305,160 @@ for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET, socket.S
     assert outcome.ending == "ok", outcome.output
     with pytest.raises(BlockingIOError):
         server.recv(100)
+
+
+# ------------------------------------------------------------------------------------------------ time between calls
+
+
+def running_threads(group: int) -> list[str]:
+    """Return the states of the threads of a process group that are not stopped."""
+    states = []
+    for path in Path("/proc").glob("[0-9]*/task/*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "T":
+                states.append(state)
+    return states
+
+
+async def stopped(group: int) -> None:
+    with anyio.fail_after(10):
+        while running_threads(group):  # noqa: ASYNC110  a signal takes effect when a thread gets a processor
+            await anyio.sleep(0.01)
+
+
+def processor_ticks(pid: int) -> int:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)
+
+
+async def test_a_session_uses_no_processor_time_between_calls(session: ConfinedProcess) -> None:
+    code = """
+import ctypes, signal, threading
+def spin():
+    global turns
+    while True: turns += 1
+turns = 0
+threading.Thread(target=spin, daemon=True).start()
+for number in (signal.SIGCONT, signal.SIGALRM): signal.signal(number, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+# struct sigevent: value, signal, kind
+event, timer = (ctypes.c_int * 16)(0, 0, signal.SIGCONT, 0), ctypes.c_void_p()
+libc = ctypes.CDLL(None)
+if not libc.timer_create(1, event, ctypes.byref(timer)):
+    libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 50_000_000, 0, 50_000_000), None)
+"""
+    pid = session._process.pid
+    outcome = await session.run(code)
+    assert outcome.ending == "ok", outcome.output
+    for _ in range(2):
+        await stopped(pid)
+        before = processor_ticks(pid)
+        for _ in range(20):
+            await anyio.sleep(0.01)
+            assert not running_threads(pid)
+        assert processor_ticks(pid) == before
+        # The session continues as if it had not been stopped.
+        continued = await session.run("before = turns\nwhile turns == before: pass\nturns > before")
+        assert continued.output == "True\n"
+
+
+@pytest.mark.parametrize("mechanisms", [("namespaces", *FILTERS), MECHANISMS], ids=["without a root", "with all"])
+async def test_processes_in_namespaces_are_stopped_too(mechanisms: tuple[str, ...]) -> None:
+    process = await with_namespaces(mechanisms).start()
+    try:
+        for turn in range(2):
+            code = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()"
+            assert (await process.run(f"{code}\n{turn}")).output == f"{turn}\n"
+            await stopped(process._process.pid)
+    finally:
+        await process.close()
+
+
+async def test_a_session_can_be_closed_while_it_is_stopped(session: ConfinedProcess) -> None:
+    await session.run("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()")
+    with anyio.fail_after(5):
+        await session.close()
+    assert session._process.returncode == -signal.SIGKILL
+
+
+# ------------------------------------------------------------------------------------------------ disk
+
+FILL_DISK = {
+    "many files": "for i in range(12): open(str(i), 'wb').write(bytes(1_000_000))",
+    "many directories": "for i in range(12): os.mkdir(f'd{i}'); open(f'd{i}/f', 'wb').write(bytes(1_000_000))",
+    "deleted files": """
+files = []
+for i in range(12):
+    files.append(open(str(i), 'wb'))
+    files[-1].write(bytes(1_000_000)); files[-1].flush()
+    os.unlink(str(i))
+""",
+    "empty files": "for i in range(5000): open(str(i), 'w').close()",
+    "deep directories": """
+for i in range(3000):
+    os.mkdir('d'); os.chdir('d')
+""",
+}
+
+
+@pytest.mark.parametrize("code", FILL_DISK.values(), ids=FILL_DISK)
+async def test_files_of_a_session_are_bounded(session: ConfinedProcess, code: str) -> None:
+    fits = await session.run("import os\nfor i in range(3): open(f'fits {i}', 'wb').write(bytes(1_000_000))")
+    assert fits.ending == "ok" and session.alive
+    outcome = await session.run(code)
+    assert outcome.ending == "disk"
+    assert not session.alive
+    await session.close()
+    assert not await anyio.Path(session._directory).exists()
+
+
+async def test_deleted_files_of_a_process_namespace_are_found() -> None:
+    outcome = await run(with_namespaces(("namespaces", *FILTERS)), f"import os\n{FILL_DISK['deleted files']}")
+    assert outcome.ending == "disk"
+
+
+async def test_files_are_bounded_while_the_code_runs(session: ConfinedProcess) -> None:
+    outcome = await session.run("""
+import os
+def fill():
+    for i in range(12): open(str(i), 'wb').write(bytes(1_000_000))
+fill()
+while True: os.sched_yield()
+""")
+    assert outcome.ending == "disk"
+
+
+async def test_files_that_were_deleted_do_not_count(session: ConfinedProcess) -> None:
+    for _ in range(3):
+        outcome = await session.run("import os\nfor i in range(3): open(str(i), 'wb').write(bytes(1_000_000))")
+        assert outcome.ending == "ok"
+        assert (await session.run("for i in range(3): os.unlink(str(i))")).ending == "ok"
+
+
+def test_a_directory_that_cannot_be_listed_counts_as_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not work_dir.exceeds(str(tmp_path), os.getpid(), 1 << 30)
+    (tmp_path / "hidden").mkdir()
+    listed = os.scandir
+
+    def scandir(path: str) -> object:  # as a user other than root sees a directory of mode 0o300
+        if path.endswith("hidden"):
+            raise PermissionError(13, "Permission denied")
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert work_dir.exceeds(str(tmp_path), os.getpid(), 1 << 30)
+
+
+def test_nothing_outside_of_a_working_directory_is_removed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(0o755)
+    (outside / "kept").touch()
+    directory = tmp_path / "work"
+    (directory / "a" / "b").mkdir(parents=True)
+    for place in (directory, directory / "a", directory / "a" / "b"):
+        (place / "link").symlink_to(outside)
+        (place / "hard").hardlink_to(outside / "kept")
+    work_dir.remove(str(directory))
+    assert not directory.exists()
+    assert (outside / "kept").exists() and outside.stat().st_mode & 0o777 == 0o755

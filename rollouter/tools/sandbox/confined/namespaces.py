@@ -19,7 +19,7 @@ _SIGKILL = 9
 
 WORK_DIR = "/work"
 """Working directory in the new root."""
-_MAX_FILES = 4096
+MAX_FILES = 4096
 """Maximum number of files and directories in the working directory."""
 
 
@@ -58,9 +58,7 @@ def own_root(mount_point: str, read_paths: list[str], disk_bytes: int) -> None:
         OSError: a mount is refused. Nothing outside this namespace has changed.
     """
     _mount(b"none", "/", None, _MS_REC | _MS_PRIVATE)
-    _mount(
-        b"tmpfs", mount_point, b"tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_bytes},nr_inodes={_MAX_FILES},mode=755"
-    )
+    _mount(b"tmpfs", mount_point, b"tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_bytes},nr_inodes={MAX_FILES},mode=755")
     for path in (*read_paths, *READABLE_DEVICES, *WRITABLE_DEVICES):
         _bind(path, mount_point)
     os.mkdir(mount_point + WORK_DIR, 0o700)
