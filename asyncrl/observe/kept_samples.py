@@ -22,7 +22,7 @@ from asyncrl.queue.journal_reader import SampleRecord, read_queue_state, read_sa
 from asyncrl.storage.array_bytes import DamageError, decode
 from asyncrl.storage.run_dir import JOURNAL, SAMPLES, RunDir, SavedConfig
 from asyncrl.storage.sample_bytes import FileRef, PackedBlob
-from asyncrl.storage.segments import read_segment, segment_incarnation
+from asyncrl.storage.segments import read_segment
 from asyncrl.storage.trained_steps import read_trained, surviving_steps
 from asyncrl.storage.trajectory_files import PROMPT_ROLE, Decode, DumpedTrajectory, find, mask_runs, pieces
 
@@ -257,8 +257,6 @@ def read_payload(run_dir: Path, index: int) -> KeptPayload:
         return KeptPayload(None, "")
     file = run_dir / SAMPLES / entry.payload.file
     try:
-        if segment_incarnation(file.name) is None:
-            raise DamageError("its name is not a valid name of a payload")
         return KeptPayload(PackedBlob(decode(read_segment(file))).unpack(entry.payload.position), "")
     except OSError as error:
         return KeptPayload(None, f"its payload {file} cannot be read: {error.strerror or error}")

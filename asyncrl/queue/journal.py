@@ -286,6 +286,8 @@ def _set_aside(path: Path, why: str) -> Path:
     os.rename(path, aside)
     with suppress(FileNotFoundError):
         os.rename(f"{path}-wal", f"{aside}-wal")
+    with suppress(FileNotFoundError):
+        os.rename(f"{path}-journal", f"{aside}-rollback")  # a name under which SQLite does not find it
     Path(f"{path}-shm").unlink(missing_ok=True)
     sync(path.parent)
     return aside
@@ -294,8 +296,8 @@ def _set_aside(path: Path, why: str) -> Path:
 def _create_journal(path: Path, rebuilt: RebuiltJournal) -> None:
     """Write a journal with `rebuilt` as its first snapshot; rename it into place once it is complete."""
     new = path.with_suffix(".new")
-    for leftover in (new, Path(f"{new}-wal"), Path(f"{new}-shm")):
-        leftover.unlink(missing_ok=True)
+    new.unlink(missing_ok=True)
+    _remove_leftovers(new)
     meta = {
         "schema": str(SCHEMA_VERSION),
         "written_by": __version__,
@@ -317,11 +319,15 @@ def _create_journal(path: Path, rebuilt: RebuiltJournal) -> None:
         row = snapshot_row(rebuilt.seq, rebuilt.crc, rebuilt.state.dump())
         connection.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", row)
         connection.execute("COMMIT")
-    # SQLite would apply the leftover log of a deleted journal to this one.
-    for leftover in (Path(f"{path}-wal"), Path(f"{path}-shm")):
-        leftover.unlink(missing_ok=True)
+    _remove_leftovers(path)
     os.rename(new, path)
     sync(path.parent)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the files beside a deleted journal, which SQLite would apply to the next one of that name."""
+    for suffix in ("-journal", "-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def _open_to_write(path: Path) -> sqlite3.Connection:

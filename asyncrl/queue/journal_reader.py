@@ -137,8 +137,8 @@ def _rebuild(connection: sqlite3.Connection) -> RebuiltJournal:
     for _, number, operation in _operations_after(connection, seq, crc, num_prompts):
         try:
             apply(operation, state)
-        except BugError as error:
-            raise JournalDamage(f"operation {number} cannot have happened: {error.message}") from None
+        except UNREADABLE as error:
+            raise _impossible(number, error) from None
     if number:
         seq, crc = number, connection.execute("SELECT crc FROM operations WHERE seq = ?", (number,)).fetchone()[0]
     origin = connection.execute("SELECT min(seq) FROM snapshots").fetchone()[0]
@@ -155,6 +155,10 @@ def _rebuild(connection: sqlite3.Connection) -> RebuiltJournal:
         if first == 0 and not begin.is_new:
             began_with = begin.snapshot()
     return RebuiltJournal(seq, crc, state, identity, frozenset({*marks.values(), origin}), "", began_with)
+
+
+def _impossible(number: int, error: Exception) -> JournalDamage:
+    return JournalDamage(f"operation {number} cannot have happened: {getattr(error, 'message', repr(error))}")
 
 
 def read_snapshot(connection: sqlite3.Connection, order: str, num_prompts: int) -> tuple[int, int, QueueState]:
@@ -205,7 +209,14 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
 
 
 def _open_read_only(path: Path) -> sqlite3.Connection:
-    """Open the file read-only, so that a damaged one stays unchanged."""
+    """Open the file read-only, so that a damaged one stays unchanged.
+
+    Raises:
+        JournalDamage: a rollback journal lies beside it. In WAL mode there is none, and SQLite would apply it and then
+            delete the file that it names.
+    """
+    if os.path.lexists(rollback := f"{path}-journal"):
+        raise JournalDamage(f"{rollback} is not a file of asyncrl, and SQLite would change {path.name} by it")
     uri = f"file:{quote(str(path))}?mode=ro"
     return sqlite3.connect(uri, timeout=BUSY_WAIT_S, isolation_level=None, uri=True)
 
@@ -365,11 +376,11 @@ def read_samples(run_dir: Path) -> Iterator[SampleRecord]:
     with _consistent_view(run_dir) as connection:
         begin, operations = _read_history(connection)
         histories = SampleHistories(begin)
-        for at, _, operation in operations:
+        for at, number, operation in operations:
             try:
                 histories.add(at, operation)
-            except BugError as error:
-                raise JournalDamage(error.message) from None
+            except UNREADABLE as error:
+                raise _impossible(number, error) from None
     yield from histories.records()
 
 

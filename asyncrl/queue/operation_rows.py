@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from operator import index as integer
 from typing import Any, NamedTuple
 
 from asyncrl.core.types import DropReason, SampleId
@@ -67,6 +68,8 @@ def _decode(name: str, value: Any, prompts_per_epoch: int) -> Any:
             return tuple([sample_of(entry, prompts_per_epoch) for entry in value])
         case "reason":
             return DropReason(value)
+        case "incarnation" | "lineage" | "step" | "version":  # names of files contain most of these numbers
+            return integer(value)
     return value
 
 

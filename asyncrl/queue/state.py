@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappush, nsmallest
+from operator import index as integer
 from typing import Any, NamedTuple
 
 from asyncrl.core.failures import BugError
@@ -28,6 +29,7 @@ from asyncrl.core.ports import QueuedSample, QueueSnapshot, SampleCounts
 from asyncrl.core.types import DropReason, Provenance, SampleId, SampleMeta
 from asyncrl.storage.checkpoint_manifest import LineageHistory
 from asyncrl.storage.sample_bytes import FileRef
+from asyncrl.storage.segments import checked_segment
 
 REMEMBERED_REQUESTS = 256
 """Number of grants to remember, because their answers may be in flight when the queue's process dies. It exceeds the
@@ -377,7 +379,8 @@ class QueueState:
         for name in _PLAIN:
             setattr(state, name, raw[name])
         state.history = LineageHistory.load(raw["history"])
-        state.incarnations = dict(raw["incarnations"])
+        # The names of the next incarnation's files contain its number.
+        state.incarnations = {part: integer(number) for part, number in raw["incarnations"].items()}
         state.returned = list(map(id_of, raw["returned"]))
         state.running = set(map(id_of, raw["running"]))
         state.ready = {id_of(index): completion for index, completion in raw["ready"]}
@@ -413,7 +416,12 @@ def entry_of(sample: QueuedSample) -> list[Any]:
 
 
 def sample_of(entry: Sequence[Any], prompts_per_epoch: int) -> QueuedSample:
+    """Return the sample of `entry_of`. Raises `TypeError` or `ValueError` for anything else, such as a payload outside
+    of the directory of payloads."""
     index, oldest, newest, rows, tokens, size, provenance, payload = entry
     sample_id = SampleId((index - 1) // prompts_per_epoch, index)
     meta = SampleMeta(sample_id, oldest, newest, rows, tokens, size, Provenance(provenance))
-    return QueuedSample(meta, FileRef(*payload) if payload else None)
+    if payload is None:
+        return QueuedSample(meta, None)
+    file, position = payload
+    return QueuedSample(meta, FileRef(checked_segment(file), integer(position)))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.storage.array_bytes import DamageError
 from asyncrl.storage.run_dir import SAMPLES, sync
+from asyncrl.storage.untrusted import shown
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,13 @@ def segment_incarnation(name: str) -> int | None:
     """Return the incarnation of the Rollouter that wrote it; None: it is not the name of a segment."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def checked_segment(name: object) -> str:
+    """Return `name`, which was read from a file, if it is the name of a segment. Raises `ValueError` otherwise."""
+    if not isinstance(name, str) or segment_incarnation(name) is None:
+        raise ValueError(f"{shown(name)} is not the name of a payload file")
+    return name
 
 
 def segment_sizes(run_dir: Path) -> dict[str, int]:

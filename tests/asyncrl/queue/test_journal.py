@@ -9,12 +9,14 @@ import random
 import shutil
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -24,20 +26,32 @@ from asyncrl.core.ports import QueuedSample, QueueSnapshot, SampleCounts
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId
 from asyncrl.queue.journal import Journal
-from asyncrl.queue.journal_reader import JournalHead, meta_crc, read_head, read_sample_counts, read_samples
+from asyncrl.queue.journal_reader import (
+    JournalHead,
+    meta_crc,
+    read_head,
+    read_operations,
+    read_queue_state,
+    read_sample_counts,
+    read_samples,
+)
 from asyncrl.queue.operations import (
+    AttachPart,
     CommitSamples,
     LeaseGranted,
     MarkCheckpoint,
     OfferSamples,
     Operation,
     PermitsGranted,
+    ReleaseLease,
+    RewindTraining,
     apply,
 )
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import LineageHistory
 from asyncrl.storage.sample_bytes import FileRef
+from asyncrl.storage.segments import remove_segments
 from tests.fakes.queues import end, fill, meta, payload, replay, train
 
 PROMPTS = 7
@@ -333,6 +347,106 @@ def test_a_journal_of_another_version_is_refused_with_its_name(broken: Path) -> 
         with pytest.raises(ConfigError, match=r"schema version 99 and was written by asyncrl 9\.9\.9"):
             read(broken)
     assert path.exists()
+
+
+# ------------------------------------------------------------------------------------------------ hostile
+
+
+HOSTILE_NAMES = [
+    "../../victim", "../victim", "/etc/hostname", "", ".", "..", "1-1.safetensors/../../victim", "../1-1.safetensors",
+    "1-1.safetensors\0", "1-1.safetensors\n", "turns-1-1.log", "0-1.safetensors", "9" * 5000 + "-1.safetensors", 7,
+    True,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("through_snapshot", [False, True])
+@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=range(len(HOSTILE_NAMES)))
+async def test_a_payload_outside_of_the_payload_directory_is_damage_and_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: object, through_snapshot: bool
+) -> None:
+    """The run feeds a sample, its payload is offered under a hostile name, and training no longer needs it."""
+    run_dir = tmp_path / "runs" / "run"
+    (run_dir / "samples").mkdir(parents=True)
+    victims = [tmp_path / "runs" / "victim", run_dir / "victim", run_dir / "1-1.safetensors"]
+    for victim in victims:
+        victim.write_text("theirs")
+    if through_snapshot:
+        monkeypatch.setattr("asyncrl.queue.journal.SNAPSHOT_EVERY_BYTES", 0)
+        monkeypatch.setattr("asyncrl.queue.journal.BYTES_PER_ENTRY", 0)
+    journal = open_journal(run_dir / "journal.db")
+    queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
+    [sample_id] = (await queue.admit(1, timeout_s=0)).sample_ids
+    await queue.offer(meta(sample_id), FileRef(name, 0))  # type: ignore[arg-type]
+    await end(journal)
+
+    for read in (read_queue_state, lambda path: list(read_samples(path)), lambda path: list(read_operations(path))):
+        if not (through_snapshot and read is read_queue_state):
+            with pytest.raises(
+                ConfigError, match=r"journal\.db is damaged: operation 2 .*Launch with resume="
+            ) as raised:
+                await anyio.to_thread.run_sync(read, run_dir)
+            assert "is not the name of a payload file" in raised.value.message or "digits" in raised.value.message
+    journal = open_journal(run_dir / "journal.db")
+    [notice] = journal.notices
+    assert "the journal is damaged" in notice and "journal-damaged-" in notice and len(notice) < 1000
+    remove_segments(run_dir, journal.state.take_idle_files())
+    assert not journal.state.entries
+    await end(journal)
+    assert all(victim.read_text() == "theirs" for victim in victims)
+
+
+@pytest.mark.parametrize("operation", [AttachPart("rollouter", "../9"), RewindTraining(0, 0, "../9", None)])  # type: ignore[arg-type]
+async def test_a_number_in_the_name_of_a_file_cannot_be_a_path(tmp_path: Path, operation: Operation) -> None:
+    journal = open_journal(tmp_path / "journal.db")
+    await journal.flushed(journal.append(operation))
+    await end(journal)
+    with pytest.raises(ConfigError, match="operation 1 cannot be read"):
+        read_queue_state(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"incarnations": {"rollouter": "../9"}}, {"history": [["../9", 1]]}])
+def test_a_number_of_a_snapshot_cannot_be_a_path(change: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        QueueState.load(fresh().dump() | change, PROMPTS, keeps_payloads=True)
+
+
+@pytest.mark.parametrize("operation", [CommitSamples(1, (SampleId(0, 3),)), ReleaseLease("x")])  # type: ignore[arg-type]
+async def test_an_operation_that_cannot_have_happened_is_damage(tmp_path: Path, operation: Operation) -> None:
+    journal = open_journal(tmp_path / "journal.db")
+    await journal.flushed(journal.append(operation))
+    await end(journal)
+    for read in (read_queue_state, lambda run_dir: list(read_samples(run_dir))):
+        with pytest.raises(ConfigError, match=r"journal\.db is damaged: operation 1 cannot have happened"):
+            read(tmp_path)
+
+
+def hot_rollback_journal(victim: Path, pages: int) -> bytes:
+    """A rollback journal of SQLite that ends a transaction over several databases: SQLite then deletes `victim`."""
+    magic, name = bytes.fromhex("d9d505f920a163d7"), str(victim).encode()
+    header = magic + struct.pack(">5I", 0, 0, pages, 512, 4096)
+    page_of_lock_byte = (1 << 30) // 4096 + 1
+    end = struct.pack(">I", page_of_lock_byte) + name + struct.pack(">2I", len(name), sum(name)) + magic
+    return header.ljust(512, b"\0") + end
+
+
+def test_a_rollback_journal_that_names_another_file_is_not_applied(tmp_path: Path) -> None:
+    victim, run_dir = tmp_path / "victim", tmp_path / "run"
+    run_dir.mkdir()
+    path = run_dir / "journal.db"
+    victim.write_text("theirs")
+    reopen(path)
+    rollback = hot_rollback_journal(victim, path.stat().st_size // 4096)
+    (run_dir / "journal.db-journal").write_bytes(rollback)
+    assert "journal.db-journal is not a file of asyncrl" in head_of(run_dir).damage
+    with pytest.raises(ConfigError, match=r"journal\.db-journal is not a file of asyncrl"):
+        read_sample_counts(run_dir)
+    [notice] = reopen(path)[2]
+    assert "journal.db-journal is not a file of asyncrl" in notice
+    assert reopen(path)[1:] == (0, ())
+    path.unlink()
+    (run_dir / "journal.db-journal").write_bytes(rollback)
+    assert reopen(path)[1:] == (0, ()), "there was no journal"
+    assert victim.read_text() == "theirs"
 
 
 def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path) -> None:

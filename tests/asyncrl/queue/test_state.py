@@ -43,6 +43,7 @@ from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.sample_bytes import FileRef
+from asyncrl.storage.segments import segment_name
 from tests.fakes.queues import CalledBy, MemoryLog, fill, meta, payload, rebuilt, train
 
 PROMPTS = 5
@@ -61,7 +62,7 @@ NUMBERS = st.integers(0, 10**9)
 SAMPLES = st.builds(
     QueuedSample,
     st.builds(SampleMeta, IDS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
-    st.one_of(st.none(), st.builds(FileRef, st.text(min_size=1, max_size=8), NUMBERS)),
+    st.one_of(st.none(), st.builds(FileRef, st.builds(segment_name, st.integers(1, 99), st.integers(1, 99)), NUMBERS)),
 )
 OPERATIONS: list[st.SearchStrategy[Any]] = [
     st.builds(PermitsGranted, st.text(), ID_TUPLES),
