@@ -19,12 +19,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.core.types import SampleId
+from asyncrl.storage.untrusted import checked_path
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -78,7 +82,7 @@ class LineageHistory:
     @classmethod
     def load(cls, raw: Sequence[Sequence[int]]) -> LineageHistory:
         """Restore the output of `dump`. Raises `TypeError` or `ValueError` for anything else."""
-        return cls(tuple(LineageStart(lineage, step) for lineage, step in raw))
+        return cls(tuple(LineageStart(index(lineage), index(step)) for lineage, step in raw))
 
 
 NO_REWINDS = LineageHistory()
@@ -100,6 +104,9 @@ class Progress:
     """Response tokens with gradient, counted once per pass of `trainer.ppo_epochs`."""
     kl_coef: float | None = None
     """Coefficient of the KL in the reward, where `algorithm.kl_ctrl` adapts it; None: `kl_ctrl.kl_coef`."""
+
+
+_PROGRESS: TypeAdapter[Progress] = TypeAdapter(Progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +189,7 @@ def read_lineage(checkpoint: Path) -> int | None:
     `load_manifest`."""
     try:
         return int(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["lineage"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -205,7 +212,8 @@ def load_manifest(checkpoint: Path) -> Manifest:
     """Read a checkpoint's manifest and check that its files are complete.
 
     Raises:
-        ConfigError: it is torn or has an unknown schema. The message names the file and the fix.
+        ConfigError: it is torn, has an unknown schema, or lists a file outside of the checkpoint. The message names the
+            file and the fix.
     """
     path = checkpoint / MANIFEST
     fix = _fix_for(checkpoint)
@@ -219,7 +227,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
         manifest = _parse(raw)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): the checkpoint is not complete. {fix}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}). {fix}") from None
     for name, size in manifest.files.items():
         file = checkpoint / name
@@ -242,5 +250,6 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     queue = raw["queue"]
     outstanding, counts = tuple(map(SampleId.parse, queue["outstanding"])), SampleCounts(**queue["counts"])
     snapshot = QueueSnapshot(**queue | {"outstanding": outstanding, "counts": counts})
-    progress = Progress(**raw["progress"])
-    return Manifest(progress, snapshot, dict(raw["identity"]), dict(raw["files"]), int(raw["lineage"]))
+    progress = _PROGRESS.validate_python(raw["progress"])
+    files = {checked_path(name): int(size) for name, size in raw["files"].items()}
+    return Manifest(progress, snapshot, dict(raw["identity"]), files, int(raw["lineage"]))

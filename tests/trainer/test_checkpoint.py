@@ -330,6 +330,13 @@ async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------ unusable checkpoints
 
 
+def change(checkpoint: Path, section: str, **values: Any) -> None:
+    path = checkpoint / "manifest.json"
+    raw = json.loads(path.read_text())
+    raw[section] |= values
+    path.write_text(json.dumps(raw))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -337,6 +344,13 @@ async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> 
         (lambda path: (path / "manifest.json").write_text('{"schema_version": 5'), r"manifest\.json is damaged"),
         (lambda path: (path / "manifest.json").write_text('{"schema_version": 5}'), r"manifest\.json is damaged"),
         (lambda path: (path / "manifest.json").write_text('{"schema_version": 4}'), "schema version 4"),
+        (lambda path: (path / "manifest.json").write_text("[" * 100_000), r"manifest\.json is damaged"),
+        (lambda path: change(path, "progress", step="../7"), r"manifest\.json is damaged .*step"),
+        (
+            lambda path: change(path, "files", **{"../../victim": 6}),
+            r"manifest\.json is damaged .*'../../victim' is not",
+        ),
+        (lambda path: change(path, "files", **{"/etc/passwd": 6}), r"manifest\.json is damaged .*'/etc/passwd' is not"),
         (lambda path: (path / "actor" / "engine.json").unlink(), r"engine\.json is missing"),
         (lambda path: (path / "hf" / "model.safetensors").write_bytes(b"w"), r"model\.safetensors is 1 bytes long"),
     ],

@@ -197,7 +197,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return {"step": int(record["step"]), "world_size": int(record["world_size"]), "lora": record["lora"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, error) from None
 
 
