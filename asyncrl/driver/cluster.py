@@ -22,6 +22,7 @@ from asyncrl.config.plan import MachineResources
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DeadlineError, InfraError
 from asyncrl.driver import processes
+from asyncrl.storage.run_dir import RAY_LOGS
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def link_logs(logs: Path) -> None:
     from ray._common.utils import get_default_ray_temp_dir
 
     session = Path(get_default_ray_temp_dir()) / ray.get_runtime_context().get_session_name() / "logs"
-    link = logs / "ray"
+    link = logs / RAY_LOGS.name
     if session.is_dir():
         with suppress(OSError):  # a file system may not support links
             link.unlink(missing_ok=True)

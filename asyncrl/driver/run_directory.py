@@ -29,6 +29,7 @@ from asyncrl.storage.run_dir import (
     TRAINED,
     RunDir,
     SavedConfig,
+    check_links,
     create_run_dir,
     disk_error,
     reopen_run_dir,
@@ -68,7 +69,7 @@ class RunLocks:
         """Lock the directory, and create it if necessary. Return False if this process has locked it before. Blocking.
 
         Raises:
-            ConfigError: another driver holds the lock, or the directory cannot be written.
+            ConfigError: another driver holds the lock, the directory cannot be written, or a link leads out of it.
             InfraError: the disk is full.
         """
         path = run_dir.resolve()
@@ -76,6 +77,7 @@ class RunLocks:
             return False
         try:
             path.mkdir(parents=True, exist_ok=True)
+            check_links(path)
             file = self._stack.enter_context((path / LOCK).open("a+", encoding="utf-8"))
             _lock(file.fileno(), run_dir)
             file.truncate(0)

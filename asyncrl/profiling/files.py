@@ -109,7 +109,8 @@ class EventFiles:
         step, part = key
         parent = step_dir(self._directory, step)
         parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(parent / f"{part}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(parent / f"{part}.jsonl", flags, 0o644)
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":

@@ -270,7 +270,8 @@ def _logs(directory: Path) -> list[_LogFile]:
     found: list[tuple[int, int, Path]] = []
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
-            if match := _NAME.fullmatch(path.name):
+            # A link is no log, because forgetting a turn would write to its target.
+            if (match := _NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
                 found.append((int(match[1]), int(match[2]), path))
     return [_LogFile(path, incarnation) for incarnation, _, path in sorted(found)]
 

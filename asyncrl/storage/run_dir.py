@@ -26,6 +26,9 @@ SAMPLES = "samples"
 METRICS = "metrics.jsonl"
 TRAINED = "trained.jsonl"
 SUMMARY = "summary.json"
+RAY_LOGS = Path("logs", "ray")
+"""A link to the logs of Ray's session."""
+_WRITTEN_DIRECTORIES = ("", SAMPLES, "checkpoints", "events", "logs", "profiles", "tensorboard")
 _RUN_FILES = ("state.json", "config.yaml", SUMMARY)
 """A directory that contains one of these is a run directory."""
 _MAX_LISTED = 12
@@ -116,6 +119,28 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
     if durable:
         sync(temporary)
     os.replace(temporary, path)
+
+
+def check_links(run_dir: Path) -> None:
+    """Check that no link leads out of the run directory, because a run overwrites, extends and deletes its files.
+
+    Raises:
+        ConfigError: there is such a link; the message names it and the fix.
+        OSError: a directory cannot be read.
+    """
+    root = os.path.realpath(run_dir)
+    for directory in (run_dir / name for name in _WRITTEN_DIRECTORIES):
+        if directory.is_dir():
+            with os.scandir(directory) as entries:
+                links = [Path(entry.path) for entry in entries if entry.is_symlink()]
+            for link in sorted(links):
+                target = os.path.realpath(link)
+                if not Path(target).is_relative_to(root) and link != run_dir / RAY_LOGS:
+                    raise ConfigError(
+                        f"{link} is a link to {target}, outside of the run directory: the run would overwrite or "
+                        "delete files there. Replace the link by what it leads to, or remove it; to keep a run on "
+                        "another disk, give run_dir=PATH."
+                    )
 
 
 def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDir:

@@ -125,7 +125,7 @@ class TorchTool:
         profiler, self._profiler = self._profiler, None
         path, written = self._paths(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.touch()  # from here on the step is not traced again, even if this process dies
+        written.touch(exist_ok=False)  # from here on the step is not traced again, even if this process dies
         try:
             profiler.stop()
             profiler.export_chrome_trace(str(written))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -27,14 +28,20 @@ MAX_STEPS = 2000
 MOST_SHOWN = 10
 """Findings in the terminal."""
 _SCRATCH = ".asyncrl-report-"
+_PLOT = re.compile(r"\w+\.png")
 
 
 def check_directory(directory: Path) -> None:
     """Check that a report may be written there.
 
     Raises:
-        ConfigError: the directory holds something else, or it cannot be created.
+        ConfigError: the directory holds something else, it cannot be created, or it is a link.
     """
+    if directory.is_symlink():
+        raise ConfigError(
+            f"--out={directory} is a link to {os.path.realpath(directory)}: nothing is written through a link, because "
+            "it may have come with the run directory. Name the directory itself with --out DIR"
+        )
     try:
         others = [each.name for each in directory.iterdir() if not each.name.startswith(_SCRATCH)]
     except FileNotFoundError:
@@ -138,9 +145,9 @@ def _existing_plots(directory: Path) -> set[str] | None:
         if not isinstance(report["format"], int):
             return None
         names = {str(each["png"]) for each in report["figures"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return {name for name in names if name.endswith(".png") and Path(name).name == name}
+    return set(filter(_PLOT.fullmatch, names))
 
 
 def _not_writable(directory: Path, error: OSError) -> ConfigError:

@@ -63,6 +63,19 @@ def test_a_used_directory_is_not_overwritten(tmp_path: Path) -> None:
         open_run_dir(config, None)
 
 
+def test_a_link_is_refused_before_the_run_directory_is_written_to(tmp_path: Path) -> None:
+    """The driver truncates its lock, so a lock that is a link would empty another file."""
+    victim, run = tmp_path / "victim", RunOnDisk(tmp_path / "run")
+    run.checkpoint(1)
+    victim.write_text("theirs")
+    (run.path / LOCK).symlink_to(victim)
+    files = {path for path in run.path.rglob("*")}
+    with RunLocks() as locks, pytest.raises(ConfigError, match=f"{LOCK} is a link to {victim}, outside of the run"):
+        locks.take(run.path)
+    assert victim.read_text() == "theirs"
+    assert {path for path in run.path.rglob("*")} == files
+
+
 def test_a_resumed_run_continues_in_its_own_directory(tmp_path: Path) -> None:
     old = RunOnDisk(tmp_path / "old")
     old.checkpoint(1)

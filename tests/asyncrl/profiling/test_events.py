@@ -347,6 +347,16 @@ def test_a_full_disk_after_a_torn_line_leaves_no_file_open(tmp_path: Path, monke
     assert torn.resolve() not in here
 
 
+def test_events_are_not_appended_through_a_link(tmp_path: Path) -> None:
+    theirs, link = tmp_path / "theirs", tmp_path / "step_000000" / "x.jsonl"
+    theirs.write_text("theirs\n")
+    link.parent.mkdir()
+    link.symlink_to(theirs)
+    line = EventLine("x", {"event": "sample.ready"})
+    assert EventFiles(tmp_path).write([line]) == [line]
+    assert theirs.read_text() == "theirs\n"
+
+
 def test_a_partial_write_leaves_complete_lines(
     profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

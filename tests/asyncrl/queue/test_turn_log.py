@@ -191,6 +191,22 @@ async def test_unneeded_turns_of_a_dead_rollouter_are_deleted(tmp_path: Path) ->
     assert (await keys(third, ONE), await keys(third, THREE)) == (set(), {"0"})
 
 
+async def test_a_link_and_a_pipe_are_no_turn_logs(tmp_path: Path) -> None:
+    """Forgetting a turn writes to its log, and opening a pipe would wait forever."""
+    await FileTurns(tmp_path / "other", 1).record(ONE, "0", make_turn(1))
+    theirs = tmp_path / "other" / "samples" / "turns-1-1.log"
+    before = theirs.read_bytes()
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "turns-1-1.log").symlink_to(theirs)
+    os.mkfifo(tmp_path / "samples" / "turns-1-2.log")
+    turns = FileTurns(tmp_path, 2)
+    assert await keys(turns, ONE) == set()
+    await turns.forget(ONE)
+    await forget_old_turns(tmp_path, 2, lambda _: True)
+    assert theirs.read_bytes() == before
+    assert logs(tmp_path) == ["turns-1-1.log", "turns-1-2.log"]
+
+
 async def test_a_failure_to_delete_turns_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "samples").write_text("in the way")
     await forget_old_turns(tmp_path, 2, lambda sample_id: True)

@@ -12,7 +12,7 @@ import yaml
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, InfraError
-from asyncrl.storage.run_dir import create_run_dir, disk_error, reopen_run_dir, runs_of
+from asyncrl.storage.run_dir import check_links, create_run_dir, disk_error, reopen_run_dir, runs_of
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -90,3 +90,30 @@ def test_a_file_named_latest_is_kept(tmp_path: Path) -> None:
     (tmp_path / "quickstart" / "latest").write_text("mine")
     create_run_dir(Config(), NOW, root=tmp_path)
     assert (tmp_path / "quickstart" / "latest").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["run.lock", "metrics.jsonl", "journal.db-wal", "samples", "samples/1-1.safetensors", "checkpoints/step_000005",
+     "events/step_000001", "logs", "logs/driver.log", "profiles", "tensorboard", "wandb"],
+)  # fmt: skip
+def test_a_link_that_leads_out_of_the_run_directory_is_refused(tmp_path: Path, name: str) -> None:
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    check_links(tmp_path / "run")
+    for target in (tmp_path / "victim", Path("/nowhere/at/all"), Path("../" * name.count("/") + "../victim")):
+        link.symlink_to(target)
+        with pytest.raises(ConfigError, match=rf"{link} is a link to .*, outside of the run.*Replace the link"):
+            check_links(tmp_path / "run")
+        link.unlink()
+
+
+def test_links_within_the_run_directory_and_to_the_logs_of_ray_are_allowed(tmp_path: Path) -> None:
+    run_dir, alias = tmp_path / "run", tmp_path / "latest"
+    for directory in ("logs", "checkpoints/step_000005"):
+        (run_dir / directory).mkdir(parents=True)
+    (run_dir / "logs" / "ray").symlink_to(tmp_path / "session")
+    (run_dir / "checkpoints" / "best").symlink_to("step_000005")
+    alias.symlink_to(run_dir)
+    check_links(run_dir)
+    check_links(alias)

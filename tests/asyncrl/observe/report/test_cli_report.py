@@ -124,7 +124,7 @@ def test_a_new_report_removes_only_plots_of_the_earlier_one(tmp_path: Path) -> N
     write_run(tmp_path, SMALL)
     found = make_report(tmp_path)
     report = tmp_path / "report"
-    found["figures"] += [{"png": "of_another_version.png"}, {"png": "../outside.png"}]
+    found["figures"] += [{"png": name} for name in ("of_another_version.png", "../outside.png", "\0.png", "mine.txt")]
     (report / "report.json").write_text(json.dumps(found))
     others = [report / "of_another_version.png", tmp_path / "outside.png", report / "mine.png", report / "mine.txt"]
     for path in others:
@@ -132,6 +132,16 @@ def test_a_new_report_removes_only_plots_of_the_earlier_one(tmp_path: Path) -> N
     make_report(tmp_path)
     assert [path.exists() for path in others] == [False, True, True, True]
     assert not list(report.glob(".*"))
+
+
+def test_a_report_is_not_written_through_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    write_run(run_dir, SMALL)
+    (run_dir / "report").symlink_to(elsewhere)
+    assert main(["report", str(run_dir)]) == BAD_CONFIG
+    assert f"report is a link to {elsewhere}" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
 
 
 def test_a_directory_with_other_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
