@@ -1,13 +1,18 @@
-"""Export and import of records: a tar file of their directories, with `records.json` at its end. Blocking."""
+"""Export and import of records: a tar file of their directories, with `records.json` at its end. Blocking.
+
+Anybody may have written an archive, so an import checks every member before it writes the first record. It writes only
+the files of records, with names that it has checked and with its own permissions and owner.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import shutil
 import tarfile
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -15,11 +20,27 @@ import numpy as np
 
 from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.storage.array_bytes import DamageError
-from skip.record import MANIFEST, TENSORS, Record, from_files, to_files
-from skip.store import NOTE, RecordFiles, find, is_record, parse_note, step_of
+from asyncrl.storage.untrusted import checked_path, parse_json, shown
+from skip.record import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    MAX_TENSORS_BYTES,
+    TENSORS,
+    MalformedRecordError,
+    Record,
+    from_files,
+    to_files,
+)
+from skip.store import MAX_NOTE_BYTES, NOTE, RecordFiles, find, is_record, parse_note, step_of
 
 LAST = "records.json"
-"""An archive without it is incomplete."""
+"""Contains the number of records. An archive without it is incomplete."""
+_MAX_BYTES = {NOTE: MAX_NOTE_BYTES, TENSORS: MAX_TENSORS_BYTES, MANIFEST: MAX_MANIFEST_BYTES, LAST: 4096}
+_MALFORMED = (tarfile.TarError, ArithmeticError, LookupError, MemoryError, RecursionError, ValueError)
+"""Errors that tarfile raises for malformed headers."""
+
+_Members = Mapping[str, Mapping[str, tarfile.TarInfo]]
+"""By record, the members with its files."""
 
 
 class Transfer(NamedTuple):
@@ -51,7 +72,7 @@ def export(directory: Path, archive: Path) -> Transfer:
             for stored in records:
                 try:
                     manifest, buffers = to_files(stored.read())
-                except (DamageError, OSError) as error:
+                except (DamageError, OSError, ValueError) as error:
                     damaged.append(f"{stored.path}: {error}")
                     continue
                 name = stored.path.relative_to(base).as_posix()
@@ -80,7 +101,7 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes, modified_at: float = 0.0)
 
 
 def restore(archive: Path, directory: Path, *, replace: bool = False) -> Transfer:
-    """Import every record of `archive` below `directory`; other members are ignored.
+    """Import every intact record of `archive` below `directory`; other files in it are ignored.
 
     Args:
         archive: a file that `export` wrote.
@@ -88,68 +109,163 @@ def restore(archive: Path, directory: Path, *, replace: bool = False) -> Transfe
         replace: whether to replace intact records of the same name, too.
 
     Raises:
-        ConfigError: there is no such archive, or `directory` cannot be written.
-        DataError: it is not an archive, or it is incomplete.
+        ConfigError: there is no such archive, or `directory` cannot be written, has too little space, or a link leads
+            out of it.
+        DataError: it is not an archive that `export` wrote, or it is incomplete. Nothing was written.
     """
-    num_records = num_bytes = 0
-    damaged: list[str] = []
-    kept: list[str] = []
-    for name, record, note in _read(archive):
-        if isinstance(record, str):
-            damaged.append(f"{name}: {record}")
-            continue
-        files = RecordFiles(directory / PurePosixPath(name).parent)
-        stem = PurePosixPath(name).name
-        if not replace and not files.damage(stem):
-            kept.append(name)
-            continue
+    with ExitStack() as stack:
+        with _refusing(archive):
+            tar = stack.enter_context(tarfile.open(archive, "r:"))
+            members = _members(tar)
+            damaged = dict(_damaged(tar, members))
         try:
-            num_bytes += files.write(stem, record) or 0
-            if note:
-                files.note(stem, note)
+            _check_links(directory, members)
+            intact = [name for name in members if name not in damaged]
+            kept = () if replace else tuple(name for name in intact if not _files(directory, name).damage(_stem(name)))
+            wanted = {name: members[name] for name in intact if name not in set(kept)}
+            _check_space(directory, sum(part.size for parts in wanted.values() for part in parts.values()))
         except OSError as error:
-            raise ConfigError(
-                f"{directory}: {name} cannot be written: {error.strerror}. Earlier records have been imported"
-            ) from error
-        num_records += 1
-    return Transfer(num_records, num_bytes, tuple(damaged), tuple(kept))
+            raise ConfigError(f"{directory}: it cannot be read: {error.strerror}") from error
+        num_bytes = 0
+        for name, parts in wanted.items():
+            try:
+                record, note = _read(tar, name, parts)
+                num_bytes += _files(directory, name).write(_stem(name), record) or 0
+                if note:
+                    _files(directory, name).note(_stem(name), note)
+            except (OSError, DamageError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise ConfigError(
+                    f"{directory}: {name} cannot be written: {reason}. Earlier records have been imported"
+                ) from error
+    return Transfer(len(wanted), num_bytes, tuple(f"{name}: {reason}" for name, reason in damaged.items()), kept)
 
 
-def _read(archive: Path) -> Iterator[tuple[str, Record | str, Mapping[str, Any]]]:
-    """Yield the name, the record or a description of its damage, and its note."""
+def _files(directory: Path, name: str) -> RecordFiles:
+    return RecordFiles(directory / PurePosixPath(name).parent)
+
+
+def _stem(name: str) -> str:
+    return PurePosixPath(name).name
+
+
+@contextmanager
+def _refusing(archive: Path) -> Iterator[None]:
+    """Convert errors about an archive and its content. Raises as `restore` does."""
     try:
-        with tarfile.open(archive, "r:") as tar:
-            parts: dict[str, bytes] = {}
-            current = ""
-            is_complete = False
-            for member in tar:
-                is_complete = is_complete or member.name == LAST
-                path = PurePosixPath(member.name)
-                name, part = str(path.parent), path.name
-                is_safe = not path.is_absolute() and ".." not in path.parts
-                is_part = part in (NOTE, TENSORS, MANIFEST) and step_of(path.parent.name) is not None
-                if not (member.isfile() and is_safe and is_part):
-                    continue
-                file = tar.extractfile(member)
-                data = file.read() if file is not None else b""
-                if name != current:
-                    parts, current = {}, name
-                parts[part] = data
-                if part != MANIFEST:  # the manifest is the last part
-                    continue
-                try:
-                    record = from_files(data, np.frombuffer(parts.get(TENSORS, b""), dtype=np.uint8))
-                    if record.step != step_of(path.parent.name):
-                        raise DamageError(f"it is a record of step {record.step}")
-                    yield name, record, parse_note(parts.get(NOTE, b""))
-                except DamageError as error:
-                    yield name, str(error), {}
-        if not is_complete:
-            raise tarfile.ReadError(f"it has no {LAST} at its end")
+        yield
     except FileNotFoundError as error:
         raise ConfigError(f"{archive}: there is no such file") from error
-    except tarfile.TarError as error:
+    except OSError as error:
+        raise ConfigError(f"{archive}: it cannot be read: {error.strerror}") from error
+    except (MalformedRecordError, *_MALFORMED) as error:
         raise DataError(
-            f"{archive}: not an archive of records, or an incomplete one: {error}. Records before "
-            "this error have been imported"
+            f"{archive}: not an archive of records, or an incomplete one: {error}. Nothing was imported. Export the "
+            "records again with asyncrl skip export, and import only archives that you trust"
         ) from error
+
+
+def _members(tar: tarfile.TarFile) -> _Members:
+    """Return the members of all records.
+
+    Raises:
+        MalformedRecordError: a member is none that `export` writes; the message names it.
+        tarfile.ReadError: the archive is incomplete.
+    """
+    found: dict[str, dict[str, tarfile.TarInfo]] = {}
+    names: set[str] = set()
+    last: tarfile.TarInfo | None = None
+    for member in tar:
+        path = PurePosixPath(member.name)
+        if problem := _problem(member, path.name, names):
+            raise MalformedRecordError(f"the member {shown(member.name)} {problem}")
+        names.add(member.name)
+        if member.name == LAST:
+            last = member
+        elif member.isfile() and path.name in (NOTE, TENSORS, MANIFEST) and step_of(path.parent.name) is not None:
+            found.setdefault(str(path.parent), {})[path.name] = member
+    if last is None:
+        raise tarfile.ReadError(f"it has no {LAST} at its end")
+    try:
+        content = parse_json(_bytes(tar, last))
+    except ValueError as error:
+        raise MalformedRecordError(f"the member {LAST} cannot be interpreted: {error}") from error
+    if content != {"records": len(found)}:
+        raise tarfile.ReadError(f"{LAST} says {shown(content)}, and there are {len(found)} records")
+    return found
+
+
+def _problem(member: tarfile.TarInfo, part: str, names: set[str]) -> str:
+    """Return why the member is refused; empty: it is a file or a directory with a safe and new name.
+
+    `names`: the names of earlier members.
+    """
+    try:
+        checked_path(member.name)
+    except ValueError:
+        return "is not a path below the archive's directory"
+    if member.issparse() or any(key.startswith("GNU.sparse") for key in member.pax_headers):
+        return "is a sparse file, which can be larger than the disk"
+    if not (member.isfile() or member.isdir()):
+        return "is a link or a device"
+    if not 0 <= member.size <= _MAX_BYTES.get(part, member.size):
+        return f"has {member.size} bytes; {_MAX_BYTES.get(part, 0)} are allowed"
+    return "is in the archive twice" if member.name in names else ""
+
+
+def _damaged(tar: tarfile.TarFile, members: _Members) -> Iterator[tuple[str, str]]:
+    """Yield the records whose checksums are wrong or whose files are missing, with the reason. Raises
+    `MalformedRecordError`."""
+    for name, parts in members.items():
+        try:
+            _read(tar, name, parts)
+        except MalformedRecordError:
+            raise
+        except DamageError as error:
+            yield name, str(error)
+
+
+def _read(tar: tarfile.TarFile, name: str, parts: Mapping[str, tarfile.TarInfo]) -> tuple[Record, Mapping[str, Any]]:
+    """Return a record and its note. Raises `DamageError`, or `MalformedRecordError`, which names the member."""
+    data = {part: _bytes(tar, member) for part, member in parts.items()}
+    if missing := [part for part in (MANIFEST, TENSORS) if part not in data]:
+        raise DamageError(f"it has no {missing[0]}")
+    try:
+        note = parse_note(data.get(NOTE, b"{}"))
+    except ValueError as error:
+        raise MalformedRecordError(f"the member {name}/{NOTE} cannot be interpreted: {error}") from error
+    try:
+        record = from_files(data[MANIFEST], np.frombuffer(data[TENSORS], dtype=np.uint8))
+    except MalformedRecordError as error:
+        raise MalformedRecordError(f"the member {name}/{error}") from error
+    if record.step != step_of(_stem(name)):
+        raise DamageError(f"it is a record of step {record.step}")
+    return record, note
+
+
+def _bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None  # only files are read
+    return file.read()
+
+
+def _check_links(directory: Path, names: Iterable[str]) -> None:
+    """Raise `ConfigError` if the destination of a record is a link, or a link leads there."""
+    below = {place for name in names for place in (PurePosixPath(name), *PurePosixPath(name).parents)}
+    for place in sorted({directory, *(directory / each for each in below)}):
+        if place.is_symlink():
+            raise ConfigError(
+                f"{place} is a link to {os.path.realpath(place)}: an import writes nothing through links, because "
+                "others may have made them. Nothing was imported. Remove the link, or import into the directory to "
+                "which it leads"
+            )
+
+
+def _check_space(directory: Path, num_bytes: int) -> None:
+    """Raise `ConfigError` if the disk has less space than `num_bytes`."""
+    existing = next(place for place in (directory, *directory.parents) if place.exists())
+    if num_bytes > (free := shutil.disk_usage(existing).free):
+        raise ConfigError(
+            f"{directory}: the records need {num_bytes} bytes, and the disk has {free}. Nothing was imported. "
+            "Free some space, or name a directory on another disk"
+        )

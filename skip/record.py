@@ -20,12 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.storage.array_bytes import DamageError, decode, encode
+from asyncrl.storage.untrusted import check_depth, parse_json, shown
 from skip.fingerprint import Fingerprint
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 TENSORS = "tensors.safetensors"
+MAX_MANIFEST_BYTES = 256 << 20
+MAX_TENSORS_BYTES = 16 << 30
+MAX_SECONDS = 2**53
+"""Latest time of a record: larger floats are not exact."""
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+class MalformedRecordError(DamageError):
+    """The bytes have the right checksum, but asyncrl does not write such a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +76,12 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
     """Return the manifest's bytes and the buffers of the tensors' file.
 
     Raises:
-        TypeError, ValueError: the content cannot be stored, because `data` is not JSON or contains NaN, or an array has
-            another dtype.
+        TypeError, ValueError: the content cannot be stored, because `data` is not JSON, contains NaN or is nested too
+            deeply, an array has another dtype, or a file would be too large.
     """
     arrays = {name: _flat(name, array) for name, array in record.content.arrays.items()}
     buffers = encode(arrays, {})
+    tensors_bytes = sum(map(len, buffers))
     manifest = {
         "schema": SCHEMA,
         "role": record.role,
@@ -79,19 +89,27 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
         "fingerprint": dict(record.fingerprint),
         "origin": {name: getattr(record.origin, name) for name in Origin.__slots__},
         "content": dict(record.content.data),
-        "tensors": {"bytes": sum(map(len, buffers)), "crc32": f"{zlib.crc32(buffers[0]):08x}"},
+        "tensors": {"bytes": tensors_bytes, "crc32": f"{zlib.crc32(buffers[0]):08x}"},
     }
+    check_depth(manifest)
     # Each key has a line. `indent` would take ten times as long, as it is not implemented in C.
     lines = [f' "{key}": {_encode(value)}' for key, value in manifest.items()]
     body = ("{\n" + ",\n".join(lines)).encode()
-    return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode(), buffers
+    body += f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
+    if len(body) > MAX_MANIFEST_BYTES or tensors_bytes > MAX_TENSORS_BYTES:
+        raise ValueError(
+            f"its files would have {len(body)} and {tensors_bytes} bytes; {MAX_MANIFEST_BYTES} and {MAX_TENSORS_BYTES} "
+            "are allowed"
+        )
+    return body, buffers
 
 
 def from_files(manifest: bytes, tensors: NDArray[np.uint8]) -> Record:
     """Return the record after verifying all checksums; its arrays are read-only views of `tensors`.
 
     Raises:
-        DamageError: it is torn, damaged, mixed from two records, or not a record; the message says which.
+        DamageError: it is torn, damaged, mixed from two records, or not a record (`MalformedRecordError`); the message
+            says which.
     """
     parsed = _read_manifest(manifest)
     blob = decode(tensors)
@@ -104,27 +122,36 @@ def from_files(manifest: bytes, tensors: NDArray[np.uint8]) -> Record:
 
 
 def _read_manifest(manifest: bytes) -> dict[str, Any]:
-    """Return the parsed manifest, with its checksum and structure checked. Raises `DamageError`."""
+    """Return the parsed manifest, with its checksum and structure checked. Raises as `from_files` does."""
     body, mark, seal = manifest.rpartition(b',\n "crc32": "')
     if not mark or seal != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
         raise DamageError(f"{MANIFEST} is torn or damaged")
     try:
-        parsed = json.loads(manifest)
+        parsed = parse_json(manifest)
     except ValueError as error:
-        raise DamageError(f"{MANIFEST} is no JSON") from error
+        raise MalformedRecordError(f"{MANIFEST} cannot be interpreted: {error}") from error
     if parsed.get("schema") != SCHEMA:
-        raise DamageError(f"{MANIFEST} has schema {parsed.get('schema')}, and this version reads schema {SCHEMA}")
+        raise DamageError(
+            f"{MANIFEST} has schema {shown(parsed.get('schema'))}, and this version reads schema {SCHEMA}"
+        )
     match parsed:
         case {
             "role": str(),
             "step": int(),
             "fingerprint": dict(),
-            "origin": dict(origin),
+            "origin": {
+                "recorded_at": int() | float() as recorded_at,
+                "host": str(),
+                "oldest_version": int() | None,
+                "newest_version": int() | None,
+                "code": str(),
+                **others,
+            },
             "content": dict(),
             "tensors": {"bytes": int(), "crc32": str()},
-        } if origin.keys() == set(Origin.__slots__):
+        } if not others and 0 <= recorded_at <= MAX_SECONDS:
             return parsed
-    raise DamageError(f"{MANIFEST} is not the manifest of a record")
+    raise MalformedRecordError(f"{MANIFEST} is not the manifest of a record: a value is missing or has another type")
 
 
 def _flat(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -36,6 +36,7 @@ from asyncrl.core.failures import ConfigError
 from asyncrl.core.skip_steps import StepSet
 from asyncrl.storage.array_bytes import DamageError
 from asyncrl.storage.segments import read_segment, write_all
+from asyncrl.storage.untrusted import parse_json
 from skip.record import MANIFEST, TENSORS, Record, from_files, to_files
 
 ABANDONED_S = 3600.0
@@ -44,6 +45,7 @@ _NAME = re.compile(r"(0|[1-9]\d*)(-[0-9a-f]{8,32})?")
 _TEMPORARY = re.compile(r"\..*\.(new|old)")
 NOTE = "note.json"
 """File in a record's directory, for users; it is never replayed."""
+MAX_NOTE_BYTES = 16 << 20
 DEPTH = 4
 """Depth of a record below `dump_dir`: project, experiment, role, step."""
 
@@ -194,9 +196,11 @@ class RecordFiles:
 
         Raises:
             OSError: there is no record, or the note cannot be written.
-            TypeError, ValueError: the values are not JSON.
+            TypeError, ValueError: the values are not JSON, or too many.
         """
         data = json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+        if len(data) > MAX_NOTE_BYTES:
+            raise ValueError(f"a note of {len(data)} bytes; {MAX_NOTE_BYTES} are allowed")
         temporary = f".{NOTE}.{token_hex(4)}"
         with _opened(self.root / name) as directory:
             _write(Path(temporary), [memoryview(data)], directory=directory)
@@ -207,7 +211,7 @@ class RecordFiles:
         try:
             with _opened(self.root / name) as directory:
                 return parse_note(_read_bytes(directory, NOTE).tobytes())
-        except (OSError, DamageError):
+        except (OSError, DamageError, ValueError):
             return {}
 
     def size(self, name: str) -> int:
@@ -219,14 +223,19 @@ class RecordFiles:
     def remove(self, name: str) -> None:
         """Remove a record if it is there. Raises `OSError`."""
         if (old := self._set_aside(name)) is not None:
-            shutil.rmtree(old)
+            if old.is_symlink():
+                old.unlink()
+            else:
+                shutil.rmtree(old)
 
     def entries(self) -> list[StoredRecord]:
-        """Return everything with the name of a record, intact or not, by step and name."""
+        """Return everything with the name of a record, intact or not, by step and name. A link is a damaged record
+        without files."""
         found = []
         with suppress(FileNotFoundError), os.scandir(self.root) as inside:
             for entry in inside:
-                if (step := step_of(entry.name)) is not None and (files := _files_in(entry.path)) is not None:
+                files = [] if entry.is_symlink() else _files_in(entry.path)
+                if (step := step_of(entry.name)) is not None and files is not None:
                     with suppress(FileNotFoundError):  # another process removes it meanwhile
                         modified_at = entry.stat(follow_symlinks=False).st_mtime
                         found.append(StoredRecord(self, entry.name, step, _total_bytes(files), modified_at))
@@ -341,12 +350,10 @@ def _write(path: Path, buffers: Sequence[memoryview], *, directory: int | None =
 
 
 def parse_note(data: bytes) -> Mapping[str, Any]:
-    """Return the values of a note; empty: it is not one."""
-    try:
-        values = json.loads(data or b"{}")
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
+    """Return the values of a note. Raises `ValueError`: it is not one, see `parse_json`."""
+    if not isinstance(values := parse_json(data), dict):
+        raise ValueError("it is not a JSON object")
+    return values
 
 
 # ---------------------------------------------------------------------------------------------- catalog

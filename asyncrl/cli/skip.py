@@ -110,7 +110,14 @@ def show(directory: Path, tokenizer: str | None, as_json: bool) -> int:
         record = stored.read()
     except DamageError as error:
         raise ConfigError(f"{directory}: the record counts as absent: {error}; see asyncrl skip verify") from error
-    content = {**_describe(record, _decoder(tokenizer, record)), "note": stored.files.read_note(stored.name)}
+    try:
+        described = _describe(record, _decoder(tokenizer, record))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{directory}: the record is intact, but it does not contain what a record of {record.role} contains "
+            f"({type(error).__name__}: {error}), so it cannot be shown or replayed; asyncrl skip gc removes it"
+        ) from error
+    content = {**described, "note": stored.files.read_note(stored.name)}
     if as_json:
         _print_json(content)
     else:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.storage.array_bytes import DamageError
+from asyncrl.storage.untrusted import MAX_DEPTH
 from skip import store as store_module
 from skip.fingerprint import SHORT, differing, field
 from skip.record import MANIFEST, TENSORS, Content, Origin, Record, from_files, to_files
@@ -151,6 +152,47 @@ def test_a_record_is_written_read_listed_and_removed(tmp_path: Path) -> None:
     files.remove("12")
     assert files.names() == ["3-0123abcd"]
     assert {path.name for path in files.root.iterdir()} == {"3-0123abcd"}
+
+
+def test_a_link_is_a_damaged_record_and_its_target_stays(tmp_path: Path) -> None:
+    files, elsewhere = RecordFiles(tmp_path / "role"), RecordFiles(tmp_path / "elsewhere")
+    for step in (1, 2):
+        elsewhere.write(str(step), make(step))
+    files.write("3", make(3))
+    for step in (1, 2):
+        (files.root / str(step)).symlink_to(elsewhere.root / str(step))
+    assert [(entry.name, entry.num_bytes > 0, entry.damage()) for entry in files.entries()] == [
+        ("1", False, "it is no directory"),
+        ("2", False, "it is no directory"),
+        ("3", True, ""),
+    ]
+    with pytest.raises(DamageError, match="it is no directory"):
+        files.note("1", {"rewards": [1.0]})
+    files.remove("1")
+    files.write("2", make(2, tag="b"))
+    assert same(files.read("2"), make(2, tag="b"))
+    assert {path.name for path in files.root.iterdir()} == {"2", "3"}
+    assert all(same(elsewhere.read(str(step)), make(step)) for step in (1, 2))
+
+
+@pytest.mark.parametrize(
+    "note", [b"NaN", b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": ' + b"[" * 100_000, b"[]", b"\xff"]
+)
+def test_a_note_that_is_no_json_is_not_shown(tmp_path: Path, note: bytes) -> None:
+    files = RecordFiles(tmp_path)
+    files.write("1", make(1))
+    (tmp_path / "1" / NOTE).write_bytes(note)
+    assert files.read_note("1") == {}
+
+
+def test_content_that_could_not_be_read_again_is_not_recorded() -> None:
+    deep: Any = "x"
+    for _ in range(MAX_DEPTH - 2):
+        deep = [deep]
+    assert same(from_files(*as_bytes(record := Record("role", 1, {}, ORIGIN, Content({}, {"a": deep})))), record)
+    for data in ({"a": [deep]}, {"a": "\ud800"}, {"a": float("inf")}):
+        with pytest.raises(ValueError, match=r"deep|surrogates|JSON compliant"):
+            to_files(Record("role", 1, {}, ORIGIN, Content({}, data)))
 
 
 @pytest.mark.usefixtures("can_exchange")
