@@ -324,7 +324,8 @@ def _decoder(tokenizer: str | None, record: Record) -> Any:
             return format_ids
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(resolve(path))
+        # Code is not run because a record names its directory.
+        loaded = AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=None if tokenizer else False)
     except (OSError, ValueError) as error:
         if tokenizer is None:
             return format_ids

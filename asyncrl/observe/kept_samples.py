@@ -141,8 +141,9 @@ class ConfiguredRun(SavedConfig):
         logging.getLogger("transformers").setLevel(logging.ERROR)
         try:
             local = next((str(path) for path in self._places(resolve(name)) if path.is_dir()), name)
+            # Code is not run because the config.yaml of a run directory, which anybody may have written, says so.
             loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                local, trust_remote_code=bool(self.value("model", "trust_remote_code")), local_files_only=True
+                local, trust_remote_code=False, local_files_only=True
             )
         except (OSError, ValueError) as error:
             raise ConfigError.wrap(

@@ -429,6 +429,21 @@ def test_a_payload_without_a_tokenizer_is_shown_as_ids(undumped_run: Path, cli: 
     assert f"\n{' '.join(map(str, ids('It is 41.').tolist()))}\n" in out
 
 
+def test_code_that_a_run_directory_names_is_not_run(undumped_run: Path, cli: CommandLine, tmp_path: Path) -> None:
+    """The tokenizer of the run is a class of its own, and its config.yaml says that its code may be trusted."""
+    ran, model = tmp_path / "ran", undumped_run / "model"
+    model.mkdir()
+    (model / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["hostile.Tokenizer", null]}}')
+    (model / "hostile.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Tokenizer: pass\n")
+    (undumped_run / "config.yaml").write_text(
+        yaml.safe_dump({"model": {"path": str(model), "trust_remote_code": True}, "rollout": {}})
+    )
+    out, err = cli("show", 1, "-t", 1)
+    assert "no tokenizer can be loaded" in err
+    assert f"\n{' '.join(map(str, ids('It is 41.').tolist()))}\n" in out
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize(
     ("index", "reason"),
     [
