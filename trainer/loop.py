@@ -340,8 +340,13 @@ class TrainLoop:
             progress.trained_tokens += int(batch["loss_mask"].sum())
             progress.trained_samples += len(committed)
             with self._steps.phase("commit", samples=len(committed)):
-                for lease_id, members in groupby(committed, key=lambda sample: sample.lease_id):
-                    await self._queue.commit(lease_id, [sample.sample_id for sample in members])
+                commits = [
+                    (lease_id, [sample.sample_id for sample in members])
+                    for lease_id, members in groupby(committed, key=lambda sample: sample.lease_id)
+                ]
+                # The samples of a later pass are committed already; its tokens are not.
+                for lease_id, sample_ids in commits or [(samples[0].lease_id, [])]:
+                    await self._queue.commit(lease_id, sample_ids, trained_tokens=progress.trained_tokens)
                 sample_ids = [sample.sample_id for sample in committed]
                 await self._trained_steps.append(progress.step, progress.version, sample_ids)
             note_trained(committed)

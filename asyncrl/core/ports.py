@@ -110,6 +110,8 @@ class QueueStatus:
     """The Trainer has all samples, or the run was stopped; only a rewind opens the queue again."""
     health: ProcessHealth | None = None
     """Health of the queue's process."""
+    trained_tokens: int = 0
+    """Tokens that the steps of the surviving model have trained, counted once per pass."""
 
 
 class PayloadStore(Protocol):

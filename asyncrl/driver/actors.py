@@ -262,7 +262,11 @@ class SupervisedTrainer(_SupervisedActor):
         """Rewind the queue to the checkpoint that the Trainer continues from."""
         progress = self._progress
         await self.queue.rewind(
-            progress.step, version=progress.version, lineage=self._history.lineage, total_samples=self.total_samples
+            progress.step,
+            version=progress.version,
+            lineage=self._history.lineage,
+            total_samples=self.total_samples,
+            trained_tokens=progress.trained_tokens,
         )
 
     async def start(self, incarnation: int) -> None:

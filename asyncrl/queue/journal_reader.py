@@ -41,7 +41,7 @@ from asyncrl.storage.checkpoint_manifest import LineageHistory
 from asyncrl.storage.run_dir import JOURNAL, SAMPLES
 from asyncrl.storage.segments import segment_incarnation
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 BUSY_WAIT_S = 10.0
 
 _NOT_DAMAGE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)

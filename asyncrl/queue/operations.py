@@ -411,12 +411,16 @@ class CommitSamples(Operation):
 
     lease_id: int
     sample_ids: tuple[SampleId, ...]
+    """Empty for a step of a later pass, which only trains further tokens of the lease."""
+    trained_tokens: int = 0
+    """Tokens that the run has trained, including this step's."""
 
     def perform(self, queue: QueueCore, *, retried: bool) -> None:
         state, sample_ids = queue.state, self.sample_ids
         if retried:
             sample_ids = tuple(one for one in sample_ids if state.is_leased(one, self.lease_id))
-        if not all(map(state.is_late, sample_ids)):
+        has_tokens = self.trained_tokens > state.trained_tokens and not state.closed
+        if has_tokens or not all(map(state.is_late, sample_ids)):
             queue.record(replace(self, sample_ids=sample_ids))
 
     def apply(self, state: QueueState) -> None:
@@ -427,6 +431,7 @@ class CommitSamples(Operation):
             state.reversible[sample_id] = ReversibleEnd(state.num_commits, state.remove_live(sample_id))
             state.trained += 1
             state.forget_payload_unless_reversible(sample_id)
+        state.trained_tokens = max(state.trained_tokens, self.trained_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -608,6 +613,8 @@ class RewindTraining(Operation):
     total_samples: int | None
     trained_since: tuple[SampleId, ...] = ()
     """Samples TRAINED since that step and covered by later checkpoints, which are abandoned."""
+    trained_tokens: int = 0
+    """Tokens that the run had trained at that step."""
 
     def perform(self, queue: QueueCore, *, retried: bool) -> None:
         state = queue.state
@@ -649,6 +656,7 @@ class RewindTraining(Operation):
         state.marks = {step: at for step, at in state.marks.items() if step < self.step} | {self.step: mark}
         state.history = state.history.after_rewind(self.step, self.lineage)
         state.version, state.total_samples = self.version, self.total_samples
+        state.trained_tokens = self.trained_tokens
         state.leases.clear()
         state.last_rewind = self._identity()
 
@@ -673,6 +681,7 @@ class ReadStatus(Operation):
             journal_seq=0 if queue.log is None else queue.log.durable,
             payload_bytes=state.payload_bytes,
             closed=state.closed,
+            trained_tokens=state.trained_tokens,
         )
 
 

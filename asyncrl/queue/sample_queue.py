@@ -92,9 +92,13 @@ class SampleQueue(ABC):
         configured."""
         return await self.call(LeaseSamples(num_samples, trainer_version), timeout_s=timeout_s)
 
-    async def commit(self, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
-        """Make these samples of the lease TRAINED, because their gradient is in an optimizer step."""
-        await self.call(CommitSamples(lease_id, tuple(sample_ids)))
+    async def commit(self, lease_id: int, sample_ids: Sequence[SampleId], *, trained_tokens: int = 0) -> None:
+        """Make these samples of the lease TRAINED, because their gradient is in an optimizer step.
+
+        A step of a later pass commits no samples. `trained_tokens`: tokens that the run has trained so far, including
+        the step's; a value below an earlier one is ignored.
+        """
+        await self.call(CommitSamples(lease_id, tuple(sample_ids), trained_tokens))
 
     async def release(self, lease_id: int) -> None:
         """Make the uncommitted samples of the lease READY again."""
@@ -145,8 +149,11 @@ class SampleQueue(ABC):
         """
         await self.call(AttachPart(part, incarnation))
 
-    async def rewind(self, step: int, *, version: int, lineage: int, total_samples: int | None) -> None:
-        """Return to the Trainer's checkpoint of `step` (0: to the start), which contains `version`.
+    async def rewind(
+        self, step: int, *, version: int, lineage: int, total_samples: int | None, trained_tokens: int = 0
+    ) -> None:
+        """Return to the Trainer's checkpoint of `step` (0: to the start), which contains `version` and has trained
+        `trained_tokens`.
 
         Samples that are leased, or were trained after that checkpoint's mark, become READY again at their places in
         completion order; those without a payload are fed again. Dropped samples stay dropped, except for `shutdown`.
@@ -157,7 +164,7 @@ class SampleQueue(ABC):
             FencedError: a later lineage has begun since.
             BugError: that step was never marked, or the lineage is not new.
         """
-        await self.call(RewindTraining(step, version, lineage, total_samples))
+        await self.call(RewindTraining(step, version, lineage, total_samples, trained_tokens=trained_tokens))
 
 
 class QueueCaller(NamedTuple):

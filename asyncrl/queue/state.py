@@ -93,6 +93,8 @@ class QueueState:
         """Number of transitions to TRAINED since this state began; marks store it."""
         self.fed = 0
         self.trained = 0
+        self.trained_tokens = 0
+        """Tokens that the steps of the surviving model have trained, counted once per pass."""
         self.dropped = dict.fromkeys(DropReason, 0)
         self.replayed = 0
         self.substituted = 0
@@ -401,7 +403,7 @@ class QueueState:
 
 _PLAIN = (
     "total_samples", "version", "last_rewind", "interrupted_rollouter", "next_index", "last_lease", "completions",
-    "num_commits", "fed", "trained", "replayed", "substituted", "closed", "covered_step",
+    "num_commits", "fed", "trained", "trained_tokens", "replayed", "substituted", "closed", "covered_step",
 )  # fmt: skip
 
 

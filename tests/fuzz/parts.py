@@ -166,6 +166,7 @@ class TrainPart(FuzzPart):
             version=launch.progress.version,
             lineage=self.lineage,
             total_samples=launch.total_samples,
+            trained_tokens=launch.progress.trained_tokens,
         )
 
     async def republish(self) -> None:

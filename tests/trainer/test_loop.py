@@ -408,6 +408,7 @@ async def test_every_pass_is_a_step_and_a_sample_is_committed_with_its_first_pas
             steps = rig.actor.steps[first + 2 * epoch : first + 2 * epoch + 2]
             assert sorted(index for step in steps for index in step) == [1 + first // 6 * 4 + n for n in range(4)]
     assert (rig.loop.progress.trained_samples, rig.loop.progress.trained_tokens) == (8, 12 * 16)
+    assert rig.queue.state.trained_tokens == 12 * 16, "the queue also counts the tokens of later passes"
 
 
 @pytest.mark.parametrize("stop_after", range(1, 8))

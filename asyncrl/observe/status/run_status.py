@@ -27,7 +27,7 @@ from asyncrl.storage.run_dir import replace_file
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 STATE_FILE = "state.json"
 
 RunPhase = Literal["starting", "running", "stopping", "completed", "failed", "interrupted"]

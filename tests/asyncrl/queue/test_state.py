@@ -39,7 +39,7 @@ from asyncrl.queue.operations import (
     RewindTraining,
     SetAppliedVersion,
 )
-from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueCaller, QueueOptions
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.sample_bytes import FileRef
@@ -48,6 +48,8 @@ from tests.fakes.queues import CalledBy, MemoryLog, fill, meta, payload, rebuilt
 
 PROMPTS = 5
 MAX_STALENESS = 3
+TOKENS = 10
+"""Trained tokens per sample."""
 
 
 def make_queue(log: MemoryLog, size: int = 4, threshold: float = 0.0, total: int | None = None) -> LocalSampleQueue:
@@ -70,7 +72,7 @@ OPERATIONS: list[st.SearchStrategy[Any]] = [
     st.builds(OfferSamples, st.lists(SAMPLES, max_size=3).map(tuple)),
     st.builds(DropSamples, st.sampled_from(DropReason), ID_TUPLES),
     st.builds(LeaseGranted, st.text(), NUMBERS, ID_TUPLES, st.booleans()),
-    st.builds(CommitSamples, NUMBERS, ID_TUPLES),
+    st.builds(CommitSamples, NUMBERS, ID_TUPLES, NUMBERS),
     st.builds(ReleaseLease, NUMBERS),
     st.builds(RequeueSample, IDS),
     st.builds(SetAppliedVersion, NUMBERS, NUMBERS),
@@ -78,7 +80,7 @@ OPERATIONS: list[st.SearchStrategy[Any]] = [
     st.builds(MarkCheckpoint, NUMBERS),
     st.builds(CoverCheckpoint, NUMBERS),
     st.builds(AttachPart, st.text(), NUMBERS),
-    st.builds(RewindTraining, NUMBERS, NUMBERS, NUMBERS, st.none() | NUMBERS, ID_TUPLES),
+    st.builds(RewindTraining, NUMBERS, NUMBERS, NUMBERS, st.none() | NUMBERS, ID_TUPLES, NUMBERS),
 ]
 
 
@@ -146,6 +148,25 @@ async def test_a_rewind_sets_version_and_total_and_begins_a_lineage() -> None:
         await queue.rewind(1, version=7, lineage=1, total_samples=8)
     with pytest.raises(BugError, match="step 9, whose sample counts were never marked"):
         await queue.rewind(9, version=0, lineage=2, total_samples=8)
+
+
+async def test_trained_tokens_are_those_of_the_steps_in_the_surviving_model() -> None:
+    queue = make_queue(MemoryLog(), size=8)
+    await fill(queue, 4)
+    lease = await queue.lease(4, trainer_version=0, timeout_s=0)
+    one, two, *rest = [queued.meta.sample_id for queued in lease.samples]
+    await queue.commit(lease.lease_id, [one, two], trained_tokens=20)
+    await queue.mark(1)
+    await queue.commit(lease.lease_id, rest, trained_tokens=45)
+    later_pass = CommitSamples(lease.lease_id, (), 60)
+    for retried in (False, True):
+        await queue.call(later_pass, caller=QueueCaller("trainer", 1, retried))
+    assert ((await queue.status()).trained_tokens, queue.state.trained) == (60, 4)
+    await queue.rewind(1, version=0, lineage=1, total_samples=None, trained_tokens=20)
+    assert ((await queue.status()).trained_tokens, queue.state.trained) == (20, 2)
+    await queue.close()
+    await queue.commit(lease.lease_id, rest, trained_tokens=45)
+    assert queue.state.trained_tokens == 20, "a closed queue ignores commits"
 
 
 async def test_a_repeated_offer_does_not_complete_a_requeued_sample() -> None:
@@ -402,7 +423,10 @@ class CrashMachine(RuleBasedStateMachine):
         part, rest = held[:number], held[number:]
         if how == "commit":
             self.trained += part
-            self.call(lambda queue: queue.commit(lease_id, part), "trainer", twice=twice, dies=dies)
+            tokens = TOKENS * len(self.trained)
+            self.call(
+                lambda queue: queue.commit(lease_id, part, trained_tokens=tokens), "trainer", twice=twice, dies=dies
+            )
         else:
             self.waiting |= set(part)
             for sample_id in part:
@@ -461,7 +485,13 @@ class CrashMachine(RuleBasedStateMachine):
         self.lineage += 1
         for _ in range(2):
             total = self.options.pacing.total_samples
-            back = self.queue.rewind(self.step, version=self.version, lineage=self.lineage, total_samples=total)
+            back = self.queue.rewind(
+                self.step,
+                version=self.version,
+                lineage=self.lineage,
+                total_samples=total,
+                trained_tokens=TOKENS * count,
+            )
             self.run(back)
         if closes and self.running:
             with pytest.raises(FencedError):
@@ -495,6 +525,7 @@ class CrashMachine(RuleBasedStateMachine):
         assert set(state.leased) == leased
         assert set(state.returned) == self.waiting
         assert (state.trained, state.num_dropped) == (len(self.trained), len(self.gone))
+        assert state.trained_tokens == TOKENS * len(self.trained)
         assert state.fed == sum(map(len, (self.running, self.ready, leased, self.trained, self.gone)))
         assert state.next_index == self.next_index
         assert set(state.entries) == {*self.ready, *leased, *self.trained[self.covered :]}
