@@ -97,6 +97,7 @@ async def _launch(
     status = RunStatus(config, run_dir, recorder, resumed_at=resumed)
     stale_namespace = earlier.namespace if earlier is not None else ""
     outcome, cause = await _run(config, run_dir, resume, recorder, view, status, stale_namespace)
+    await status.take_final_counts()
     final = recorder.summary(outcome, cause)
     status.end(outcome, cause["message"] if cause is not None else "")
     await recorder.aclose()

@@ -16,24 +16,27 @@ the others and reaches `launch`.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
+import ray
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config.plan import training_steps
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import DeadlineError, InfraError
+from asyncrl.core.failures import BugError, DeadlineError, InfraError
 from asyncrl.core.interrupts import Interrupts
-from asyncrl.core.ports import SampleCounts, WeightsVersion
+from asyncrl.core.ports import PartName, QueueStatus, SampleCounts, WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.core.retry import RestartBudget
 from asyncrl.core.staleness import Pacing
-from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer
+from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
 from asyncrl.driver.health_monitor import HealthMonitor
 from asyncrl.driver.resume import journal_identity
 from asyncrl.driver.run_directory import already_finished
@@ -42,9 +45,10 @@ from asyncrl.driver.service_watch import PART_TITLES, UNLIMITED, ServiceWatch
 from asyncrl.driver.stall_watchdog import StallError, Watchdog
 from asyncrl.driver.supervision import TICK_S, Supervisor, probe
 from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.status.run_status import ProcessInfo
 from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to
 from asyncrl.observe.status.why import write_stall
-from asyncrl.observe.terminal.live import View
+from asyncrl.observe.terminal.live import ALREADY_SHOWN, View
 from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.queue.actor import QueueClient, start_queue
 from asyncrl.queue.sample_queue import QueueOptions
@@ -54,6 +58,11 @@ from asyncrl.weights.object_store import start_store
 from rollouter.coverage import RemainingSamples
 from rollouter.serving.app import start_app
 from rollouter.weight_updates import RolloutStart
+
+LAST_ANSWER_S = 5.0
+"""Time limit of the last status reports after a failure; a healthy part answers within milliseconds."""
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -112,21 +121,31 @@ class Run:
         """
         self._view.phase("starting engines, trainer and data (about 40 s on a CPU)")
         self._status.namespace = namespace
-        async with anyio.create_task_group() as group:
-            await self._start(namespace, group)
-            self._view.phase("")
-            self._status.phase = "running"
-            interrupts.on_first = self._stop
-            group.start_soon(self._watch, group)
-            group.start_soon(self._health.run)
-            async with anyio.create_task_group() as streams:
-                streams.start_soon(self._follow_rollouter)
-                streams.start_soon(self._follow_trainer)
-            # The remaining steps have time limits, so signals are ignored here.
-            interrupts.on_first = None
-            self._ended.set()
-            group.cancel_scope.cancel()
-        await self._close_counts()
+        try:
+            async with anyio.create_task_group() as group:
+                await self._start(namespace, group)
+                self._view.phase("")
+                self._status.phase = "running"
+                interrupts.on_first = self._stop
+                group.start_soon(self._watch, group)
+                group.start_soon(self._health.run)
+                async with anyio.create_task_group() as streams:
+                    streams.start_soon(self._follow_rollouter)
+                    streams.start_soon(self._follow_trainer)
+                # The remaining steps have time limits, so signals are ignored here.
+                interrupts.on_first = None
+                self._ended.set()
+                group.cancel_scope.cancel()
+            with attribute_failure_to("queue"):
+                await self._queue.close()  # the samples that are still live are dropped
+                self._status.queue = await self._queue.status()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                with suppress(BugError):  # the first failure is the one that is raised
+                    await self._take_last_answers(LAST_ANSWER_S)
+                await self._end_queue()
+            raise
+        await self._take_last_answers(self._config.timeouts.call_s)
 
     # ------------------------------------------------------------------------------------------------ start
 
@@ -379,19 +398,42 @@ class Run:
             f"is lost; raise timeouts.stop_s if a step takes that long"
         )
 
-    async def _close_counts(self) -> None:
-        """Drop the samples that are still live, and record the final counts."""
-        with attribute_failure_to("queue"):
-            await self._queue.close()
-            self._status.queue = await self._queue.status()
-        parts = ((self._rollouter_part, self._on_rollouter_status), (self._trainer_part, self._on_trainer_status))
-        for part, on_status in parts:
+    async def _take_last_answers(self, limit_s: float) -> None:
+        """Ask queue, Rollouter and Trainer for their statuses once more, at the same time.
+
+        The previous answer stays if a part is gone or does not answer within `limit_s`. Generated tokens come from
+        these answers, and without a journal all counts do; see `RunStatus.take_final_counts` for the others.
+
+        Raises:
+            BugError: see `Recorder.update_parts`.
+        """
+
+        async def ask(part: PartName, status: Awaitable[Any], on_status: Callable[[Any], None]) -> None:
             try:
-                if status := await part.status(self._config.timeouts.call_s):
-                    on_status(status)
-            except InfraError:  # it has ended; its last status stays
-                continue
+                if answer := await status:
+                    on_status(answer)
+            except Exception:
+                logger.info("the %s did not report its last status", part, exc_info=True, extra=ALREADY_SHOWN)
+
+        def on_queue_status(status: QueueStatus) -> None:
+            self._status.queue = status
+
+        async with anyio.create_task_group() as asking:
+            if (handle := self._services.queue.handle) is not None:
+                asking.start_soon(ask, "queue", QueueClient(handle, limit_s).status(), on_queue_status)
+            if self._status.phase != "starting":  # until then, parts that load answer late, and have done nothing
+                asking.start_soon(ask, "rollouter", self._rollouter_part.status(limit_s), self._on_rollouter_status)
+                asking.start_soon(ask, "trainer", self._trainer_part.status(limit_s), self._on_trainer_status)
         self._tick()
+
+    async def _end_queue(self) -> None:
+        """End the queue's process after a failure on a shared cluster, whose actors otherwise live until this process
+        ends: nothing may change the journal once the final counts are read. A private cluster ends as a whole."""
+        if self._config.ray.address is None or (handle := self._services.queue.handle) is None:
+            return
+        here = ray.get_runtime_context().get_node_id()
+        known = [ProcessInfo("queue", "queue", status.pid, here)] if (status := self._status.queue) is not None else []
+        await kill(handle, known, time.time())
 
 
 def _resume_message(resume: Resume, before: SampleCounts, now: SampleCounts) -> str:

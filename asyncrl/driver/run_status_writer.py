@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -10,15 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+from anyio import to_thread
 
 from asyncrl.config.schema import Config
+from asyncrl.core.failures import AsyncRLError
 from asyncrl.core.ports import QueueStatus, StoreStatus
 from asyncrl.driver.stall_watchdog import ProgressMarks, progress_of
 from asyncrl.driver.supervision import TICK_S
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import STATE_FILE, ProcessInfo, RunPhase, RunState, StateFile
 from asyncrl.observe.status.summary import ResumePoint
+from asyncrl.queue.journal_reader import JournalCounts, read_counts
 from asyncrl.storage.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
 
 SILENT_S = 3.0
 """Seconds without an answer after which a part counts as silent."""
@@ -48,6 +54,7 @@ class RunStatus:
         """False: every sample is recorded, and the role `async_rollout` needs no engines."""
         self._config = config
         self._recorder = recorder
+        self._run_dir = run_dir
         self._file = StateFile(run_dir.path / STATE_FILE)
         self._started_at = time.time()
         self._progress_at = self._started_at
@@ -58,6 +65,34 @@ class RunStatus:
         while True:
             await self._file.write(self.state())
             await anyio.sleep(TICK_S)
+
+    async def take_final_counts(self) -> None:
+        """Replace the counts of samples and trained tokens by those of the journal, which has everything that the queue
+        has acknowledged. Call it once the queue's process has ended, before the summary and the final state.
+
+        Without a journal, the queue's last answer stays, and so it does if the journal cannot be read, which is logged.
+        See `read_queue_state` for the cost.
+        """
+        if (counts := await to_thread.run_sync(self._journal_counts)) is not None:
+            self._recorder.update_counts(counts.samples, counts.trained_tokens)
+            if self.queue is not None:
+                known = self.queue
+                self.queue = replace(
+                    known, counts=counts.samples, trained_tokens=counts.trained_tokens, journal_seq=counts.seq
+                )
+        elif self.queue is not None:
+            self._recorder.update_counts(self.queue.counts, self.queue.trained_tokens)
+
+    def _journal_counts(self) -> JournalCounts | None:
+        if not self._run_dir.journal.exists():
+            return None
+        try:
+            return read_counts(self._run_dir.path)
+        except (AsyncRLError, OSError) as error:
+            logger.warning(
+                "the final counts are the queue's last answer, because its journal cannot be read: %s", error
+            )
+            return None
 
     def end(self, phase: RunPhase, error: str) -> None:
         """Write the final state. Blocking."""

@@ -15,7 +15,7 @@ from anyio import to_thread
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError
-from asyncrl.core.ports import QueueStatus
+from asyncrl.core.ports import QueueStatus, SampleCounts
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.records import ApplyRecord, RunRecord, StepRecord
 from asyncrl.observe.metrics.file_sinks import rewind_jsonl
@@ -161,6 +161,10 @@ class Recorder:
         progress = self._refresh()
         return replace(state, **{item.name: getattr(progress, item.name) for item in fields(RunProgress)})
 
+    def update_counts(self, samples: SampleCounts, trained_tokens: int) -> None:
+        """Replace the counts that the queue records: about once a second, and at the end by those of its journal."""
+        self._view.update(self._refresh(counts=samples, trained_tokens=trained_tokens))
+
     def update_parts(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         """Update the metrics from the statuses of the parts. Call it about once a second, and once more at the end.
 
@@ -178,7 +182,7 @@ class Recorder:
             BugError: a key is missing.
         """
         now_s = self._clock()
-        self._refresh(counts=queue.counts)
+        self.update_counts(queue.counts, queue.trained_tokens)
         parts = self._parts
         parts.update_queue(queue)
         parts.update_driver(profile.status()["own_dropped"])
@@ -189,7 +193,7 @@ class Recorder:
                 parts.update_trainer(now_s, trainer, self._waited_s)
         except KeyError as error:
             raise BugError(f"the status of a part has no {error}, which the view and the health rules need") from error
-        parts.update_trained(now_s, self._builder.trained_tokens)
+        parts.update_trained(now_s, queue.trained_tokens)
         self._view.update(self._refresh())
 
     def update_health(self, health: RunHealth) -> None:
@@ -200,7 +204,7 @@ class Recorder:
         self._view.update(self._refresh(health=health))
 
     def summary(self, status: RunOutcome, error: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the content of summary.json, with the sample counts of the last `update_parts`.
+        """Return the content of summary.json, with the counts of the last `update_counts`.
 
         `error`: the result of `describe_error`; None without an error.
         """

@@ -130,17 +130,9 @@ def _read_meta(connection: sqlite3.Connection) -> tuple[int, Mapping[str, Any]]:
 
 
 def _rebuild(connection: sqlite3.Connection) -> RebuiltJournal:
-    """Rebuild the state from the newest snapshot and the operations after it. Raises as `_read_meta`."""
+    """Rebuild the newest state, and read what a run needs to resume from it. Raises as `_read_meta`."""
     num_prompts, identity = _read_meta(connection)
-    seq, crc, state = read_snapshot(connection, "DESC", num_prompts)
-    number = 0
-    for _, number, operation in _operations_after(connection, seq, crc, num_prompts):
-        try:
-            apply(operation, state)
-        except UNREADABLE as error:
-            raise _impossible(number, error) from None
-    if number:
-        seq, crc = number, connection.execute("SELECT crc FROM operations WHERE seq = ?", (number,)).fetchone()[0]
+    seq, crc, state = _newest_state(connection, num_prompts)
     origin = connection.execute("SELECT min(seq) FROM snapshots").fetchone()[0]
     rows = connection.execute(
         "SELECT seq, kind, body FROM operations WHERE kind IN ('MarkCheckpoint', 'RewindTraining') ORDER BY seq"
@@ -159,6 +151,21 @@ def _rebuild(connection: sqlite3.Connection) -> RebuiltJournal:
 
 def _impossible(number: int, error: Exception) -> JournalDamage:
     return JournalDamage(f"operation {number} cannot have happened: {getattr(error, 'message', repr(error))}")
+
+
+def _newest_state(connection: sqlite3.Connection, num_prompts: int) -> tuple[int, int, QueueState]:
+    """Rebuild the state from the newest snapshot and the operations after it; return the last operation's number and
+    checksum, and the state. Raises `JournalDamage`."""
+    seq, crc, state = read_snapshot(connection, "DESC", num_prompts)
+    number = 0
+    for _, number, operation in _operations_after(connection, seq, crc, num_prompts):
+        try:
+            apply(operation, state)
+        except UNREADABLE as error:
+            raise _impossible(number, error) from None
+    if number:
+        seq, crc = number, connection.execute("SELECT crc FROM operations WHERE seq = ?", (number,)).fetchone()[0]
+    return seq, crc, state
 
 
 def read_snapshot(connection: sqlite3.Connection, order: str, num_prompts: int) -> tuple[int, int, QueueState]:
@@ -348,16 +355,37 @@ class SampleHistories:
 def read_queue_state(run_dir: Path) -> QueueState:
     """Rebuild the state on disk of a live or a dead run. Blocking.
 
+    It costs the newest snapshot and the operations after it, not the whole journal: a time proportional to the samples
+    whose end no checkpoint covers yet, plus about half a second. The length of the run does not matter.
+
     Raises:
         ConfigError: there is no journal, it is damaged, or it has another schema version.
+        InfraError: it is locked, or the disk is full.
     """
+    return _read_newest_state(run_dir)[1]
+
+
+class JournalCounts(NamedTuple):
+    """The counts of a run after its last operation on disk."""
+
+    seq: int
+    """Number of that operation."""
+    samples: SampleCounts
+    trained_tokens: int
+    """Tokens that the steps of the surviving model have trained, counted once per pass."""
+
+
+def read_counts(run_dir: Path) -> JournalCounts:
+    """Return the counts of a live or a dead run. Blocking. Costs and raises the same as `read_queue_state`."""
+    seq, state = _read_newest_state(run_dir)
+    return JournalCounts(seq, state.counts(), state.trained_tokens)
+
+
+def _read_newest_state(run_dir: Path) -> tuple[int, QueueState]:
     with _consistent_view(run_dir) as connection:
-        return _rebuild(connection).state
-
-
-def read_sample_counts(run_dir: Path) -> SampleCounts:
-    """Return the sample counts of `read_queue_state`."""
-    return read_queue_state(run_dir).counts()
+        num_prompts, _ = _read_meta(connection)
+        seq, _, state = _newest_state(connection, num_prompts)
+        return seq, state
 
 
 def read_operations(run_dir: Path) -> Iterator[tuple[float, Operation]]:

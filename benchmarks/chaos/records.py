@@ -12,7 +12,7 @@ from typing import NamedTuple
 from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.core.types import SampleId, SampleMeta
-from asyncrl.queue.journal_reader import read_operations, read_sample_counts, read_samples
+from asyncrl.queue.journal_reader import read_counts, read_operations, read_samples
 from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining
 from asyncrl.queue.turn_log import read_turns
 from asyncrl.storage.run_dir import SAMPLES
@@ -90,7 +90,7 @@ def read_records(
     """
     fates = [Fate(record.sample_id, record.state, record.reason) for record in read_samples(run_dir)]
     trained = list(read_trained(run_dir))
-    counts = read_sample_counts(run_dir)
+    counts = read_counts(run_dir).samples
     figures = RunFigures(
         samples={
             "fed": counts.fed,

@@ -50,8 +50,9 @@ def validation(version: int, reward: float, *, lineage: int = 0) -> ValidationRe
 
 
 def queue_status(trained: int = 0, dropped: int = 0, **given: Any) -> QueueStatus:
+    """Return the status of a queue whose trained samples have 50 tokens each."""
     counts = SampleCounts(fed=trained + dropped, trained=trained, dropped={"stale": dropped})
-    return QueueStatus(counts, 1, False, {}, **given)
+    return QueueStatus(counts, 1, False, {}, trained_tokens=50 * trained, **given)
 
 
 def rollouter_status(incarnation: int = 1, **changes: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from asyncrl.core.ports import SampleCounts
 from asyncrl.observe.status.run_status import ENDED, STATE_FILE, RunState, dump, read_readable_state, read_state
 from asyncrl.observe.status.summary import recovery_summary, staleness_summary
 from asyncrl.observe.status.why import STALE_S, DriverState, WaitLink, chain_as_json, explain, render_chain
-from asyncrl.queue.journal_reader import read_sample_counts
+from asyncrl.queue.journal_reader import read_counts
 from asyncrl.storage.checkpoint_manifest import checkpoint_steps
 from asyncrl.storage.run_dir import JOURNAL, SAMPLES, SUMMARY, SavedConfig
 
@@ -38,8 +38,10 @@ class RunFiles:
     driver: DriverState
     summary: Mapping[str, Any] | None
     counts: SampleCounts
+    trained_tokens: int | None
+    """None: not known."""
     counts_from: str
-    """The file that `counts` is from."""
+    """The file that `counts` and `trained_tokens` are from."""
     journal: Mapping[str, Any] | None
     checkpoints: Mapping[int, Path]
     notes: tuple[str, ...]
@@ -70,9 +72,10 @@ def read_run(run_dir: Path) -> RunFiles:
         notes.append(f"{run_dir / SUMMARY} cannot be read: {error}")
     now = time.time()
     if state is not None and summary is not None and state.phase not in ENDED:
-        # The summary is written last, so this run has ended, even if its last state is older.
-        state = replace(state, phase=summary["status"], error=_error(summary))
-    counts, counts_from = _counts(run_dir, state, summary, now, notes)
+        # The summary is written last, so this run has ended, even if its last state is older: on a full disk, only the
+        # summary has reserved space.
+        state = _with_summary(state, summary)
+    counts, trained_tokens, counts_from = _counts(run_dir, state, summary, now, notes)
     files = RunFiles(
         run_dir=run_dir,
         now=now,
@@ -80,6 +83,7 @@ def read_run(run_dir: Path) -> RunFiles:
         driver=driver_state(state) if state else "unknown",
         summary=summary,
         counts=counts,
+        trained_tokens=trained_tokens,
         counts_from=counts_from,
         journal=_journal(run_dir, state),
         checkpoints=checkpoint_steps(run_dir),
@@ -186,6 +190,20 @@ def wait_chain_as_json(links: tuple[WaitLink, ...]) -> dict[str, Any]:
     return {"text": render_chain(links), "cause": links[-1].cause, "chain": chain_as_json(links)}
 
 
+def _with_summary(state: RunState, summary: Mapping[str, Any]) -> RunState:
+    """Return the state of a run that has ended with this summary."""
+    counts, tokens = SampleCounts(**summary["samples"]), summary["tokens"]
+    return replace(
+        state,
+        phase=summary["status"],
+        error=_error(summary),
+        counts=counts,
+        generated_tokens=tokens["generated"],
+        trained_tokens=tokens["trained"],
+        queue=state.queue and replace(state.queue, counts=counts, trained_tokens=tokens["trained"]),
+    )
+
+
 def _error(summary: Mapping[str, Any]) -> str:
     error = summary["error"]
     return f"{error['type']} in {error['part']}: {error['message']}" if error else ""
@@ -193,26 +211,27 @@ def _error(summary: Mapping[str, Any]) -> str:
 
 def _counts(
     run_dir: Path, state: RunState | None, summary: Mapping[str, Any] | None, now: float, notes: list[str]
-) -> tuple[SampleCounts, str]:
-    """Return the newest sample counts and the name of their file, which is empty if there are none.
+) -> tuple[SampleCounts, int | None, str]:
+    """Return the newest sample counts, the trained tokens, and the name of their file, which is empty if there is none.
 
     The journal may be newer than the state while the driver is stopped or dead. While the driver is healthy, its state
-    is as good, and cheaper to read.
+    is as good, and cheaper to read; the last state of a run that has ended has the counts of the journal.
     """
-    files = _journal_files(run_dir)
-    written_at = state.written_at if state is not None else 0.0
-    is_old = now - written_at > STALE_S or (state is not None and state.phase in ENDED)
-    is_behind = is_old and max((file.stat().st_mtime for file in files), default=0.0) > written_at
-    if files and (is_behind or (state is not None and state.queue is None)):
+    is_current = (
+        state is not None and state.queue is not None and (state.phase in ENDED or now - state.written_at <= STALE_S)
+    )
+    if not is_current and _journal_files(run_dir):
         try:
-            return read_sample_counts(run_dir), JOURNAL
+            counts = read_counts(run_dir)
+            return counts.samples, counts.trained_tokens, JOURNAL
         except (AsyncRLError, sqlite3.Error, OSError) as error:
             notes.append(error.message if isinstance(error, AsyncRLError) else f"{run_dir / JOURNAL}: {error}")
     if state is not None:
-        return (state.queue.counts if state.queue else state.counts), STATE_FILE
+        known = state.queue or state
+        return known.counts, known.trained_tokens, STATE_FILE
     if summary is not None:
-        return SampleCounts(**summary["samples"]), SUMMARY
-    return SampleCounts(), ""
+        return SampleCounts(**summary["samples"]), summary["tokens"]["trained"], SUMMARY
+    return SampleCounts(), None, ""
 
 
 def _journal_files(run_dir: Path) -> list[Path]:
@@ -274,6 +293,7 @@ def status_report(files: RunFiles) -> dict[str, Any]:
         "staleness": staleness_summary(state.staleness) if state else (summary or {}).get("staleness"),
         "tokens": {
             "generated": known.get("generated_tokens", summary["tokens"]["generated"] if summary else None),
+            "trained": files.trained_tokens,
             "generated_per_s": known.get("generated_per_s"),
             "trained_per_s": known.get("trained_per_s"),
         },

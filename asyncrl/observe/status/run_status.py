@@ -72,7 +72,9 @@ class RunProgress:
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Trained samples by their staleness in versions, over the whole run."""
     generated_tokens: int = 0
-    """Tokens generated for training since the run began."""
+    """Tokens of complete turns for training since the run began, as the Rollouter counts them."""
+    trained_tokens: int = 0
+    """Tokens that the steps of the surviving model have trained, counted once per pass, as the queue records them."""
     generated_per_s: float | None = None
     """Generated tokens over the last 20 s."""
     trained_per_s: float | None = None

@@ -62,7 +62,6 @@ class SummaryBuilder:
         self._lineage = lineage if lineage is not None else resumed.lineage if resumed else 0
         self.version = resumed.version if resumed else 0
         self.step = resumed.step if resumed else 0
-        self.trained_tokens = 0
         self.num_syncs = 0
         self.rewards = DownsampledSeries()
         """Mean rewards of the steps."""
@@ -95,7 +94,6 @@ class SummaryBuilder:
         self._first_step = row.step if self._first_step is None else self._first_step
         if "reward/mean" in row.metrics:
             self.rewards.add(row.metrics["reward/mean"])
-        self.trained_tokens += int(row.metrics["tokens/trained"])
         for reward in row.extra["rewards"]:
             self._reward_totals.append(self._reward_totals[-1] + reward)
         self._staleness.update(row.extra["staleness"])
@@ -186,7 +184,7 @@ class SummaryBuilder:
                     **asdict(counts),
                     "dropped": {str(reason): counts.dropped.get(reason, 0) for reason in DropReason},
                 },
-                "tokens": {"generated": progress.generated_tokens, "trained": self.trained_tokens},
+                "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
                 "reward": self.reward(),
                 "staleness": staleness_summary(self.staleness),
                 "idle": {"trainer": idle_trainer, "rollouter": idle_rollouter},

@@ -90,7 +90,8 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
             for kind, number in report["drops"].items()
         ),
         *(("staleness", bar) for bar in _histogram(report["staleness"] or {})),
-        ("tokens", _tokens(report["tokens"])),
+        ("tokens", items(**{name: number(report["tokens"][name], ",d") for name in ("generated", "trained")})),
+        ("tokens", _token_rates(report["tokens"])),
         *(("replicas", _replica(replica)) for replica in report["replicas"]),
         *_health(health),
         *(("problems", Text(problem["text"], style="yellow")) for problem in health.get("problems") or ()),
@@ -127,12 +128,10 @@ def _histogram(staleness: Mapping[str, Any]) -> Iterator[Text]:
         )
 
 
-def _tokens(tokens: Mapping[str, Any]) -> Text:
-    text = items(generated=number(tokens["generated"], ",d"))
-    for name in ("generated", "trained"):
-        if (rate := tokens[f"{name}_per_s"]) is not None:
-            text.append(f"   {rate:,.0f}").append(f" {name}/s", style=DIM)
-    return text
+def _token_rates(tokens: Mapping[str, Any]) -> Text | None:
+    rates = {name: rate for name in ("generated", "trained") if (rate := tokens[f"{name}_per_s"]) is not None}
+    shown = [Text.assemble(f"{rate:,.0f}", (f" {name}/s", DIM)) for name, rate in rates.items()]
+    return Text("   ").join(shown) if shown else None
 
 
 def _replica(replica: Mapping[str, Any]) -> Text:

@@ -77,7 +77,9 @@ def write(run_dir: Path, state: RunState) -> None:
 
 
 def summarize(run_dir: Path, status: Any, error: dict[str, str] | None = None) -> None:
-    progress = RunProgress(counts=SampleCounts(fed=3, trained=1, dropped={"stale": 2}), generated_tokens=10)
+    progress = RunProgress(
+        counts=SampleCounts(fed=3, trained=1, dropped={"stale": 2}), generated_tokens=10, trained_tokens=7
+    )
     summary = SummaryBuilder().build(status, error, progress, wall_s=201.0, idle_trainer=0.5, idle_rollouter=0.25)
     (run_dir / "summary.json").write_text(json.dumps(summary))
 
@@ -120,7 +122,8 @@ def test_a_live_run_on_a_page_of_80_columns(run_dir: Path) -> None:
         "took too long 2",
         " 0 ██████████████████       288 (75%)   mean 0.28",
         " 3 ▏                        6 (2%)",
-        "4,493 generated/s",
+        "tokens       generated 0   trained 0 ",
+        "             4,493 generated/s",
         "1  pausing  version 11  4 requests  1,000 tokens  pid 100",
         "trainer 1   replica 1",
         "trainer back after 11.4 s, back to step 10  rank actor/0 died",
@@ -129,6 +132,19 @@ def test_a_live_run_on_a_page_of_80_columns(run_dir: Path) -> None:
         "◀ replica 1 is",
     ):
         assert figure in text, figure
+
+
+def test_a_run_that_could_not_write_its_last_state_has_the_counts_of_its_summary(run_dir: Path) -> None:
+    """Only the summary has reserved space on a full disk."""
+    write(run_dir, now_is(STUCK))
+    summarize(run_dir, "failed", {"type": "DiskFullError", "part": "driver", "message": "no space", "cause": ""})
+    report = status_report(read_run(run_dir))
+    assert (report["samples"]["fed"], report["samples"]["trained"], report["samples"]["dropped"]) == (
+        3,
+        1,
+        {"stale": 2},
+    )
+    assert (report["tokens"]["generated"], report["tokens"]["trained"]) == (10, 7)
 
 
 def test_liveness_of_a_run(run_dir: Path, ended_pid: int) -> None:
@@ -272,6 +288,7 @@ def journal(run_dir: Path) -> Path:
 
 def test_counts_of_a_dead_run_are_from_the_journal(run_dir: Path, journal: Path) -> None:
     write(run_dir, replace(now_is(STUCK), written_at=time.time() - 60))
+    os.utime(journal, times=(time.time() - 61,) * 2)  # the state was written later, with an earlier answer of the queue
     found = status_report(read_run(run_dir))
     assert found["counts_from"] == "journal.db"
     assert (found["samples"]["fed"], found["samples"]["running"], found["samples"]["ready"]) == (5, 4, 1)

@@ -204,7 +204,7 @@ async def test_a_rewind_removes_everything_beyond_the_checkpoint(run_dir: RunDir
         assert board.rewards == pytest.approx((0.1, 0.2))
         summary = recorder.summary("failed", None)
         assert (summary["step"], summary["version"], summary["lineage"]) == (2, 2, 1)
-        assert summary["tokens"] == {"generated": 400, "trained": 200}
+        assert summary["tokens"]["generated"] == 400
         assert summary["staleness"]["histogram"] == {"0": 2, "1": 2}
         assert summary["resumed"] is None
         # Records of the old lineage that arrive later count only up to the checkpoint.

@@ -78,7 +78,7 @@ def test_the_summary_of_a_complete_run() -> None:
         validation(2, 0.6),
     )
     counts = SampleCounts(fed=25, running=1, ready=2, leased=0, trained=20, dropped={"stale": 2})
-    progress = RunProgress(counts=counts, generated_tokens=400)
+    progress = RunProgress(counts=counts, generated_tokens=400, trained_tokens=20)
     summary = builder.build("completed", None, progress, wall_s=9.0, idle_trainer=0.25)
     assert summary == {
         "status": "completed",

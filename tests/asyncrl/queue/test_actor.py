@@ -21,7 +21,7 @@ from asyncrl.core.ports import Lease
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId, SampleMeta, sample_meta
 from asyncrl.queue.actor import QueueActor, QueueClient, start_queue
-from asyncrl.queue.journal_reader import read_head, read_operations, read_sample_counts, read_samples
+from asyncrl.queue.journal_reader import read_counts, read_head, read_operations, read_samples
 from asyncrl.queue.operations import (
     AdmitSamples,
     AwaitSurplus,
@@ -334,7 +334,7 @@ async def test_both_sides_continue_over_kills_at_random_moments(journaled: Any, 
     operations = await anyio.to_thread.run_sync(lambda: [operation for _, operation in read_operations(tmp_path)])
     committed = [one for each in operations if isinstance(each, CommitSamples) for one in each.sample_ids]
     assert sorted(committed) == sorted(trained)
-    assert await anyio.to_thread.run_sync(read_sample_counts, tmp_path) == counts
+    assert (await anyio.to_thread.run_sync(read_counts, tmp_path)).samples == counts
     assert status.notices == ()
 
 

@@ -29,10 +29,10 @@ from asyncrl.queue.journal import Journal
 from asyncrl.queue.journal_reader import (
     JournalHead,
     meta_crc,
+    read_counts,
     read_head,
     read_operations,
     read_queue_state,
-    read_sample_counts,
     read_samples,
 )
 from asyncrl.queue.operations import (
@@ -156,7 +156,7 @@ async def test_a_queue_and_its_journal_agree(tmp_path: Path) -> None:
     counts = (await queue.status()).counts
     # Other processes read the journal while it is being written.
     assert snapshot.seq == 13
-    assert await anyio.to_thread.run_sync(read_sample_counts, tmp_path) == counts
+    assert (await anyio.to_thread.run_sync(read_counts, tmp_path)).samples == counts
     head = await anyio.to_thread.run_sync(head_of, tmp_path)
     assert head == JournalHead(13, LineageHistory(), {"seed": 1}, PROMPTS, {"rollouter": 0})
     records = await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
@@ -212,6 +212,10 @@ async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypa
     await end(again)
     with pytest.raises(ConfigError, match="the checksum of operation 3 is wrong"):
         await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("DELETE FROM operations WHERE seq <= ?", (kept[1],))
+    counts = await anyio.to_thread.run_sync(read_counts, tmp_path)
+    assert (counts.seq, counts.samples) == (200, again.state.counts()), "counts need no row before it, not even marks"
 
 
 # ------------------------------------------------------------------------------------------------ torn and damaged
@@ -343,7 +347,7 @@ def test_a_journal_of_another_version_is_refused_with_its_name(broken: Path) -> 
     with closing(sqlite3.connect(path)) as connection:
         meta = dict(connection.execute("SELECT key, value FROM meta WHERE key <> 'crc'"))
     alter(path, f"UPDATE meta SET value = '{meta_crc(meta)}' WHERE key = 'crc'")
-    for read in (read_head, read_sample_counts, lambda root: open_journal(root / "journal.db")):
+    for read in (read_head, read_counts, lambda root: open_journal(root / "journal.db")):
         with pytest.raises(ConfigError, match=r"schema version 99 and was written by asyncrl 9\.9\.9"):
             read(broken)
     assert path.exists()
@@ -569,7 +573,7 @@ async def test_nothing_is_acknowledged_after_lost_rows(tmp_path: Path, monkeypat
 def test_a_missing_journal_has_no_head(tmp_path: Path) -> None:
     assert read_head(tmp_path) is None
     with pytest.raises(ConfigError, match="journal=off"):
-        read_sample_counts(tmp_path)
+        read_counts(tmp_path)
 
 
 async def test_two_processes_cannot_open_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
