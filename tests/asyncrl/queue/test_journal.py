@@ -443,7 +443,7 @@ def test_a_rollback_journal_that_names_another_file_is_not_applied(tmp_path: Pat
     (run_dir / "journal.db-journal").write_bytes(rollback)
     assert "journal.db-journal is not a file of asyncrl" in head_of(run_dir).damage
     with pytest.raises(ConfigError, match=r"journal\.db-journal is not a file of asyncrl"):
-        read_sample_counts(run_dir)
+        read_counts(run_dir)
     [notice] = reopen(path)[2]
     assert "journal.db-journal is not a file of asyncrl" in notice
     assert reopen(path)[1:] == (0, ())
