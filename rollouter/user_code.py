@@ -13,6 +13,7 @@ import pydantic
 from asyncrl.config.import_path import load_object, nearest
 from asyncrl.config.sections.base import ConfigSection
 from asyncrl.core.failures import AsyncRLError, ConfigError
+from asyncrl.core.text import safe_repr
 from asyncrl.core.types import SampleId
 
 Section = TypeVar("Section", bound=ConfigSection)
@@ -122,7 +123,7 @@ def finite(value: Any) -> float | None:
 
 def shown(value: Any, most: int = 120) -> str:
     """Return the `repr` of a value for a message, in at most `most` characters."""
-    return shorten(repr(value), most)
+    return shorten(safe_repr(value), most)
 
 
 def shorten(text: str, most: int = 200) -> str:

@@ -10,6 +10,8 @@ import re
 import traceback
 from typing import Self
 
+from asyncrl.core.text import encodable
+
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Warning|Exit|Interrupt)\b(:|$)")
 """Matches the start of the line that names the exception; its message may span several lines."""
 
@@ -17,13 +19,14 @@ _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Warning|Exit|Interrupt)\b(:|$)"
 class AsyncRLError(Exception):
     """Base of every error this project raises on purpose.
 
-    `cause` is the original traceback as text, empty if there is none; it is shown below the message.
+    `cause` is the original traceback as text, empty if there is none; it is shown below the message. Both may quote a
+    model or a tool, so lone surrogates in them are replaced.
     """
 
     def __init__(self, message: str, cause: str = "") -> None:
-        super().__init__(message, cause)
-        self.message = message
-        self.cause = cause
+        self.message = encodable(message)
+        self.cause = encodable(cause)
+        super().__init__(self.message, self.cause)
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.cause}".rstrip() if self.cause else self.message

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.core.text import encodable
 from asyncrl.profiling.background import BackgroundSender, Receiver
 from asyncrl.profiling.files import EventLine
 
@@ -109,7 +110,6 @@ def _attributes(event: Mapping[str, Any]) -> dict[str, str | bool | int | float]
             item = getattr(value, "item", None)
             plain = item() if callable(item) else value
             if not isinstance(plain, (bool, int, float)):
-                # A lone surrogate, which a model may write, would make the whole batch fail.
-                plain = str(plain).encode(errors="replace").decode()
+                plain = encodable(str(plain))  # a lone surrogate would make the whole batch fail
             attributes[f"asyncrl.{name}"] = plain
     return attributes

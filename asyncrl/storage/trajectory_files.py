@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.core.ports import Score
+from asyncrl.core.text import MAX_DIGITS, safe_repr
 from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, LogProbs, SampleId, Span, TokenIds, versions_per_token
 from asyncrl.storage.sample_bytes import spans_from_json
@@ -42,6 +43,8 @@ MAX_REPR = 2000
 MAX_DEPTH = 32
 """Maximum nesting; deeper values become their repr."""
 _NO_SUCH_LINE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+_TOO_LONG = 10**MAX_DIGITS
+"""The smallest integer that Python does not convert to text."""
 _MEASURED = ("generate_s", "user_s", "duration_s", "wait_s", "reward")
 
 
@@ -172,7 +175,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return str(value)
     if isinstance(value, np.generic):
         return plain(value.item(), depth + 1) if depth < MAX_DEPTH else _shown(value)
-    if isinstance(value, int):
+    if isinstance(value, int) and abs(value) < _TOO_LONG:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
@@ -185,10 +188,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:  # noqa: BLE001  the data set's own class
-        return f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
+    text = safe_repr(value)
     return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}… ({len(text):,} characters)"
 
 

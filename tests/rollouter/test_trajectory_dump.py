@@ -14,13 +14,15 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rollout import RolloutConfig
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Generated, TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Prompt, Replay, Span
-from asyncrl.storage.trajectory_files import file_name, find
+from asyncrl.storage.trajectory_files import file_name, find, parse, to_line
 from rollouter import trajectory_dump as dump_module
 from rollouter.sample_runner import SampleProgress
 from rollouter.trajectory_dump import TrajectoryDump, describe, make_dump
@@ -28,6 +30,7 @@ from tests.fakes import dumped
 from tests.fakes.dispatcher import DispatcherRig, leased_samples
 from tests.fakes.dumped import SCORES, decode, group, guess, ids, prompt, sample
 from tests.fakes.engine import FakeFleet
+from tests.fakes.hostile import messages, texts, values
 from tests.fakes.parts import FakeScorer
 
 
@@ -212,7 +215,7 @@ async def test_columns_that_are_not_json_become_their_repr(tmp_path: Path) -> No
     answers: dict[Any, Any] = {
         "bytes": b"\x00", "set": {1}, "nan": float("nan"), "number": np.float32(0.5), "array": np.arange(2),
         "odd": Odd(), "half": "\udc80", "line": "a\u2028b", 7: None, "knot": knot, "long": range(3),
-        "image": b"x" * 9000,
+        "image": b"x" * 9000, "digits": -(10**5000), "\ud83d": 1,
     }  # fmt: skip
     dump = dump_in(tmp_path)
     await dump.write(sample(), replace(prompt(), ground_truth=answers), group(), SCORES)
@@ -222,7 +225,7 @@ async def test_columns_that_are_not_json_become_their_repr(tmp_path: Path) -> No
     assert column == {
         "bytes": "b'\\x00'", "set": "{1}", "nan": None, "number": 0.5, "array": "array([0, 1])",
         "odd": "<Odd whose repr raised RuntimeError>", "half": "\udc80", "line": "a\u2028b", "7": None,
-        "long": "range(0, 3)",
+        "long": "range(0, 3)", "digits": "<int whose repr raised ValueError>", "\ud83d": 1,
     }  # fmt: skip
 
 
@@ -282,3 +285,12 @@ async def test_every_scored_sample_is_dumped_before_its_offer(tmp_path: Path, re
     assert {one.replayed_from for one in found} == {7 if replayed else None}
     assert [one.trajectory.rows[0].spans for one in found] == [row.spans for row in made.rows]
     assert rig.waits.snapshot() == []
+
+
+@settings(max_examples=30)
+@given(said=st.lists(messages().filter(lambda one: isinstance(one, dict)), max_size=3), truth=values() | texts())
+def test_conversations_of_any_shape_are_dumped_and_parsed(said: list[Any], truth: Any) -> None:
+    trajectories = [replace(one, messages=tuple(said)) for one in group()]
+    row = replace(prompt(), ground_truth=truth, messages=tuple(said))
+    for one in describe(sample(), row, trajectories, SCORES, decode, run="/run", at=1.0):
+        parse(to_line(one))
