@@ -74,6 +74,11 @@ def cut_text(
     return keep(fits)
 
 
+def exceeds(messages: Sequence[Mapping[str, Any]], max_tokens: int) -> bool:
+    """Return whether messages are far too long for `max_tokens` tokens, without tokenizing them."""
+    return sum(len(repr(message)) for message in messages) > _CHARACTERS_PER_TOKEN * max_tokens
+
+
 MARK = "\ufdd0"
 """The mark that `SpecialTokenEscaper` inserts: a noncharacter of Unicode, which it first removes from messages."""
 _PLAIN_KEYS = frozenset({"role", "type", "id", "tool_call_id"})
@@ -325,11 +330,11 @@ class ChatTokenizer:
 
     def _fit_template(self, message: Message) -> Message:
         """Move reasoning or calls that the template cannot render into the content, as the model wrote them."""
-        if "text" not in message:
+        text, calls = message.get("text"), message.get("tool_calls")
+        if not isinstance(text, str):
             return message
         fitted = {key: value for key, value in message.items() if key != "text"}
-        text: str = message["text"]
-        if len(message.get("tool_calls", ())) > self._max_calls:
+        if isinstance(calls, Sequence) and len(calls) > self._max_calls:
             del fitted["tool_calls"]
             fitted.pop("reasoning_content", None)
             fitted["content"] = text

@@ -31,7 +31,7 @@ from asyncrl.core.tasks import gather
 from asyncrl.core.trajectory import Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Prompt, SampleId
 from asyncrl.profiling import profile
-from rollouter.agent.chat import ChatTokenizer
+from rollouter.agent.chat import ChatTokenizer, exceeds
 from rollouter.agent.conversation import (
     AskTurn,
     ConversationTokens,
@@ -266,6 +266,11 @@ class _Conversation:
         if opening:
             self._refuse_media("the environment's opening messages require a new prompt")
             self.messages += opening
+            if exceeds(self.messages, self.machine.limits.max_model_len):
+                raise DataError(
+                    f"the environment's opening messages do not fit the model's context of "
+                    f"{self.machine.limits.max_model_len} tokens (rollout.max_model_len)"
+                )
             with profile.span("turn.tokenize") as span:
                 ids = await self._agent.off_loop(len(prompt_ids), lambda: self._agent.chat.prompt(self.messages))
                 span.add(tokens=len(ids))
@@ -341,6 +346,9 @@ class _Conversation:
         machine, chat = self.machine, self._agent.chat
         if done:
             machine.end()
+            return
+        if exceeds(new, machine.limits.max_model_len):
+            machine.answered(machine.limits.max_model_len)
             return
         with profile.span("turn.tokenize") as span:
             context_tokens = machine.context_tokens

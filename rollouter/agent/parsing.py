@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.import_path import nearest
 from asyncrl.core.failures import ConfigError
+from asyncrl.core.text import encodable, encodable_values, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ KEY = "rollout.multi_turn.format"
 class ParsedCall:
     name: str
     arguments_json: str
-    """The parser's output, unchecked."""
+    """The parser's output, unchecked; it can be encoded, but may contain lone surrogates as JSON escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,8 @@ class _VllmParser:
             Exception: whatever the parser raises.
         """
         result = self._parser().extract_tool_calls(text, self._request)
-        calls = tuple(ParsedCall(call.function.name, call.function.arguments) for call in result.tool_calls)
+        functions = [call.function for call in result.tool_calls]
+        calls = tuple(ParsedCall(encodable(function.name), encodable(function.arguments)) for function in functions)
         return result.content or "", calls if result.tools_called else ()
 
     def looks_like_call(self, text: str) -> bool:
@@ -228,9 +230,9 @@ def assistant_message(parsed: ParsedTurn, *, turn: int = 0) -> dict[str, Any]:
 
 
 def call_arguments(call: ParsedCall) -> dict[str, Any] | None:
-    """Return the arguments, or None if they are not a JSON object."""
+    """Return the arguments, or None if they are not a JSON object. All texts in them can be encoded."""
     try:
-        arguments = json.loads(call.arguments_json)
+        arguments = encodable_values(parse_json(call.arguments_json))
     except ValueError:
         return None
     return arguments if isinstance(arguments, dict) else None

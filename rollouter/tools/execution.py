@@ -24,6 +24,7 @@ from anyio.abc import TaskGroup
 
 from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.failures import BugError, ConfigError, UserCodeError
+from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import CallStatus
 from asyncrl.profiling import profile
 from rollouter.drop_policy import ToolFailedError
@@ -246,7 +247,7 @@ class TrajectoryTool:
                     raise
                 span.add(status=outcome.status)
             duration_s = anyio.current_time() - started
-        return outcome._replace(duration_s=duration_s, wait_s=started - requested)
+        return outcome._replace(text=encodable(outcome.text), duration_s=duration_s, wait_s=started - requested)
 
     async def score(self) -> ToolOutcome:
         """Return the result of `calc_reward`; its status is not `ok` if there is no state.
@@ -372,7 +373,7 @@ def _checked(result: Any, name: str) -> ToolOutcome:
         raise UserCodeError(f"{about} returned {shown(result)}; return a text or a ToolResponse")
     if not isinstance(result.text, str) or not isinstance(result.metrics, Mapping):
         raise UserCodeError(f"{about} returned {shown(result)}; its text must be a string, its metrics a mapping")
-    metrics = {str(key): _number(item, f"{about}, metric {key!r}") for key, item in result.metrics.items()}
+    metrics = {encodable(str(key)): _number(item, f"{about}, metric {key!r}") for key, item in result.metrics.items()}
     return ToolOutcome(result.text, _number(result.reward, f"{about}, reward"), metrics, "ok", bool(result.done))
 
 

@@ -19,14 +19,16 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, overload
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import ArgsKwargs, PydanticSerializationError, to_json
+from pydantic_core import ArgsKwargs, PydanticSerializationError, to_json, to_jsonable_python
 
 from asyncrl.core.failures import ConfigError
+from asyncrl.core.text import encodable_values
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolResponse
 from rollouter.user_code import is_async
 
@@ -202,10 +204,12 @@ def _is_context(hint: Any) -> bool:
 def _as_response(result: Any) -> Any:
     if isinstance(result, str | ToolResponse):
         return result
-    try:
+    with suppress(PydanticSerializationError):
         return to_json(result, inf_nan_mode="constants").decode()
-    except PydanticSerializationError:
-        return result  # `execution` refuses this result with a better message
+    with suppress(ValueError):  # one of its texts may have a lone surrogate
+        plain = to_jsonable_python(encodable_values(result), inf_nan_mode="constants")
+        return to_json(encodable_values(plain), inf_nan_mode="constants").decode()
+    return result  # `execution` refuses this result with a better message
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:

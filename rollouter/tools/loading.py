@@ -16,6 +16,7 @@ from referencing import Registry
 from asyncrl.config.import_path import load_object
 from asyncrl.config.sections.rollout import McpServerConfig, ToolConfig
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
+from asyncrl.core.text import encodable_values, parse_json
 from rollouter.tools.base import BaseTool
 from rollouter.tools.function import as_tool
 from rollouter.user_code import call_problem, describe, load_registered, shorten
@@ -45,7 +46,10 @@ class FunctionSchema:
 
     def problem(self, arguments: Mapping[str, Any]) -> str:
         """Describe for the model what is wrong with `arguments`; empty if they fit."""
-        error = best_match(self._validator.iter_errors(arguments))
+        try:
+            error = best_match(self._validator.iter_errors(arguments))
+        except OverflowError:  # from `multipleOf`
+            return "a number is too large"
         if error is None:
             return ""
         place = ".".join(str(part) for part in error.absolute_path)
@@ -53,15 +57,13 @@ class FunctionSchema:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Parse the arguments that the model wrote; an empty text means no arguments.
+    """Parse the arguments that the model wrote; an empty text means no arguments. All texts in them can be encoded.
 
     Raises:
         BadJsonError: the text is not a JSON object.
     """
     try:
-        parsed = json.loads(text or "{}", parse_constant=_refuse)
-    except RecursionError:
-        raise BadJsonError("they are nested too deeply") from None
+        parsed = encodable_values(parse_json(text or "{}", parse_constant=_refuse))
     except ValueError as error:
         raise BadJsonError(str(error)) from None
     if not isinstance(parsed, dict):
@@ -75,8 +77,8 @@ def _refuse(constant: str) -> Any:
 
 def _checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        schema = json.loads(json.dumps(given, allow_nan=False, default=_mapping))
-    except (TypeError, ValueError) as error:
+        schema = encodable_values(json.loads(json.dumps(given, allow_nan=False, default=_mapping)))
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"it contains values that JSON cannot represent: {error}") from None
     function = schema.get("function")
     if schema.get("type") != "function" or not isinstance(function, dict):

@@ -178,12 +178,10 @@ class ToolSession:
 
     def _recorded_call(self, name: str, arguments: str, outcome: ToolOutcome) -> ToolCall:
         self._statistics.add(outcome.status, outcome.duration_s)
-        # A lone surrogate is valid JSON, but no tokenizer accepts it.
-        text = outcome.text.encode(errors="replace").decode()
         return ToolCall(
             name=name,
             arguments=arguments,
-            result=text,
+            result=outcome.text,
             status=outcome.status,
             reward=outcome.reward,
             duration_s=outcome.duration_s,

@@ -64,6 +64,8 @@ class Adder(BaseTool[list[int]]):
     made: list[list[int]] = []  # noqa: RUF012
     released: list[list[int]] = []  # noqa: RUF012
     gate: Callable[[int], Awaitable[None]] | None = None
+    answer: str | None = None
+    """The text of every answer; None: the sum."""
 
     def create(self, context: ToolContext, **kwargs: Any) -> list[int]:
         state: list[int] = []
@@ -77,7 +79,8 @@ class Adder(BaseTool[list[int]]):
         if x == 13:
             raise RuntimeError("unlucky")
         state.append(x)
-        return ToolResponse(str(sum(state)), reward=0.25, metrics={"added": 1.0}, done=x == 99)
+        text = str(sum(state)) if type(self).answer is None else type(self).answer
+        return ToolResponse(text, reward=0.25, metrics={"added": 1.0}, done=x == 99)
 
     def calc_reward(self, state: list[int], **kwargs: Any) -> float:
         return float(sum(state))
@@ -89,12 +92,15 @@ class Adder(BaseTool[list[int]]):
 class Player(Environment):
     """Replies with fixed texts and counts the turns."""
 
-    def __init__(self, replies: Sequence[str] = (), opening: str = "") -> None:
+    def __init__(self, replies: Sequence[str] = (), opening: Any = "") -> None:
+        """`opening` is a user's text or a list of messages."""
         self._replies = list(replies)
         self._opening = opening
         self._seen: list[str] = []
 
     async def reset(self, context: EpisodeContext, *args: Any, **kwargs: Any) -> Sequence[Message]:
+        if not isinstance(self._opening, str):
+            return self._opening
         return [{"role": "user", "content": self._opening}] if self._opening else ()
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
@@ -111,13 +117,13 @@ class AgentRig:
     """An agent whose policy samples the given lines one after the other."""
 
     def __init__(self, *, template: str = TEMPLATE, interactions: Sequence[Any] = (), tools: Sequence[Any] = ({},),
-                 response_length: int = 200, **multi_turn: Any) -> None:  # fmt: skip
+                 response_length: int = 200, max_model_len: int = 400, **multi_turn: Any) -> None:  # fmt: skip
         entries = [{"class_name": TOOL, **entry} for entry in tools]
         self.config = Config.model_validate(
             {
                 "rollout": {
                     "response_length": response_length,
-                    "max_model_len": 400,
+                    "max_model_len": max_model_len,
                     "multi_turn": {
                         "enable": True,
                         "tools": entries,

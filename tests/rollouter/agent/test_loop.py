@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from asyncrl.core.failures import DataError
 from asyncrl.core.types import FinishReason
 from rollouter.agent.parsing import ParsedTurn
-from rollouter.drop_policy import MismatchError, TooLongError
-from tests.fakes.agent_loop import FORGETFUL, PLAYER, Adder, AgentRig, LineParser
+from rollouter.drop_policy import MismatchError, ToolFailedError, TooLongError
+from tests.fakes.agent_loop import FORGETFUL, PLAYER, TEMPLATE, Adder, AgentRig, LineParser
+from tests.fakes.hostile import LONG_INTEGER, LONG_TEXT, NESTED, messages, texts
 
 
 @pytest.fixture(autouse=True)
 def fresh_tool() -> None:
-    Adder.made, Adder.released, Adder.gate = [], [], None
+    Adder.made, Adder.released, Adder.gate, Adder.answer = [], [], None, None
 
 
 async def test_a_turn_without_a_call_ends_the_conversation() -> None:
@@ -246,3 +250,44 @@ async def test_token_mismatches_with_the_template_are_detected(mode: str, caplog
 def test_the_identity_of_an_agent_is_json() -> None:
     identity = AgentRig().agent.identity()
     assert json.loads(json.dumps(identity)) == identity
+
+
+# ------------------------------------------------------------------------------------------------ hostile text
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL])
+async def test_a_call_with_a_lone_surrogate_does_not_end_the_run(template: str) -> None:
+    rig = AgentRig(template=template, tokenization_sanity_check_mode="off")
+    one = await rig.converse('[add {"x": 2, "y": "\\ud83d", "\\ud83d": 1}]', "3")
+    assert one.finish_reason is FinishReason.STOP
+    (call,) = one.messages[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"x": 2, "y": "?", "?": 1}
+
+
+@pytest.mark.parametrize("arguments", ['{"x": ' * 1000, NESTED, LONG_INTEGER, '{"x": 1e999}'])
+async def test_arguments_that_cannot_be_parsed_are_reported_to_the_model(arguments: str) -> None:
+    rig = AgentRig(response_length=9000, max_model_len=9500, tokenization_sanity_check_mode="off")
+    one = await rig.converse(f"[add {arguments}]", "3")
+    (call,) = one.turns[0].calls
+    assert call.status in ("bad_json", "bad_arguments") and call.result.startswith("Error: the arguments of add")
+    assert one.messages[-1] == {"role": "assistant", "content": "3"}
+
+
+@settings(max_examples=30)
+@example(reply=LONG_TEXT, answer="")
+@example(reply="hm", answer=LONG_TEXT)
+@given(reply=texts(), answer=texts())
+async def test_conversations_with_any_text_of_tools_and_users_end(reply: str, answer: str) -> None:
+    rig = AgentRig(interactions=[{"class_name": PLAYER, "config": {"replies": [reply or "hm"]}}])
+    Adder.answer = answer
+    one = await rig.converse('[add {"x": 2}]', "3", "4")
+    assert one.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.MAX_TURNS)
+    json.dumps([one.messages, [call.result for turn in one.turns for call in turn.calls]], ensure_ascii=False).encode()
+
+
+@settings(max_examples=30)
+@given(opening=st.lists(messages(), max_size=2))
+async def test_opening_messages_of_any_shape_are_used_or_refused(opening: list[Any]) -> None:
+    rig = AgentRig(interactions=[{"class_name": PLAYER, "config": {"replies": ["2"], "opening": opening}}])
+    with suppress(ToolFailedError, DataError):
+        await rig.converse("3", "4", "5")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +27,7 @@ from rollouter.agent.parsing import (
     known_formats,
     tool_message,
 )
+from tests.fakes.hostile import BROKEN_JSON, LONE, texts, values
 from tests.fakes.tools import schema_of
 
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
@@ -149,6 +152,31 @@ def test_a_parser_exception_is_a_malformed_call_and_logged_once(
     with caplog.at_level(logging.WARNING):
         assert [made.parse(ids), made.parse(ids)] == [ParsedTurn("x", malformed=True, text="x")] * 2
     assert sum("RecursionError" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_lone_surrogates_in_calls_are_replaced() -> None:
+    parsed = parse("hermes", '<tool_call>\n{"name": "\\ud83d", "arguments": {"\\ud83d": "\\ud83d"}}\n</tool_call>')
+    assert parsed.calls == (ParsedCall("?", '{"?": "?"}'),)
+    assert call_arguments(ParsedCall("add", '{"a": "\\ud83d"}')) == {"a": "?"}
+
+
+@pytest.mark.parametrize("arguments", BROKEN_JSON)
+def test_a_call_with_broken_json_stays_text(arguments: str) -> None:
+    call = ParsedCall("add", arguments)
+    assert call_arguments(call) is None
+    message = assistant_message(ParsedTurn("", (call,), text="x"))
+    assert "tool_calls" not in message and arguments in message["content"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(max_examples=20)
+@given(function=texts(), arguments=values(), before=texts())
+def test_turns_with_any_text_are_parsed(name: str, function: str, arguments: Any, before: str) -> None:
+    """Tokens decode to text without lone surrogates, so the model writes them as JSON escapes."""
+    written = json.dumps({"name": function, "arguments": arguments, "parameters": arguments})
+    for text in (before, f"{before}<tool_call>{written}</tool_call>", f"[TOOL_CALLS] [{written}]", written):
+        message = assistant_message(parse(name, text.replace(LONE, "").encode(errors="ignore").decode()))
+        json.dumps(message, ensure_ascii=False).encode()
 
 
 class TestFormats:

@@ -186,8 +186,9 @@ async def test_a_default_that_json_cannot_represent_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("result", "text"),
-    [(3, "3"), (0.5, "0.5"), ({"a": [1, None]}, '{"a":[1,null]}'), (float("inf"), "Infinity"), (Range(1, 2), None)],
-)
+    [(3, "3"), (0.5, "0.5"), ({"a": [1, None]}, '{"a":[1,null]}'), (float("inf"), "Infinity"), (Range(1, 2), None),
+     ({"\ud83d": ["\ud83d", float("inf")]}, '{"?":["?",Infinity]}')],
+)  # fmt: skip
 async def test_results_become_json(result: Any, text: str | None) -> None:
     def give() -> Any:
         """Gives it."""

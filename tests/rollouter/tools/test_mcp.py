@@ -68,13 +68,18 @@ for line in sys.stdin:
     elif method == "tools/list" and not params.get("cursor"):
         answer = {"result": {"tools": [{"name": "who.is", "inputSchema": schema}], "nextCursor": "more"}}
     elif method == "tools/list":
-        answer = {"result": {"tools": [{"name": name, "inputSchema": schema} for name in ("die", "wait", "break")]}}
+        names = ("die", "wait", "break", "odd")
+        answer = {"result": {"tools": [{"name": name, "inputSchema": schema} for name in names]}}
     elif method == "tools/call" and params["name"] == "who.is":
         text = f"{os.getpid()} {os.environ.get('COLOUR')}"
         answer = {"result": {"content": [{"type": "text", "text": text}]}}
     elif method == "tools/call" and params["name"] == "die":
         os._exit(3)
     elif method == "tools/call" and params["name"] == "wait":
+        continue
+    elif method == "tools/call" and params["name"] == "odd":
+        content = params["arguments"]["content"]
+        print(f'{{"jsonrpc": "2.0", "id": {asked["id"]}, "result": {{"content": [{content}]}}}}', flush=True)
         continue
     if "id" in asked:
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
@@ -154,7 +159,7 @@ async def test_a_server_offers_its_tools_to_many_trajectories(program: str) -> N
 
 async def test_a_server_process_gets_its_environment_and_ends_with_the_toolbox(quick: str) -> None:
     async with box_of(stdio(quick)) as toolbox:
-        assert names(toolbox) == ["who_is", "die", "wait", "break"]
+        assert names(toolbox) == ["who_is", "die", "wait", "break", "odd"]
         assert await server_pid(toolbox) in children()
         assert (await call(toolbox, "who_is"))[1].endswith(" green")
         status, text = await call(toolbox, "break")
@@ -317,3 +322,26 @@ async def test_calls_reconnect_to_a_restarted_server_over_http(program: str) -> 
         assert status == "raised" and "could not be reached again" in text
         async with serving(program, port):
             assert await call(toolbox, "add", a=2, b=4) == ("ok", "6")
+
+
+ODD_CONTENTS = {
+    "surrogate": '{"type": "text", "text": "\\ud83d"}',
+    "deep": "[" * 100_000,
+    "long integer": "7" * 5000,
+    "type": '{"type": 7}',
+    "text": '{"type": "text", "text": {}}',
+    "nul": "\0",
+}
+
+
+@pytest.mark.parametrize("content", ODD_CONTENTS.values(), ids=ODD_CONTENTS)
+async def test_answers_of_any_shape_become_messages_for_the_model(quick: str, content: str) -> None:
+    async with box_of(stdio(quick, tools=["odd", "who.is"]), timeout_s=3) as toolbox:
+        status, text = await call(toolbox, "odd", content=content)
+        assert status in ("ok", "raised", "timeout") and text.encode()
+        assert await server_pid(toolbox)
+
+
+async def test_arguments_with_a_lone_surrogate_reach_the_server(quick: str) -> None:
+    async with box_of(stdio(quick, tools=["odd"])) as toolbox:
+        assert await call(toolbox, "odd", content='{"type": "text", "text": "\ud83d"}') == ("ok", "?")

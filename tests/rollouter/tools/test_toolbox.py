@@ -14,6 +14,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 from anyio import to_thread
+from hypothesis import given, settings
 
 from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.failures import BugError, ConfigError, DataError, UserCodeError
@@ -23,6 +24,7 @@ from rollouter.drop_policy import ToolFailedError
 from rollouter.tools import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse, execution
 from rollouter.tools.loading import FunctionSchema, LoadedTool
 from rollouter.tools.toolbox import Toolbox, ToolCallResult, ToolSession
+from tests.fakes.hostile import BROKEN_JSON, LONE, LONG_TEXT, texts, values
 from tests.fakes.tools import RememberingTool, schema_of, toolbox_of
 from tests.fuzz.loop import run as run_virtually
 
@@ -192,6 +194,45 @@ async def test_an_invalid_result_names_the_tool(result: Any, message: str) -> No
 async def test_lone_surrogates_are_replaced() -> None:
     called = await once(toolbox_of(RememberingTool(lambda query: query + "\u00e9")), '{"query": "\\ud800"}')
     assert called.call.result == "?\u00e9"
+
+
+@settings(max_examples=25)
+@given(query=values(), answer=texts() | values(), error=texts())
+async def test_calls_with_any_text_have_an_outcome(query: Any, answer: Any, error: str) -> None:
+    """An answer that is no text is an error of the tool's author, which names the tool."""
+    acts = (
+        lambda _: answer,
+        lambda _: ToolResponse(answer, metrics={LONE: 1.0}),
+        lambda _: fail(ValueError(error)),
+        lambda _: fail(ToolError(error)),
+    )
+    for act in acts:
+        for arguments in (json.dumps({"query": query}), json.dumps(query), error):
+            try:
+                call = (await once(toolbox_of(RememberingTool(act)), arguments)).call
+            except UserCodeError as failure:
+                assert "tool search: execute" in failure.message
+                assert not isinstance(answer, str)
+            else:
+                json.dumps([call.result, dict(call.metrics)], ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("arguments", BROKEN_JSON)
+async def test_arguments_that_are_no_json_are_reported_to_the_model(arguments: str) -> None:
+    call = (await once(toolbox_of(RememberingTool()), arguments)).call
+    assert call.status in ("bad_json", "bad_arguments") and call.result.startswith("Error: the arguments of search")
+
+
+async def test_a_number_that_the_schema_cannot_check_is_a_bad_argument() -> None:
+    parameters = {"type": "object", "properties": {"x": {"multipleOf": 0.1}}}
+    loaded = LoadedTool(RememberingTool(), FunctionSchema(schema_of("search", parameters)), ToolConfig(), "tools.0")
+    call = (await once(Toolbox([loaded]), '{"x": 1' + "0" * 400 + "}")).call
+    assert call.status == "bad_arguments"
+    assert call.result == "Error: the arguments of search do not fit: a number is too large"
+
+
+async def test_long_answers_are_returned() -> None:
+    assert (await once(toolbox_of(RememberingTool(lambda _: LONG_TEXT + LONE)))).call.result == LONG_TEXT + "?"
 
 
 async def test_refused_calls_are_counted() -> None:
