@@ -52,7 +52,7 @@ class InteractionSet:
             raise DataError(f"extra_info.interaction_kwargs: {given!r} is not a mapping")
         kwargs = _without_none(given or {})
         name = kwargs.pop("name", self.names[0])
-        if name not in self._by_name:
+        if not isinstance(name, str) or name not in self._by_name:
             near = nearest(str(name), list(self._by_name))
             raise DataError(f"extra_info.interaction_kwargs.name: there is no interaction {name!r}{near}")
         return InteractionSession(self._by_name[name], context, kwargs)

@@ -22,7 +22,7 @@ from asyncrl.core.failures import ConfigError, DataError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
 from rollouter.rewards.chat_endpoint import ChatEndpoint
 from rollouter.rewards.conversation import text_of
-from rollouter.user_code import parse_settings
+from rollouter.user_code import parse_settings, shown
 
 PLACEHOLDERS = ("question", "ground_truth", "instruction", "stop_phrase")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -88,8 +88,11 @@ class ModelUser(Environment):
         """Fill in the system prompt; `instruction` is the row's text for it.
 
         Raises:
-            DataError: the system prompt needs a question or a ground truth that the row lacks.
+            DataError: the system prompt needs a question or a ground truth that the row lacks, or the instruction is
+                not a text.
         """
+        if not isinstance(instruction, str):
+            raise DataError(f"interaction_kwargs.instruction: {shown(instruction)} is not a text")
         questions = [text_of(message) for message in context.messages if message.get("role") == "user"]
         fillings = {
             "question": questions[-1] if questions else None,

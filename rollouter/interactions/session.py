@@ -15,6 +15,7 @@ import anyio
 
 from asyncrl.config.sections.rollout import InteractionConfig
 from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
+from asyncrl.core.text import encodable, encodable_values
 from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
 from rollouter.user_code import call_problem, describe, finite, shown
@@ -123,7 +124,7 @@ class InteractionSession:
             return None
         number = finite(result)
         if number is None:
-            raise self._failed("score", f"returned {result!r}; expected a finite number or None")
+            raise self._failed("score", f"returned {shown(result)}; expected a finite number or None")
         return number
 
     async def _call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -162,15 +163,19 @@ class InteractionSession:
         if isinstance(result, str | Mapping) or not isinstance(result, Sequence):
             raise self._failed("reset", f"returned {shown(result)}; expected a list of messages")
         for message in result:
-            if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, Mapping) else None
+            if not isinstance(role, str) or role not in ROLES:
                 what = f"returned the message {shown(message)}; expected a mapping with a role of {sorted(ROLES)}"
                 raise self._failed("reset", what)
             content = message.get("content")
-            parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
+            parts = isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
             if not (isinstance(content, str) or parts):
                 what = f"returned the message {shown(message)}; its content must be a text or a list of parts"
                 raise self._failed("reset", what)
-        return tuple(result)
+        try:
+            return tuple(encodable_values(list(result)))
+        except ValueError as error:
+            raise self._failed("reset", f"returned a message that cannot be used: {error}") from error
 
     def _reply(self, result: Any) -> Reply:
         if not isinstance(result, Reply):
@@ -182,10 +187,12 @@ class InteractionSession:
         reward = finite(result.reward)
         if reward is None:
             raise self._failed("step", f"returned the reward {shown(result.reward)}; expected a finite number")
+        if not isinstance(result.metrics, Mapping):
+            raise self._failed("step", f"returned the metrics {shown(result.metrics)}; expected a mapping")
         metrics: dict[str, float] = {}
         for name, value in result.metrics.items():
             number = finite(value)
             if number is None:
                 raise self._failed("step", f"returned the metric {name} = {shown(value)}; expected a finite number")
-            metrics[str(name)] = number
-        return Reply(result.text, done=bool(result.done), reward=reward, metrics=metrics)
+            metrics[encodable(str(name))] = number
+        return Reply(encodable(result.text), done=bool(result.done), reward=reward, metrics=metrics)

@@ -7,7 +7,6 @@ ask ─▶ limiter ─▶ one try, within timeout_s ─▶ text
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import anyio
 
 from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraError
+from asyncrl.core.text import encodable, safe_repr
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_RETRY_AFTER_S = 60.0
@@ -113,7 +113,7 @@ class ChatEndpoint:
                     )
                 except openai.APIStatusError as error:
                     raise self._status_error(error) from error
-                except (openai.APIConnectionError, json.JSONDecodeError) as error:
+                except (openai.APIConnectionError, ValueError, RecursionError) as error:  # the body is not JSON
                     raise _RetryableError(f"{type(error).__name__}: {error.__cause__ or error}") from error
                 return self._text(answer)
             assert deadline.cancelled_caught
@@ -133,19 +133,23 @@ class ChatEndpoint:
     def _text(self, answer: Any) -> str:
         if not hasattr(answer, "choices"):
             raise ConfigError(
-                f"{self._about} answers with something other than a chat completion: {_cut(repr(answer))}; most "
+                f"{self._about} answers with something other than a chat completion: {_cut(safe_repr(answer))}; most "
                 "base_urls end in /v1"
             )
         if not answer.choices:
-            raise DataError(f"{self._about} answered without a choice: {_cut(answer.model_dump_json())}")
-        choice = answer.choices[0]
-        if choice.message.refusal or choice.finish_reason == "content_filter":
-            reason = f": {_cut(choice.message.refusal)}" if choice.message.refusal else ""
+            raise DataError(f"{self._about} answered without a choice: {_cut(safe_repr(answer))}")
+        try:
+            choice = answer.choices[0]
+            finish_reason, refusal, text = choice.finish_reason, choice.message.refusal, choice.message.content
+        except (AttributeError, TypeError, LookupError) as error:
+            # The client does not check the types of an answer.
+            raise DataError(f"{self._about} answered with a malformed choice: {_cut(safe_repr(answer))}") from error
+        if refusal or finish_reason == "content_filter":
+            reason = f": {_cut(str(refusal))}" if refusal else ""
             raise DataError(f"{self._about} refused to answer{reason}")
-        text = choice.message.content
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{self._about} answered without a text, finish_reason {choice.finish_reason!r}")
-        return text
+            raise DataError(f"{self._about} answered without a text, finish_reason {finish_reason!r}")
+        return encodable(text)
 
 
 class _RetryableError(Exception):

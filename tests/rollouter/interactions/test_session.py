@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import pickle
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.core.failures import ConfigError, DataError, InfraError
 from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Reply
 from tests.fakes.environments import assistant, context, interaction, load
+from tests.fakes.hostile import LONE, LONG_TEXT, messages, texts, values
 from tests.fuzz.loop import run
 
 
@@ -249,3 +254,45 @@ async def test_a_failed_close_is_raised_unless_something_failed_before(caplog: p
         async with make() as session:
             await session.step(*assistant("22"))
     assert "close raised OSError: second" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ hostile text
+
+
+@settings(max_examples=40)
+@given(text=texts() | values(), reward=values(), name=texts(), metric=values(), metrics=values())
+async def test_replies_of_any_shape_can_be_encoded_or_name_the_environment(
+    text: Any, reward: Any, name: str, metric: Any, metrics: Any
+) -> None:
+    replies = [Reply(text, reward=reward), Reply(text, metrics={name: metric}), Reply(text, metrics=metrics), text]
+    for reply in replies:
+        async with sessions(does={"step": returns(reply), "score": returns(reward)})() as session:
+            try:
+                answer = await call(session, "step")
+                answer.text.encode(), "".join(answer.metrics).encode()
+                await call(session, "score")
+            except ToolFailedError as error:
+                assert "interaction 'tutor', Own." in error.message and error.message.encode()
+
+
+@settings(max_examples=40)
+@given(opening=st.lists(messages(), max_size=3) | values())
+async def test_opening_messages_of_any_shape_can_be_encoded_or_name_the_environment(opening: Any) -> None:
+    async with sessions(does={"reset": returns(opening)})() as session:
+        try:
+            json.dumps(await session.reset(), ensure_ascii=False).encode()
+        except ToolFailedError as error:
+            assert "interaction 'tutor', Own.reset returned" in error.message
+
+
+@settings(max_examples=40)
+@given(given=values(), name=values())
+def test_kwargs_of_a_row_of_any_shape_are_used_or_a_data_error(given: Any, name: Any) -> None:
+    for kwargs in (given, {"name": name}):
+        with suppress(DataError):
+            load(interaction(name="tutor")).session(context(extra_info={"interaction_kwargs": kwargs}))
+
+
+async def test_a_long_reply_is_returned() -> None:
+    async with sessions(does={"step": returns(Reply(LONG_TEXT + LONE))})() as session:
+        assert (await call(session, "step")).text == LONG_TEXT + "?"

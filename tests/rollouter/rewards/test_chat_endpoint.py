@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraError
+from asyncrl.core.failures import AsyncRLError, ConfigError, DataError, DeadlineError, InfraError
 from rollouter.rewards.chat_endpoint import ChatEndpoint
+from tests.fakes.hostile import BROKEN_JSON, LONE, messages, texts, values
 from tests.fakes.openai_server import (
     Hang,
     HangUp,
@@ -213,3 +217,28 @@ async def test_closing_takes_no_longer_than_its_limit(monkeypatch: pytest.Monkey
             scope.cancel()
             await setup.endpoint.aclose()
         assert closings == ["begun"]
+
+
+# ------------------------------------------------------------------------------------------------ hostile answers
+
+
+@settings(max_examples=10)
+@given(contents=st.lists(texts() | values(), min_size=8, max_size=8), choice=messages(), message=messages())
+async def test_answers_of_any_shape_are_text_or_an_error(contents: list[Any], choice: Any, message: Any) -> None:
+    answers: list[Script] = [ServerAnswer({"choices": [choice]}), ServerAnswer({"choices": [{"message": message}]})]
+    for content in contents:
+        answers += [chat_answer(content), ServerAnswer({"choices": content}), ServerAnswer(json.dumps(content))]
+    async with endpoint(answers, max_attempts=1) as setup:
+        for _ in answers:
+            try:
+                (await setup.endpoint.ask(QUESTION)).encode()
+            except AsyncRLError as error:
+                assert error.message.startswith("model 'judge-1' at")
+
+
+@pytest.mark.parametrize("body", BROKEN_JSON)
+async def test_an_answer_that_is_no_json_is_asked_for_again(body: str) -> None:
+    broken = ServerAnswer(body.encode(errors="replace").decode())
+    async with endpoint([broken, chat_answer(LONE)]) as setup:
+        with suppress(ConfigError, DataError):  # some of it is JSON, but no chat completion
+            assert await setup.endpoint.ask(QUESTION) == "?"
