@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncrl.config.sections.rollout import SamplingConfig
+from asyncrl.core.text import encodable, encodable_values, parse_json, safe_repr
 from asyncrl.core.types import FinishReason, Turn
-from rollouter.gateway.body import parse_json
 from rollouter.requests import SHAPING
-from rollouter.user_code import finite, shorten
+from rollouter.user_code import finite, shorten, shown
 
 NO_ROOM = "context_length_exceeded"
 MAX_TOKEN_ID = 2**31 - 1
@@ -29,8 +29,8 @@ class RequestError(Exception):
         code: str | None = None,
         param: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = encodable(message)
+        super().__init__(self.message)
         self.status = status
         self.kind = kind
         self.code = code
@@ -68,7 +68,7 @@ def engines_failed() -> RequestError:
     )
 
 
-def no_room(context_tokens: int, max_model_len: int, response_length: int) -> RequestError:
+def no_room(context_tokens: int | str, max_model_len: int, response_length: int) -> RequestError:
     return RequestError(
         f"there is no room for another turn after these {context_tokens} tokens: a conversation may have "
         f"{max_model_len} tokens (rollout.max_model_len), of which at most {response_length} may follow its prompt "
@@ -123,7 +123,7 @@ def arguments_of(written: Any) -> Any:
     if not isinstance(written, str):
         return written
     try:
-        read = parse_json(written)
+        read = encodable_values(parse_json(written))
     except ValueError:
         return written
     return read if isinstance(read, dict) else written
@@ -132,9 +132,10 @@ def arguments_of(written: Any) -> Any:
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {type(message).__name__}; expected an object", param=where)
-    role = _ROLES.get(message.get("role", ""))
+    given = message.get("role")
+    role = _ROLES.get(given) if isinstance(given, str) else None
     if role is None:
-        raise RequestError(f"{where}.role is {message.get('role')!r}; expected {', '.join(_ROLES)}", param=where)
+        raise RequestError(f"{where}.role is {shown(given)}; expected {', '.join(_ROLES)}", param=where)
     read: Message = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
@@ -144,6 +145,8 @@ def _message(message: Any, where: str) -> Message:
         if isinstance(reasoning, str) and reasoning:
             read["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise RequestError(f"{where}.tool_calls is {type(calls).__name__}; expected a list", param=where)
             read["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
     return read
 
@@ -172,10 +175,10 @@ def _text(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "refusal":
             texts.append(str(part.get("refusal", "")))
-        elif kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+        elif isinstance(kind, str) and kind in _TEXT_PARTS and isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
-            raise RequestError(f"{where} has a part of type {kind!r}; this endpoint takes text only", param=where)
+            raise RequestError(f"{where} has a part of type {shown(kind)}; this endpoint takes text only", param=where)
     return "\n".join(texts)
 
 
@@ -320,7 +323,7 @@ class RequestReader:
     def _check(self, body: Mapping[str, Any]) -> None:
         if (model := body.get("model")) not in (None, self._model):
             raise RequestError(
-                f"there is no model {model!r}; the run trains {self._model!r}", status=404,
+                f"there is no model {shown(model)}; the run trains {self._model!r}", status=404,
                 code="model_not_found", param="model",
             )  # fmt: skip
         for name, neutral in _NEUTRAL.items():
@@ -360,7 +363,7 @@ def checked_reward(reward: Any, metrics: Mapping[str, Any], done: Any) -> Posted
     Raises:
         ValueError: a value is not a finite number, or `done` is not a bool.
     """
-    numbers = {str(name): _finite(value, f"metrics.{name}") for name, value in metrics.items()}
+    numbers = {encodable(str(name)): _finite(value, f"metrics.{name}") for name, value in metrics.items()}
     if not isinstance(done, bool):
         raise ValueError(f"done is {_shown(done)}; expected true or false")
     return PostedReward(None if reward is None else _finite(reward, "reward"), numbers, done)
@@ -416,7 +419,10 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _shown(value: Any) -> str:
-    return shorten(json.dumps(value, default=str), 80)
+    try:
+        return shorten(json.dumps(value, default=safe_repr), 80)
+    except (TypeError, ValueError, RecursionError):  # a program in this process may return any value
+        return shown(value, 80)
 
 
 Body = dict[str, Any]

@@ -21,9 +21,10 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
+from asyncrl.core.text import encodable_values
 from asyncrl.core.trajectory import TurnInfo
 from asyncrl.core.types import FinishReason, Turn
-from rollouter.agent.chat import ChatTokenizer
+from rollouter.agent.chat import ChatTokenizer, exceeds
 from rollouter.agent.conversation import AskTurn, TurnRequest
 from rollouter.agent.parsing import NO_TOOLS, ToolCallParser, assistant_message
 from rollouter.gateway.protocol import (
@@ -253,7 +254,7 @@ class GatewaySession:
     async def answer(self, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Answer one request; a refusal is an answer too. `path` is the part after `/v1/`."""
         try:
-            return GatewayResponse(200, await self._serve(path, body))
+            return GatewayResponse(200, await self._serve(path, _encodable(body)))
         except RequestError as refusal:
             return GatewayResponse(refusal.status, refusal.body)
 
@@ -283,6 +284,7 @@ class GatewaySession:
         except ConfigError as error:
             raise self._fail(error) from error
         self._chats[request.scheme] = chat_format.chat
+        self._check_room(request.messages)
         position = self._find(chat_format, request)
 
         def finish(turn: Turn, info: TurnInfo) -> Body:
@@ -297,6 +299,7 @@ class GatewaySession:
 
     async def _completion(self, body: Mapping[str, Any]) -> Body:
         request = self._reader.completion(body)
+        self._check_room([{"content": request.text}])
         ids = list(request.ids) if request.ids is not None else self._cache.tokens(request.text or "")
         prompt = request.text if request.text is not None else self._cache.text(ids)
         context = np.asarray(ids, dtype=np.int32)
@@ -308,6 +311,14 @@ class GatewaySession:
             return completion_response(self._header(position), turn, text, self._pieces(request.options, turn))
 
         return await self._turn(position, request.options, finish)
+
+    def _check_room(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse messages that are far too long, because tokenizing them would take seconds of the event loop."""
+        if exceeds(messages, self._budget.max_model_len):
+            self.full = True
+            raise no_room(
+                f"more than {self._budget.max_model_len}", self._budget.max_model_len, self._budget.response_length
+            )
 
     def _find(self, chat_format: ChatFormat, request: ChatRequest) -> TurnPosition:
         """Return the position of the turn that `request` asks for."""
@@ -403,6 +414,18 @@ class GatewaySession:
 
     def _text(self, ids: Any) -> str:
         return self._cache.text(ids)
+
+
+def _encodable(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body with texts that can be encoded.
+
+    Raises:
+        RequestError: its values are nested too deeply.
+    """
+    try:
+        return dict(encodable_values(body))
+    except ValueError as error:
+        raise RequestError(f"the body cannot be used: {error}") from None
 
 
 _KEY = re.compile(r"asyncrl-(\d+)-[A-Za-z0-9_-]{43}")

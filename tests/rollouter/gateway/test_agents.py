@@ -10,6 +10,8 @@ import anyio
 import numpy as np
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.core.failures import DataError, InfraError, UserCodeError
 from asyncrl.core.trajectory import Trajectory
@@ -21,6 +23,7 @@ from rollouter.drop_policy import TooLongError
 from rollouter.gateway.program import FunctionProgram
 from rollouter.gateway.task import AgentTask
 from tests.fakes.gateway_agent import CALL, MODEL, QUESTION, TOOLS, GatewayRig
+from tests.fakes.hostile import LONE, LONG_TEXT, messages, texts, values
 
 
 def mask_text(rig: GatewayRig, one: Trajectory, row: int = 0) -> list[str]:
@@ -457,3 +460,76 @@ async def test_malformed_http_requests_are_refused() -> None:
         return 1.0
 
     assert len((await rig.converse(agent)).turns) == 1
+
+
+# ------------------------------------------------------------------------------------------------ hostile requests
+
+
+async def answered(rig: GatewayRig, requests: Sequence[tuple[str, Any]]) -> list[Any]:
+    """Return the gateway's responses to requests of one trajectory, which then ends with the reward 1."""
+    responses: list[Any] = []
+
+    async def agent(task: AgentTask) -> float:
+        for path, body in requests:
+            responses.append(await rig.agent.gateway.answer(task.api_key, path, body))
+            json.dumps(responses[-1].body, ensure_ascii=False).encode()
+        await rig.question(task)
+        return 1.0
+
+    one = await rig.converse(agent)
+    assert one.scores == {"agent": 1.0}
+    json.dumps(one.messages, ensure_ascii=False).encode()
+    return responses
+
+
+async def test_lone_surrogates_in_requests_and_calls_are_replaced() -> None:
+    call = {"id": LONE, "function": {"name": LONE, "arguments": '{"x": "\\ud83d"}'}}
+    said = [
+        {"role": "user", "content": LONE, "name": LONE},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": LONE, "content": [{"type": "text", "text": LONE}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": LONE, "parameters": {"type": "object"}}}]
+    requests = [
+        ("chat/completions", {"messages": said}),
+        ("chat/completions", {"messages": [QUESTION], "tools": tools}),
+        ("completions", {"prompt": LONE}),
+        ("reward", {"reward": 0.5, "metrics": {LONE: 1}}),
+    ]
+    rollout = {"multi_turn": {"tokenization_sanity_check_mode": "off"}}  # the call differs from what was sampled
+    rig = GatewayRig("12", CALL.replace("3*4", "\\ud83d"), "12", "12", rollout=rollout)
+    responses = await answered(rig, requests)
+    assert [response.status for response in responses] == [200] * 4
+    (made,) = responses[1].body["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["arguments"] == '{"x": "?"}'
+
+
+async def test_a_request_that_is_far_too_long_is_refused_before_it_is_tokenized() -> None:
+    requests = [
+        ("chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT}]}),
+        ("completions", {"prompt": LONG_TEXT}),
+    ]
+    responses = await answered(GatewayRig("12"), requests)
+    assert [(one.status, one.body["error"]["code"]) for one in responses] == [(400, "context_length_exceeded")] * 2
+
+
+FUNCTIONS = st.fixed_dictionaries({"name": texts()}, optional={"parameters": values(), "description": values()})
+SCHEMAS = st.fixed_dictionaries({"function": FUNCTIONS}, optional={"type": values()})
+
+
+@settings(max_examples=25)
+@given(
+    said=st.lists(messages(), max_size=2) | values(),
+    tools=st.lists(SCHEMAS, max_size=2) | values(),
+    field=values(),
+)
+async def test_requests_of_any_shape_are_answered_or_refused(said: Any, tools: Any, field: Any) -> None:
+    requests = [
+        ("chat/completions", {"messages": said}),
+        ("chat/completions", {"messages": [{"role": "user", "content": field}]}),
+        ("chat/completions", {"messages": [QUESTION], "tools": tools}),
+        ("completions", {"prompt": field}),
+        ("reward", {"reward": field, "metrics": {"a": field}}),
+    ]
+    for response in await answered(GatewayRig(*["12"] * 6), requests):
+        assert response.status in (200, 400)

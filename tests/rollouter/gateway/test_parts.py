@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.types import FinishReason, Span, Turn
 from rollouter.gateway.program import load_program, read_result
-from rollouter.gateway.protocol import RequestError, RequestReader, fingerprint, to_template
+from rollouter.gateway.protocol import RequestError, RequestReader, fingerprint, read_reward, to_template
 from rollouter.gateway.session import AgentGateway, cut_at, incarnation_of, text_before
+from tests.fakes.hostile import BROKEN_JSON, messages, texts, values
 
 ANSWER = {
     "role": "assistant",
@@ -73,12 +79,62 @@ def test_messages_are_converted_for_templates() -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [None, "hello", [], ["hello"], [{"content": 1}], [{"role": "user", "content": 3}], [ANSWER | {"tool_calls": [{}]}]],
-)
+    [
+        None, "hello", [], ["hello"], [{"content": 1}], [{"role": "user", "content": 3}], [{"role": ["user"]}],
+        [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}], [ANSWER | {"tool_calls": 7}],
+        [ANSWER | {"tool_calls": {"a": 1}}], [ANSWER | {"tool_calls": [{}]}],
+        [ANSWER | {"tool_calls": [{"function": {"name": 1}}]}],
+    ],
+)  # fmt: skip
 def test_malformed_messages_are_refused(messages: Any) -> None:
     with pytest.raises(RequestError) as refused:
         to_template(messages)
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("arguments", BROKEN_JSON)
+def test_arguments_that_are_no_json_stay_text(arguments: str) -> None:
+    (message,) = to_template([ANSWER | {"tool_calls": [call(arguments)]}])
+    assert message["tool_calls"][0]["function"]["arguments"] in (arguments, {})
+
+
+def reads(read: Callable[[], Any]) -> None:
+    """Read a request, which may be refused."""
+    try:
+        read()
+    except RequestError as error:
+        assert 400 <= error.status < 500 and error.message.encode()
+
+
+FIELDS = ("model", "stop", "n", "logprobs", "tool_choice", "chat_template_kwargs", "max_tokens", "prompt")
+
+
+@settings(max_examples=50)
+@given(
+    said=st.lists(messages(), max_size=2) | values(),
+    tools=values(),
+    fields=st.dictionaries(st.sampled_from(FIELDS), values(), max_size=3),
+)
+def test_requests_of_any_shape_are_parsed_or_refused(said: Any, tools: Any, fields: dict[str, Any]) -> None:
+    reader = RequestReader("tiny", None)
+    body = {"messages": said, "tools": tools}
+    reads(lambda: [fingerprint(one) for one in to_template(said)])
+    for given_body in (body, {**body, **fields}, {"messages": [{"role": "user", "content": "x"}], **fields}):
+        reads(partial(reader.chat, given_body))
+        reads(partial(reader.completion, given_body))
+
+
+@settings(max_examples=50)
+@given(reward=values(), metrics=values(), done=values(), name=texts())
+def test_rewards_of_any_shape_are_used_or_refused(reward: Any, metrics: Any, done: Any, name: str) -> None:
+    reads(lambda: read_reward({"reward": reward, "metrics": metrics, "done": done}))
+    knot: list[Any] = []
+    knot.append(knot)
+    odd = [10**5000, knot, {"metrics": {(1, 2): knot}}, {"reward": {(1, 2): 3}}]
+    for result in (reward, metrics, {"reward": reward, "metrics": metrics}, *odd):
+        with suppress(UserCodeError):
+            read_result(result)
+    assert [one.encode() for one in read_result({"metrics": {name: 1}}).metrics]
 
 
 def turn(text: str, *spans: Span) -> Turn:
@@ -129,7 +185,7 @@ def test_requests_are_parsed() -> None:
     other = reader.chat({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
     assert other.scheme not in (request.scheme, reader.chat({"messages": messages, "tools": None}).scheme)
     assert reader.completion({"prompt": [[1, 2]]}).ids == (1, 2) and reader.completion({"prompt": ["a"]}).text == "a"
-    for prompt in (None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [-1], [True]):
+    for prompt in (None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [-1], [True], [2**31]):
         with pytest.raises(RequestError, match="one text or one list"):
             reader.completion({"prompt": prompt})
 
