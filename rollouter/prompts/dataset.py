@@ -6,7 +6,6 @@ nothing is downloaded. The field names are verl's, so verl's files load unchange
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -19,6 +18,7 @@ from asyncrl.assets import resolve
 from asyncrl.config.import_path import nearest
 from asyncrl.config.sections.data import ReasoningGymConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
+from asyncrl.core.text import MAX_DEPTH, TOO_DEEP, parse_json
 from asyncrl.core.types import Media
 from rollouter.prompts.media import extract, has_media
 from rollouter.user_code import shown
@@ -63,11 +63,14 @@ def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = No
 
     Args:
         directory: The base of relative paths of images and videos (`rollouter.prompts.media`).
-        checked: Whether the row was parsed before, so that its images need not be decoded again.
+        checked: Whether the row was parsed before, so that its texts and images need not be checked again.
 
     Raises:
-        DataError: a field is missing or of the wrong type; the message names the row and the field.
+        DataError: a field is missing, of the wrong type, or has text that cannot be encoded; the message names the row
+            and the field.
     """
+    if not checked and (found := _unusable(row)):
+        raise DataError(f"{where}: field '{found.place.removeprefix('.')}': {found.problem}")
     source = row.get("data_source")
     reward_model = _mapping(row.get("reward_model"), "reward_model", where)
     extra_info = dict(_mapping(row.get("extra_info"), "extra_info", where))
@@ -84,6 +87,45 @@ def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = No
         extra_info=extra_info,
         media=media,
     )
+
+
+class _Unusable(NamedTuple):
+    """A value inside a row that cannot be used."""
+
+    place: str
+    """Its place below the value that was searched, such as `.content[0]`."""
+    problem: str
+
+
+def _unusable(value: Any, depth: int = 0) -> _Unusable | None:
+    """Return the first text that cannot be encoded, or the first value that is nested too deeply."""
+    if isinstance(value, str):
+        return _half_of_a_pair(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return None
+    if depth == MAX_DEPTH:
+        return _Unusable("", TOO_DEEP)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if found := _half_of_a_pair(str(key)) or _unusable(item, depth + 1):
+                return _Unusable(f".{key}{found.place}", found.problem)
+        return None
+    for number, item in enumerate(value):
+        if found := _unusable(item, depth + 1):
+            return _Unusable(f"[{number}]{found.place}", found.problem)
+    return None
+
+
+def _half_of_a_pair(text: str) -> _Unusable | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return _Unusable(
+            "",
+            f"character {error.start} is {text[error.start]!a}, half of a surrogate pair, which can be neither "
+            "tokenized nor written; remove it, or write the whole pair",
+        )
+    return None
 
 
 def _messages(prompt: Any, where: str) -> tuple[Mapping[str, Any], ...]:
@@ -119,6 +161,9 @@ def _sampling_params(value: Any, where: str) -> Mapping[str, Any]:
     limit = params.get("max_tokens", 1)
     if not isinstance(limit, int) or limit < 1:
         raise DataError(f"{where}: field '{field}.max_tokens' is {_shown(limit)}; expected an integer of at least 1")
+    stop = params.get("stop", ())
+    if not isinstance(stop, str | list | tuple) or not all(isinstance(one, str) for one in stop):
+        raise DataError(f"{where}: field '{field}.stop' is {_shown(stop)}; expected a text or a list of texts")
     return params
 
 
@@ -203,8 +248,8 @@ class _JsonLines(_DataFile):
 
     def parsed(self, raw: Mapping[str, Any], index: int) -> Mapping[str, Any]:
         try:
-            row = json.loads(raw["text"])
-        except json.JSONDecodeError as error:
+            row = parse_json(raw["text"])
+        except ValueError as error:
             raise DataError(f"{self.where(index)}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{self.where(index)}: {_shown(row)} is not a JSON object")

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
@@ -20,6 +20,7 @@ from asyncrl.core.types import SampleId
 from rollouter.prompts.chat_template import fit, load_tokenizer
 from rollouter.prompts.dataset import FileRows, GymRows, parse_row
 from rollouter.prompts.source import LoadedPrompts, PromptSet, ShuffledPrompts, epoch_order, load_prompts
+from tests.fakes.hostile import BROKEN_JSON, messages, texts, values
 
 QUICKSTART = "asyncrl://quickstart"
 
@@ -253,3 +254,66 @@ def test_errors_name_a_missing_tokenizer_or_template(tmp_path: Path) -> None:
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"model\.chat_template: .* cannot be read"):
         load_tokenizer(ModelConfig(path=QUICKSTART, chat_template=str(tmp_path / "none.jinja")))
+
+
+# ------------------------------------------------------------------------------------------------ hostile rows
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (question("\ud83d"), r"field 'prompt\[0\]\.content': character 0 is '\\ud83d', half of a surrogate pair"),
+        (question("1", extra_info={"a": ["b\udc00"]}), r"field 'extra_info\.a\[0\]': character 1 is '\\udc00'"),
+        (question("1", extra_info={"\ud83d": 1}), r"field 'extra_info\.\?': character 0 is"),
+        (question("1", reward_model={"ground_truth": "\ud83d"}), r"field 'reward_model\.ground_truth': character 0"),
+        (
+            question("1", extra_info={"sampling_params": {"stop": 5}}),
+            r"sampling_params\.stop' is 5; expected a text or",
+        ),
+        *((text or " {", "not JSON|not a JSON object|nested more than") for text in BROKEN_JSON),
+    ],
+)
+def test_a_row_with_unusable_text_is_a_data_error_with_its_line(
+    tmp_path: Path, tokenizer: Any, row: Any, message: str
+) -> None:
+    text = row if isinstance(row, str) else json.dumps(row)
+    path = write_jsonl(tmp_path / "bad.jsonl", question("1"), text.encode(errors="replace").decode() or "{")
+    with pytest.raises(DataError, match=message) as caught:
+        load(tmp_path, tokenizer, path)
+    assert "bad.jsonl, line 2" in caught.value.message
+
+
+class OneRow:
+    """A data set of one row."""
+
+    def __init__(self, row: Any) -> None:
+        self._row = row
+
+    def __len__(self) -> int:
+        return 1
+
+    def row(self, index: int) -> Any:
+        return self._row
+
+    def where(self, index: int) -> str:
+        return "rows.jsonl, line 1"
+
+    def directory(self, index: int) -> None:
+        return None
+
+
+@settings(max_examples=50)
+@given(
+    prompt=texts() | st.lists(messages(), max_size=3) | values(),
+    fields=st.dictionaries(st.sampled_from(["data_source", "reward_model", "extra_info", "images", "other"]), values()),
+    sampling=values(),
+)
+def test_rows_of_any_shape_are_prompts_or_data_errors(tokenizer: Any, prompt: Any, fields: Any, sampling: Any) -> None:
+    for row in ({"prompt": prompt, **fields}, question("1", extra_info={"sampling_params": sampling}), fields):
+        try:
+            made = PromptSet(OneRow(row), tokenizer, max_prompt_length=10**6, overlong="error")[0]
+        except DataError as error:
+            assert error.message.startswith("rows.jsonl, line 1: ")
+        else:
+            assert len(made.prompt_ids)
+            json.dumps([made.messages, made.extra_info, made.ground_truth], ensure_ascii=False).encode()
