@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import jinja2
 import torch
 
 from asyncrl.assets import resolve
@@ -115,7 +114,7 @@ class RewardClassifier:
             try:
                 ids: list[int] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
                 types = [0] * len(ids)
-            except (jinja2.TemplateError, TypeError, ValueError) as error:
+            except Exception as error:  # a template may raise anything on messages that it does not expect
                 raise DataError(f"the reward model's chat template refuses a conversation: {error}") from error
         else:
             prompt = "\n".join(text_of(message) for message in conversation.messages)

@@ -50,10 +50,18 @@ def text_of(message: Message) -> str:
 
 
 def _said(message: Message) -> str:
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    written = [f"[calls {call['name']} with {_json(call['arguments'])}]" for call in calls]
+    calls = message.get("tool_calls")
+    written = [_call(call) for call in calls] if isinstance(calls, list | tuple) else []
     return "\n".join(line for line in (text_of(message), *written) if line)
 
 
+def _call(call: Any) -> str:
+    """Return a call as text. A row may contain calls without the level `function`, or anything else."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return f"[calls {call}]"
+    return f"[calls {function.get('name')} with {_json(function.get('arguments'))}]"
+
+
 def _json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)

@@ -18,6 +18,7 @@ from anyio import to_process, to_thread
 from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.ports import Score
+from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
 from rollouter.user_code import call_problem, finite, is_async, load_registered, shown, signature_of
@@ -281,7 +282,7 @@ def score_of(result: Any, about: str, *, num_turns: int) -> Score:
     if "score" not in result:
         raise UserCodeError(f"{about} returned a mapping without 'score': {shown(result)}")
     turns = _turn_scores(result.get("turn_scores"), about, num_turns)
-    extras = {str(key): finite(item) for key, item in result.items() if key not in ("score", "turn_scores")}
+    extras = {encodable(str(key)): finite(item) for key, item in result.items() if key not in ("score", "turn_scores")}
     extra = {key: item for key, item in extras.items() if item is not None}
     return Score(_score(result["score"], about) + sum(turns), extra, turns)
 

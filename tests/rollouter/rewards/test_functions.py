@@ -12,6 +12,8 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.config.sections.data import ReasoningGymConfig
 from asyncrl.config.sections.reward import RewardConfig
@@ -22,6 +24,7 @@ from rollouter.prompts.dataset import GymRows, parse_row
 from rollouter.rewards.functions import RewardFunction, load_reward_function, load_reward_functions
 from rollouter.rewards.scorer import FunctionScorer
 from tests.fakes.conversations import answer, decode
+from tests.fakes.hostile import texts, values
 from tests.fakes.parts import make_prompt
 
 
@@ -256,3 +259,26 @@ async def test_a_timeout_error_of_the_function_is_not_reported_as_its_deadline()
 
     with pytest.raises(UserCodeError, match="raised TimeoutError: judge unreachable"):
         await rewards(own(reward), make_prompt(1), "x")
+
+
+# ------------------------------------------------------------------------------------------------ hostile values
+
+
+@settings(max_examples=30)
+@given(result=values(), extra=st.dictionaries(texts(), values(), max_size=3), error=texts())
+async def test_results_of_any_shape_are_scores_or_name_the_function(result: Any, extra: Any, error: str) -> None:
+    def fail(**_: Any) -> float:
+        raise ValueError(error)
+
+    results = [result, {"score": result, **extra}, {"score": 1.0, "turn_scores": result}, 10**5000]
+    functions = [own(fail)]
+    for value in results:
+        functions += [own(lambda one=value, **_: one), own(lambda one=value, **_: [one], batch=True)]
+    for function in functions:
+        try:
+            (score,) = await scorer(function).score(make_prompt(1), [answer("22")])
+        except UserCodeError as failure:
+            assert failure.message.startswith("reward function my:reward on a response to")
+            assert str(failure).encode()
+        else:
+            "".join(score.extra).encode()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.reward import JudgeConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.ports import Score
+from rollouter.rewards.conversation import conversation, transcript
 from rollouter.rewards.functions import load_reward_functions
 from rollouter.rewards.judge import JudgeScorer
 from rollouter.rewards.scorer import CombinedScorer, function_scorer
 from tests.fakes.conversations import answer, decode, dialogue, prompt
+from tests.fakes.hostile import messages
 from tests.fakes.openai_server import Hang, OpenAIServer, Script, chat_answer, error_answer, openai_server
 
 
@@ -153,3 +158,13 @@ async def test_a_judge_adds_to_the_reward_function() -> None:
         assert await scorer.score(prompt(), [answer("22")]) == [Score(2.25, {"rule": 1.0, "judge": 0.5})]
         assert not scorer.whole_group
         await scorer.aclose()
+
+
+@settings(max_examples=50)
+@given(st.lists(messages(), max_size=2))
+def test_conversations_of_any_shape_have_a_transcript(said: list[Any]) -> None:
+    """Messages may come from a row, whose tool calls have no fixed shape."""
+    given = tuple(message for message in said if isinstance(message, dict))
+    one = dialogue("add", "#22")
+    made = conversation(prompt(messages=given), replace(one, messages=(*given, *one.messages)), "#22")
+    assert transcript(made).endswith("assistant: #22")
