@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from asyncrl.core.failures import BugError
+from asyncrl.core.text import encodable_values
 from asyncrl.core.trajectory import Generated, SampleRequest, TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Media, Prompt, SampleId
 from asyncrl.storage.media import digest
@@ -236,7 +237,7 @@ def _trajectory(
     for turn in turns:
         if not 0 <= turn.first_token <= turn.first_token + turn.num_tokens <= len(rows[turn.row].response_ids):
             raise ValueError("a turn lies outside of its row")
-    reason, messages = FinishReason(data["finish_reason"]), tuple(data["messages"])
+    reason, messages = FinishReason(data["finish_reason"]), tuple(encodable_values(data["messages"]))
     return Trajectory(tuple(rows), turns, reason, messages, data["scores"], data["metrics"])
 
 

@@ -17,6 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.config.sections.reward import has_conversations
 from asyncrl.core.ports import Score
+from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import CallStatus, Trajectory, TurnInfo
 from asyncrl.core.types import Prompt
 from skip.fingerprint import Fingerprint, field, model_identity, tokenizer_identity
@@ -232,7 +233,7 @@ def _outcome(text: Any, reward: Any, metrics: Any, status: Any, done: Any) -> To
     is_valid = isinstance(text, str) and isinstance(done, bool) and status in get_args(CallStatus)
     if not (is_valid and isinstance(metrics, dict) and all(isinstance(n, float) for n in (reward, *metrics.values()))):
         raise ValueError(f"{text!r} with {status!r}, {reward!r}, {metrics!r} and {done!r} is not the outcome of a call")
-    return ToolOutcome(text, reward, metrics, status, done, replayed=True)
+    return ToolOutcome(encodable(text), reward, metrics, status, done, replayed=True)
 
 
 def _row_tokens(trajectory: Trajectory) -> Any:

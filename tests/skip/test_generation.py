@@ -117,6 +117,16 @@ def test_recorded_samples_are_read_back_unchanged(samples: list[Generated]) -> N
     assert len(back) == len(samples) and all(map(same, back, samples))
 
 
+def test_lone_surrogates_in_a_record_are_replaced() -> None:
+    prompt = Prompt(np.array([1], dtype=np.int32))
+    row = TokenRow(*(np.zeros(1, dtype) for dtype in (np.int32, np.int32, np.bool_, np.float32)), (Span(0, 1),))
+    turn = TurnInfo(0, 0, 1, FinishReason.STOP)
+    messages = ({"role": "assistant", "content": "\ud83d"},)
+    content = to_content([Generated(prompt, (Trajectory((row,), (turn,), FinishReason.STOP, messages),))])
+    (back,) = from_content(content)
+    assert back.trajectories[0].messages == ({"role": "assistant", "content": "?"},)
+
+
 @given(st.lists(drawn_samples(), min_size=1, max_size=2), st.data())
 def test_descriptions_that_do_not_fit_the_tokens_are_refused(samples: list[Generated], data: st.DataObject) -> None:
     content = to_content(samples)

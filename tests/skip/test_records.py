@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +24,7 @@ from asyncrl.storage.untrusted import MAX_DEPTH
 from skip import store as store_module
 from skip.fingerprint import SHORT, differing, field
 from skip.record import MANIFEST, TENSORS, Content, Origin, Record, from_files, to_files
-from skip.store import ABANDONED_S, NOTE, RecordFiles, record_name, step_of
+from skip.store import ABANDONED_S, NOTE, RecordFiles, parse_note, record_name, step_of
 
 ORIGIN = Origin(1000.0, "host", 3, 4, "0.1")
 
@@ -104,6 +105,14 @@ def test_a_record_with_files_of_two_records_is_damaged() -> None:
     (manifest, _), (_, tensors) = as_bytes(make(tag="a")), as_bytes(make(size=6))
     with pytest.raises(DamageError, match="is not the file that"):
         from_files(manifest, tensors)
+
+
+def test_a_manifest_that_is_nested_too_deeply_is_damaged() -> None:
+    _, tensors = as_bytes(make())
+    body = b"[" * 100_000
+    with pytest.raises(DamageError, match="is no JSON"):
+        from_files(body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode(), tensors)
+    assert parse_note(body) == {}
 
 
 @pytest.mark.parametrize(

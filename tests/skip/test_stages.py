@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import anyio
@@ -29,7 +29,7 @@ from asyncrl.core.trajectory import Trajectory, single_turn
 from asyncrl.core.types import FinishReason, Prompt, SampleId, Span, Turn
 from skip import Call, SkipManager
 from skip.fingerprint import differing, field
-from skip.record import MANIFEST, to_files
+from skip.record import MANIFEST, Content, to_files
 from skip.stages import ToolOutcome
 from tests.fakes.conversations import dialogue
 from tests.fakes.skip_roles import recording, records_of, role_of
@@ -330,6 +330,11 @@ async def test_malformed_records_count_as_absent(tmp_path: Path, role: str, cont
         assert stage.num_calls == 2
         await stage()
         assert SkipManager.status() == {role: {"recorded": 2, "damaged": 1, "replayed": 1}}
+
+
+def test_a_lone_surrogate_in_a_recorded_answer_is_replaced(tmp_path: Path) -> None:
+    served: Any = SimpleNamespace(record=SimpleNamespace(content=Content({}, INTACT | {"text": "\ud83d"})))
+    assert role_of(tmp_path, "tool").prepare_data(Call({}, {}), served).text == "?"
 
 
 @pytest.mark.parametrize("role", ["ref_log_prob", "tool"])
