@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
+from asyncrl.core.text import encodable
 from asyncrl.observe.formats import elapsed, number, short_s, whole_percent
 from asyncrl.observe.metrics.rows import MetricsRow
 from asyncrl.observe.status.run_status import Restart
@@ -313,14 +314,14 @@ class ViewHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "already_shown", False):
-            self._view.message(record.levelname.lower(), self.format(record))
+            self._view.message(record.levelname.lower(), encodable(self.format(record)))
 
 
 class LogFile(logging.FileHandler):
     """A log file that stops with one message when its disk is full, so that it never stops a run."""
 
     def __init__(self, path: Path, view: View) -> None:
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")  # a lone surrogate is no full disk
         self._view = view
 
     def handleError(self, record: logging.LogRecord) -> None:

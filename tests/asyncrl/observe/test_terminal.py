@@ -323,6 +323,16 @@ def test_log_messages_are_selected_by_level_and_the_file_also_has_info_of_asyncr
     assert "and more" not in text
 
 
+def test_a_message_with_a_lone_surrogate_does_not_end_the_log(tmp_path: Path) -> None:
+    view = MessageView()
+    with logging_to(view, tmp_path, "warning"):
+        logging.getLogger("a").warning("a library quotes \ud83d")
+        logging.getLogger("a").warning("two")
+    assert view.messages == [("warning", "a library quotes ?"), ("warning", "two")]
+    text = (tmp_path / "driver.log").read_text()
+    assert "a library quotes \\ud83d" in text and "WARNING a: two" in text
+
+
 def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = MessageView()
 
