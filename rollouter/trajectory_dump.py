@@ -29,10 +29,18 @@ class TrajectoryDump:
     """The dump of one run."""
 
     def __init__(
-        self, directory: Path, run_dir: Path, decode: Decode, wall_clock: Callable[[], float] = time.time
+        self,
+        directory: Path,
+        run_dir: Path,
+        decode: Decode,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        mode: int = 0o700,
     ) -> None:
-        """`directory` is created with the first sample. Other runs may share it, so every line names `run_dir`."""
+        """`directory` is created with the first sample, with `mode`. Other runs may share it, so every line names
+        `run_dir`."""
         self._directory = directory
+        self._mode = mode
         self._run = str(run_dir.absolute())
         self._decode = decode
         self._wall_clock = wall_clock
@@ -59,7 +67,7 @@ class TrajectoryDump:
     ) -> None:
         try:
             dumped = describe(sample, prompt, trajectories, scores, self._decode, run=self._run, at=self._wall_clock())
-            append(self._directory, sample.sample_id.index, (to_line(one) for one in dumped))
+            append(self._directory, sample.sample_id.index, (to_line(one) for one in dumped), self._mode)
         except Exception as error:  # noqa: BLE001  OSError, or any error of a tokenizer or a data set's column
             self._log_error(sample, error)
 
@@ -83,7 +91,8 @@ def make_dump(config: Config, run_dir: Path, decode: Decode) -> TrajectoryDump |
     """Return the dump for `rollout.dump_dir`, relative to the working directory, or None if that key is null."""
     if config.rollout.dump_dir is None:
         return None
-    return TrajectoryDump(Path(config.rollout.dump_dir).expanduser().absolute(), run_dir, decode)
+    directory = Path(config.rollout.dump_dir).expanduser().absolute()
+    return TrajectoryDump(directory, run_dir, decode, mode=config.directory_mode)
 
 
 def describe(

@@ -123,7 +123,8 @@ class BaseSkip(ABC):
         self.role = role
         self.config = config
         self.run = run
-        self.files = RecordFiles(Path(config.dump_dir).expanduser() / run.project_name / run.experiment_name / role)
+        root = Path(config.dump_dir).expanduser() / run.project_name / run.experiment_name / role
+        self.files = RecordFiles(root, mode=run.directory_mode)
         self.counts: Counter[Outcome] = Counter()
         self.waiting: Waiting = lambda edge, *, limit_s=0.0: nullcontext()
         """Reports what an async stage waits for."""

@@ -123,8 +123,10 @@ def is_temporary(name: str) -> bool:
 class RecordFiles:
     """The directory of one role, which any number of processes may use at once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, mode: int = 0o700) -> None:
+        """`mode`: mode of `root` and its parents, as far as `write` has to create them."""
         self.root = root
+        self._mode = mode
 
     def read(self, name: str) -> Record:
         """Return a record after verifying all checksums.
@@ -180,7 +182,7 @@ class RecordFiles:
         try:
             new.mkdir()
         except FileNotFoundError:
-            self.root.mkdir(parents=True, exist_ok=True)
+            _make_directories(self.root, self._mode)
             new.mkdir()
         try:
             _write(new / TENSORS, buffers)
@@ -285,6 +287,12 @@ class RecordFiles:
         except FileNotFoundError:
             return None
         return old
+
+
+def _make_directories(path: Path, mode: int) -> None:
+    """Create the directory and its missing parents, all with `mode` as far as the umask allows."""
+    for each in reversed([each for each in (path, *path.parents) if not each.exists()]):
+        each.mkdir(mode, exist_ok=True)
 
 
 def exchange(one: Path, other: Path) -> bool:

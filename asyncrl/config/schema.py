@@ -45,6 +45,10 @@ class Config(ConfigSection):
     """Write every transition of every sample, and the finished samples that no checkpoint covers yet, to the run
     directory, so that a crash loses nothing. `off`: a restart continues from the last checkpoint, and a lost queue ends
     the run."""
+    directory_access: Literal["private", "group", "umask"] = "private"
+    """Access to the directories that a run creates: the run directory, the records of `skip` and the dump of
+    trajectories. `private`: only the user who starts it (mode 0700); `group`: the group may read them (0750); `umask`:
+    what the umask allows. Existing directories keep their mode, and files inside follow the umask."""
     seed: NonNegative = 0
     """Seed of the data order and of torch. The same seed gives the same prompts in the same feed order."""
     model: ModelConfig = ModelConfig()
@@ -65,6 +69,11 @@ class Config(ConfigSection):
     skip: SkipConfig = SkipConfig()
     ray: RayConfig = RayConfig()
     serve: ServeConfig = ServeConfig()
+
+    @property
+    def directory_mode(self) -> int:
+        """Mode of the directories that the run creates, before the umask."""
+        return {"private": 0o700, "group": 0o750, "umask": 0o777}[self.directory_access]
 
     @property
     def samples_per_lease(self) -> int:

@@ -49,7 +49,7 @@ def launch(config: Config) -> int:
         ConfigError: the checkpoint to resume from or the run directory is unusable; nothing was started.
         InfraError: the disk is full; nothing was started.
     """
-    with RunLocks() as locks:
+    with RunLocks(config.directory_mode) as locks:
         warnings: list[str] = []
         resume = find_locked_resume(config, locks, warnings)
         if resume is None and config.run_dir is not None:

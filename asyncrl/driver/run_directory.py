@@ -55,7 +55,9 @@ logger = logging.getLogger(__name__)
 class RunLocks:
     """Run directories that this process has locked, until the block ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: int = 0o700) -> None:
+        """`mode`: mode of run directories that `take` creates."""
+        self._mode = mode
         self._locked: set[Path] = set()
         self._stack = ExitStack()
 
@@ -76,7 +78,7 @@ class RunLocks:
         if path in self._locked:
             return False
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(self._mode, parents=True, exist_ok=True)
             check_links(path)
             file = self._stack.enter_context((path / LOCK).open("a+", encoding="utf-8"))
             _lock(file.fileno(), run_dir)

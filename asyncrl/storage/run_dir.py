@@ -147,7 +147,7 @@ def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDi
     """Create a new run directory with its config.yaml: `config.run_dir`, or `root/<experiment>/<time>`.
 
     The default name is unique even if several runs start in the same second, and `root/<experiment>/latest` points
-    at it.
+    at it. The run directory has the mode `config.directory_mode`; its parents have the usual one.
 
     Raises:
         ConfigError: `config.run_dir` already holds a run, or the directory cannot be written.
@@ -160,8 +160,8 @@ def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDi
             _refuse_used(target)
             run_dir = RunDir(target.absolute())
         else:
-            target.mkdir(parents=True, exist_ok=True)
-            run_dir = RunDir(_make_unique(target, now.strftime("%Y%m%d-%H%M%S")).absolute())
+            target.mkdir(config.directory_mode, parents=True, exist_ok=True)
+            run_dir = RunDir(_make_unique(target, now.strftime("%Y%m%d-%H%M%S"), config.directory_mode).absolute())
             _point_latest(target / "latest", run_dir.path.name)
         _fill(run_dir, config)
     except OSError as error:
@@ -255,12 +255,12 @@ def _refuse_used(path: Path) -> None:
         )
 
 
-def _make_unique(parent: Path, stamp: str) -> Path:
+def _make_unique(parent: Path, stamp: str, mode: int) -> Path:
     number = 1
     while True:
         path = parent / (stamp if number == 1 else f"{stamp}-{number}")
         try:
-            path.mkdir()
+            path.mkdir(mode)
         except FileExistsError:
             number += 1
         else:

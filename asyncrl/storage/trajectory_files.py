@@ -304,9 +304,9 @@ def file_name(index: int) -> str:
     return f"trajectories-{first}-{first + SAMPLES_PER_FILE - 1}.jsonl"
 
 
-def append(directory: Path, index: int, lines: Iterable[bytes]) -> None:
-    """Append the lines of one sample in one write, and create the directory if necessary. The incomplete line of an
-    earlier, interrupted write stays a separate line.
+def append(directory: Path, index: int, lines: Iterable[bytes], mode: int = 0o700) -> None:
+    """Append the lines of one sample in one write, and create the directory with `mode` if necessary. The incomplete
+    line of an earlier, interrupted write stays a separate line.
 
     Raises:
         OSError: some of the bytes could not be written.
@@ -316,7 +316,7 @@ def append(directory: Path, index: int, lines: Iterable[bytes]) -> None:
     try:
         descriptor = os.open(path, flags, 0o644)
     except FileNotFoundError:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode, parents=True, exist_ok=True)
         descriptor = os.open(path, flags, 0o644)
     try:
         size = os.fstat(descriptor).st_size

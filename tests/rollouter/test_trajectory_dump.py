@@ -128,11 +128,11 @@ async def test_samples_are_written_one_after_another_in_order(tmp_path: Path, mo
     """The first write is slow. The other writes wait for it, and so do their samples."""
     go, begun, at_work, real = threading.Event(), threading.Event(), [], dump_module.append
 
-    def slow(directory: Path, index: int, data: Any) -> None:
+    def slow(directory: Path, index: int, data: Any, mode: int) -> None:
         at_work.append(index)
         begun.set()
         assert go.wait(10)
-        real(directory, index, data)
+        real(directory, index, data, mode)
 
     monkeypatch.setattr(dump_module, "append", slow)
     dump = dump_in(tmp_path)
@@ -294,3 +294,18 @@ def test_conversations_of_any_shape_are_dumped_and_parsed(said: list[Any], truth
     row = replace(prompt(), ground_truth=truth, messages=tuple(said))
     for one in describe(sample(), row, trajectories, SCORES, decode, run="/run", at=1.0):
         parse(to_line(one))
+
+
+@pytest.mark.parametrize(("access", "mode"), [("private", 0o700), ("group", 0o750)])
+async def test_the_directory_of_the_dump_has_the_access_of_the_configuration(
+    access: str, mode: int, tmp_path: Path
+) -> None:
+    config = Config.model_validate({"rollout": {"dump_dir": str(tmp_path / "dump")}, "directory_access": access})
+    dump = make_dump(config, tmp_path, decode)
+    assert dump is not None
+    before = os.umask(0o022)
+    try:
+        await dump.write(sample(), prompt(), group(), SCORES)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "dump").stat().st_mode & 0o777 == mode

@@ -362,3 +362,17 @@ def test_abandoned_files_are_removed(tmp_path: Path) -> None:
     files.sweep()
     assert {path.name for path in tmp_path.iterdir()} == {"12", ".13.host-2-0.new"}
     assert files.names() == ["12"]
+
+
+def test_directories_of_records_are_private_unless_the_configuration_allows_others(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        RecordFiles(tmp_path / "dump" / "project" / "role").write("12", make())
+        RecordFiles(tmp_path / "dump" / "open" / "role", mode=0o750).write("12", make())
+    finally:
+        os.umask(before)
+    modes = {
+        name: f"{(tmp_path / name).stat().st_mode & 0o777:o}" for name in ("dump", "dump/project", "dump/project/role")
+    }
+    assert set(modes.values()) == {"700"}
+    assert f"{(tmp_path / 'dump' / 'open' / 'role').stat().st_mode & 0o777:o}" == "750"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -117,3 +120,36 @@ def test_links_within_the_run_directory_and_to_the_logs_of_ray_are_allowed(tmp_p
     alias.symlink_to(run_dir)
     check_links(run_dir)
     check_links(alias)
+
+
+# ---------------------------------------------------------------------------------------------- access
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode_of(path: Path) -> str:
+    return f"{path.stat().st_mode & 0o777:o}"
+
+
+@pytest.mark.usefixtures("usual_umask")
+@pytest.mark.parametrize(("access", "mode"), [("private", "700"), ("group", "750"), ("umask", "755")])
+def test_only_the_user_can_open_a_run_directory_unless_the_configuration_allows_others(
+    access: Any, mode: str, tmp_path: Path
+) -> None:
+    named = create_run_dir(Config(run_dir=str(tmp_path / "a" / "mine"), directory_access=access), NOW)
+    unnamed = create_run_dir(Config(directory_access=access), NOW, root=tmp_path / "runs")
+    assert (mode_of(named.path), mode_of(unnamed.path)) == (mode, mode)
+    assert mode_of(tmp_path / "a") == mode_of(unnamed.path.parent) == mode_of(named.logs) == "755"
+    assert mode_of(named.config) == "644"
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_an_existing_directory_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(0o755)
+    config = Config(run_dir=str(tmp_path / "mine"))
+    assert mode_of(create_run_dir(config, NOW).path) == mode_of(reopen_run_dir(tmp_path / "mine", config).path) == "755"
