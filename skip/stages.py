@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import ModelConfig
-from asyncrl.config.sections.reward import has_conversations
+from asyncrl.config.sections.reward import JUDGE_PROMPT, has_conversations
 from asyncrl.core.ports import Score
 from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import CallStatus, Trajectory, TurnInfo
@@ -51,19 +51,20 @@ class RewardSkip(BaseSkip):
     @functools.cached_property
     def _scorer(self) -> Fingerprint:
         """Return the fingerprint of all scorers: the digests of functions' files, without imports, and of models."""
-        reward, model = self.run.reward, self.run.reward_model
+        values = self.run.identity_values()
+        reward, model = values["reward"], self.run.reward_model
         # With `worker` the Trainer runs the model; here, the placement only decides whether `Score.extra` is filled.
         served_model = []
         if model.placement == "serve" and model.path is not None:
             its = ModelConfig(path=model.path)
             served_model = [model_identity(its), tokenizer_identity(its), model.weight]
         return {
-            "function": field(reward.function),
-            "source": _source_digest(reward.function),
-            "kwargs": _any_field(reward.kwargs),
-            "batch": field(reward.batch),
-            "weight": field(reward.weight),
-            **_other_sources(self.run),
+            "function": field(reward["function"]),
+            "source": _source_digest(self.run.reward.function),
+            "kwargs": _any_field(reward["kwargs"]),
+            "batch": field(reward["batch"]),
+            "weight": field(reward["weight"]),
+            **_other_sources(self.run, reward),
             "reward_model": field([model.placement, *served_model]),
             "tokenizer": tokenizer_identity(self.run.model),
             "code": CODE,
@@ -203,10 +204,12 @@ class ToolSkip(BaseSkip):
     def _tools(self) -> str:
         """The fingerprint of the tools' code and configuration, except call limits and the `env` of servers."""
         tools = []
-        for tool in self.run.rollout.multi_turn.tools:
-            server = None if tool.mcp is None else [tool.mcp.command, tool.mcp.url]
+        values = self.run.identity_values()["rollout"]["multi_turn"]["tools"]
+        for tool, value in zip(self.run.rollout.multi_turn.tools, values, strict=True):
+            server = None if tool.mcp is None else [value["mcp"]["command"], value["mcp"]["url"]]
             source = _source_digest(tool.class_name or tool.function or "")
-            tools.append([tool.class_name, tool.function, server, tool.config, tool.tool_schema, source])
+            given = [value[name] for name in ("config", "tool_schema")]
+            tools.append([value["class_name"], value["function"], server, *given, source])
         return _any_field(tools)
 
     def fingerprint(self, call: Call) -> Fingerprint:
@@ -264,17 +267,19 @@ def _turn(turn: TurnInfo) -> list[Any]:
     return [turn.row, turn.first_token, turn.num_tokens, str(turn.finish_reason), turn.reward, calls]
 
 
-def _other_sources(config: Config) -> Fingerprint:
-    """Return the fingerprint of the run's reward sources other than the function and the reward model."""
-    reward, judge, sources = config.reward, config.reward.judge, {}
-    if reward.functions:
-        each = [[_source_digest(entry.function), entry.model_dump()] for entry in reward.functions]
-        sources["functions"] = _any_field(each)
+def _other_sources(config: Config, reward: Mapping[str, Any]) -> Fingerprint:
+    """Return the fingerprint of the run's reward sources other than the function and the reward model; `reward` has the
+    `identity_values` of the section."""
+    judge, sources = reward["judge"], {}
+    if reward["functions"]:
+        entries = zip(config.reward.functions, reward["functions"], strict=True)
+        sources["functions"] = _any_field([[_source_digest(entry.function), value] for entry, value in entries])
     if has_conversations(config):
-        sources["conversation_weights"] = field([reward.tool_weight, reward.turn_weight])
-    if judge.model is not None:
-        settings = [judge.model, judge.base_url, judge.template, judge.pattern, judge.min, judge.max, judge.weight]
-        sources["judge"] = _any_field([*settings, judge.params])
+        sources["conversation_weights"] = field([reward["tool_weight"], reward["turn_weight"]])
+    if config.reward.judge.model is not None:
+        settings = judge | {"prompt": JUDGE_PROMPT if judge["prompt"] is None else judge["prompt"]}
+        names = ("model", "base_url", "prompt", "pattern", "min", "max", "weight", "params")
+        sources["judge"] = _any_field([settings[name] for name in names])
     return sources
 
 

@@ -114,7 +114,7 @@ def _show_plan(outcome: CheckedConfig, as_json: bool) -> int:
     warnings = [*outcome.warnings, *plan.shortages(resources)]
     if as_json:
         answer: dict[str, Any] = {
-            "config": config.model_dump(mode="json"),
+            "config": config.public_values(),
             "plan": resources.as_json(),
             "warnings": [asdict(warning) for warning in warnings],
         }

@@ -18,6 +18,7 @@ import pydantic
 import yaml
 
 import asyncrl
+from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
 from asyncrl.config.keys import all_keys, known_section, leaves, nearest, unknown_keys
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import as_sync, check_environment, check_rules
@@ -83,10 +84,19 @@ def check_config(
     serve_only: bool = False,
 ) -> CheckedConfig:
     """Return a configuration with all its problems. `serve_only`: check it for engines without training."""
+    with resolvers() as read:
+        checked = _check(source, overrides, mode, serve_only, read)
+    problems = tuple(_without_values(problem, read) for problem in checked.problems)
+    return replace(checked, problems=problems)
+
+
+def _check(
+    source: str | Path | None, overrides: Sequence[str], mode: Mode, serve_only: bool, read: ReadVariables
+) -> CheckedConfig:
     try:
         base = _read_source(_QUICKSTART if source is None else str(source))
         arguments, overridden, problems = _parse_overrides(overrides, base)
-        tree = _compose(base, arguments)
+        tree, unresolved = _compose(base, arguments, read)
     except _CompositionError as refused:
         return CheckedConfig(None, (refused.problem,))
     user_values = {**base.values, **overridden}
@@ -97,6 +107,7 @@ def check_config(
     config, type_problems = _validate(tree | {"mode": "fully_async"})
     problems += type_problems
     if config is not None:
+        config = config.with_unresolved(unresolved)
         config = as_sync(config) if mode == "sync" else config
         problems += check_rules(config, _set_keys(user_values), serve_only=serve_only)
         problems += check_environment(config, serve_only=serve_only)
@@ -107,9 +118,21 @@ def check_config(
     )
 
 
+def _without_values(problem: ConfigProblem, read: ReadVariables) -> ConfigProblem:
+    """Return the problem without secrets and without values of environment variables."""
+    name = "" if problem.key in all_keys() else problem.key.rpartition(".")[2]
+    return replace(
+        problem,
+        value=read.hidden(without_secrets(problem.value, name)),
+        consequence=read.hidden(problem.consequence),
+        fix=read.hidden(problem.fix),
+    )
+
+
 def to_yaml(config: Config) -> str:
-    """Return every key with its value as YAML; a file with this text composes to the same configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """Return every key with its value as YAML; in the same environment, a file with this text composes to the same
+    configuration."""
+    return yaml.safe_dump(config.public_values(), sort_keys=False, allow_unicode=True)
 
 
 def groups() -> list[str]:
@@ -318,7 +341,8 @@ def _quote(text: str) -> str:
 # ------------------------------------------------------------------------------------------------ composition
 
 
-def _compose(base: _BaseConfig, arguments: Sequence[str]) -> Tree:
+def _compose(base: _BaseConfig, arguments: Sequence[str], read: ReadVariables) -> tuple[Tree, Mapping[ValuePath, str]]:
+    """Return the resolved values, and the texts of those that depend on the environment."""
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -334,13 +358,14 @@ def _compose(base: _BaseConfig, arguments: Sequence[str]) -> Tree:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
             composed = compose(base.primary, overrides=[*search_path, *arguments])
         tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        unresolved = texts_from_environment(composed, read)
     except OmegaConfBaseException as error:
         key = str(error.full_key or base.name)
         raise _CompositionError(key, "?", _first_line(error), "correct the ${...} or give the value") from error
     except HydraException as error:
         raise _CompositionError(base.name, "?", _first_line(error), f"see the groups and recipes in {CONF}") from error
     assert isinstance(tree, dict)  # the schema node is a mapping, and merging keeps it one
-    return {str(key): value for key, value in tree.items()}
+    return {str(key): value for key, value in tree.items()}, unresolved
 
 
 def _checked_files() -> str:
@@ -406,7 +431,7 @@ def _type_problem(detail: Any) -> ConfigProblem:
         parts.pop()
     if not parts:
         return ConfigProblem("configuration", "?", detail["msg"], "see docs/config.md")
-    key, given = known[".".join(parts)], detail["input"]
+    key, given = known[".".join(parts)], without_secrets(detail["input"], str(path[-1]))
     name = ".".join(map(str, path[: len(parts)]))
     if detail["type"] == "extra_forbidden" and key.section is not None:  # in an entry of a list
         unknown, names = str(path[-1]), list(key.section.model_fields)

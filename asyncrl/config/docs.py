@@ -32,8 +32,31 @@ Put group options of your own into folders next to it (`algorithm/mine.yaml`). `
 resolved. Values come from the defaults, the groups, the recipe, your file and the overrides; later ones win. On the
 command line a list is written `data.train_files=[a.jsonl,b.jsonl]`, and free text needs no quotes other than the
 shell's.
-`asyncrl launch ... --dry-run` prints the resolved configuration and the resources of the run.
+`asyncrl launch ... --dry-run` prints the configuration and the resources of the run.
 In the tables, `*` means each entry of a list.
+
+## Secrets and environment variables
+
+A configuration names secrets and does not contain them:
+
+| write | for | what happens |
+|---|---|---|
+| `${secret:NAME}` | a secret of a tool, an environment or a reward function | It stays a reference. The Rollouter \
+reads the variable when it starts the tool server, or constructs the tool, environment or function. |
+| `api_key_env: NAME` | the key of an API, where a section has such a key | The same. |
+| `${oc.env:NAME}` | what is no secret: a path, a name, a number | It is resolved when the configuration is composed. |
+
+`${secret:NAME}` can be a part of a text (`"Bearer ${secret:NAME}"`), in `rollout.multi_turn.tools.*.mcp.env`,
+`mcp.url` and `config`, `rollout.multi_turn.interactions.*.config`, `reward.kwargs` and `reward.functions.*.kwargs`.
+Elsewhere it is an error, because nothing would look it up. Every launch, also of a resumed run, needs the variables
+and refuses to start if one is not set; on a cluster at `ray.address`, each node needs them. Errors, the standard error
+of tool servers, and results of tools show `${secret:NAME}` in place of the value. `mcp.env` refuses plain values of
+variables whose names contain TOKEN, KEY, SECRET or PASSWORD.
+
+config.yaml, `--dry-run`, the trackers and messages about the configuration have `${oc.env:NAME}` as it was written, not
+its value. The journal, checkpoints and records add a digest, so that a resumed run notices another value. Resolved
+numbers and switches are written as they are. Other messages may show a resolved value, such as the path of a file that
+does not exist, so use `${secret:NAME}` for secrets.
 """
 
 

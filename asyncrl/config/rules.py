@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from asyncrl.config.interpolation import HIDDEN, looks_secret, secret_names, texts
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import ConfigProblem, RuleFunction
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer
 
 _SECTIONS = (data, rollout, run, trainer, algorithm, reward, skip, observe)
+_SECRET_KEYS = (
+    "rollout.multi_turn.tools.*.mcp.env.*",
+    "rollout.multi_turn.tools.*.mcp.url",
+    "rollout.multi_turn.tools.*.config.*",
+    "rollout.multi_turn.interactions.*.config.*",
+    "reward.kwargs.*",
+    "reward.functions.*.kwargs.*",
+)
+"""The keys whose values may have `${secret:NAME}`, as `fnmatch` patterns: `reveal` is called where they are used."""
 
 
 def _names(config: Config) -> Iterator[ConfigProblem]:
@@ -25,11 +36,42 @@ def _names(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, name, consequence, "use letters, digits, '_', '-', '+' and '.'")
 
 
-SERVER_RULES: tuple[RuleFunction, ...] = (_names, *rollout.ENGINE_RULES, *run.SERVER_RULES)
-RULES: tuple[RuleFunction, ...] = (_names, *(rule for section in _SECTIONS for rule in section.RULES))
+def _texts(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield all texts with their dotted keys."""
+    for path, text in texts(config.model_dump(mode="json")):
+        yield ".".join(map(str, path)), text
+
+
+def _secret_places(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse secrets that nothing would look up, and secrets as plain text in the environment of a tool server."""
+    for key, text in _texts(config):
+        name = key.rpartition(".")[2]
+        if secret_names(text) and not any(fnmatchcase(key, pattern) for pattern in _SECRET_KEYS):
+            consequence = "the variable would not be looked up here, so this text itself would be the value"
+            fix = "use ${oc.env:NAME} for a value that is no secret, or a key that ends in _env for the key of an API; "
+            fix += f"secrets can be in {', '.join(pattern.removesuffix('.*') for pattern in _SECRET_KEYS)}"
+            yield ConfigProblem(key, text, consequence, fix)
+        elif text and looks_secret(name) and fnmatchcase(key, _SECRET_KEYS[0]) and not secret_names(text):
+            consequence = "it looks like a secret, and config.yaml, the journal and the trackers would contain it"
+            fix = f"export {name}=... where the run is started, and write {name}: ${{secret:{name}}}"
+            yield ConfigProblem(key, HIDDEN, consequence, fix)
+
+
+def _missing_secrets(config: Config) -> Iterator[ConfigProblem]:
+    for key, text in _texts(config):
+        if key.startswith("rollout.multi_turn.") and not config.rollout.multi_turn.enable:
+            continue
+        for name in secret_names(text):
+            if not os.environ.get(name):
+                consequence = f"the environment has no variable {name}, or it is empty"
+                yield ConfigProblem(key, text, consequence, f"export {name}=... where the run is started")
+
+
+SERVER_RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *rollout.ENGINE_RULES, *run.SERVER_RULES)
+RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *(rule for section in _SECTIONS for rule in section.RULES))
 
 SERVER_ENVIRONMENT = (*data.ENGINE_ENVIRONMENT, *run.SERVER_ENVIRONMENT)
-ENVIRONMENT = tuple(check for section in _SECTIONS for check in section.ENVIRONMENT)
+ENVIRONMENT = (_missing_secrets, *(check for section in _SECTIONS for check in section.ENVIRONMENT))
 DRIVER_ENVIRONMENT = (*trainer.DRIVER_ENVIRONMENT, *observe.DRIVER_ENVIRONMENT, *run.DRIVER_ENVIRONMENT)
 """Checks that the driver's machine has to pass even if the run uses a cluster."""
 

@@ -5,8 +5,13 @@ Key names follow verl's where verl has the concept. docs/config.md is generated 
 
 from __future__ import annotations
 
-from typing import Literal
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
+from pydantic import PrivateAttr
+
+from asyncrl.config.interpolation import ValuePath
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Switch
 from asyncrl.config.sections.data import DataConfig, ModelConfig
@@ -69,6 +74,39 @@ class Config(ConfigSection):
     skip: SkipConfig = SkipConfig()
     ray: RayConfig = RayConfig()
     serve: ServeConfig = ServeConfig()
+    _unresolved: Mapping[ValuePath, str] = PrivateAttr(default_factory=dict)
+    """Texts with `${oc.env:…}`, as they were given, by the paths of their values, which are texts and collections."""
+
+    def with_unresolved(self, texts: Mapping[ValuePath, str]) -> Config:
+        """Return the configuration with the texts that `public_values` has for values from the environment."""
+        config = self.model_copy()
+        config._unresolved = dict(texts)
+        return config
+
+    def public_values(self) -> dict[str, Any]:
+        """Return all values in JSON types, as they may be written, shown and sent.
+
+        A text or collection that depends on environment variables is replaced by the text as it was given, such as
+        `${oc.env:HOME}/data`. Numbers and switches are not replaced, and secrets are references anyway.
+        """
+        return self._replaced(lambda text, value: text)
+
+    def identity_values(self) -> dict[str, Any]:
+        """Return all values in JSON types, as they may be written to be compared with those of another run.
+
+        Each text that depends on environment variables is replaced by the text as it was given and a digest of its
+        value.
+        """
+        return self._replaced(_digests)
+
+    def _replaced(self, replacement: Callable[[str, Any], Any]) -> dict[str, Any]:
+        values = self.model_dump(mode="json")
+        for (*parents, name), text in self._unresolved.items():
+            place: Any = values
+            for parent in parents:
+                place = place[parent]
+            place[name] = replacement(text, place[name])
+        return values
 
     @property
     def directory_mode(self) -> int:
@@ -116,3 +154,12 @@ class Config(ConfigSection):
     @property
     def max_model_len(self) -> int:
         return self.rollout.max_model_len or self.longest_trajectory
+
+
+def _digests(text: str, value: Any) -> Any:
+    """Return `value` (JSON types), with `text` and a digest in place of each text."""
+    if isinstance(value, str):
+        return f"{text} (sha256:{hashlib.sha256(value.encode()).hexdigest()[:16]})"
+    if isinstance(value, dict):
+        return {name: _digests(text, item) for name, item in value.items()}
+    return [_digests(text, item) for item in value] if isinstance(value, list) else value

@@ -16,16 +16,35 @@ _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Warning|Exit|Interrupt)\b(:|$)"
 """Matches the start of the line that names the exception; its message may span several lines."""
 
 
+_hidden: dict[str, str] = {}
+"""References by the secrets that this process has read."""
+_SHORTEST_SECRET = 4
+"""Minimum length of a secret that texts hide. Shorter ones are parts of other words."""
+
+
+def hide(secret: str, reference: str) -> None:
+    """Make `conceal`, and all errors that this process raises from now on, show `reference` instead of `secret`."""
+    if len(secret) >= _SHORTEST_SECRET:
+        _hidden[secret] = reference
+
+
+def conceal(text: str) -> str:
+    """Return `text` with the secrets that this process has read replaced by their references."""
+    for secret in sorted(_hidden, key=len, reverse=True):
+        text = text.replace(secret, _hidden[secret])
+    return text
+
+
 class AsyncRLError(Exception):
-    """Base of every error this project raises on purpose.
+    """Base of every error this project raises on purpose. Its texts have no secret that this process has read.
 
     `cause` is the original traceback as text, empty if there is none; it is shown below the message. Both may quote a
     model or a tool, so lone surrogates in them are replaced.
     """
 
     def __init__(self, message: str, cause: str = "") -> None:
-        self.message = encodable(message)
-        self.cause = encodable(cause)
+        self.message = encodable(conceal(message))
+        self.cause = encodable(conceal(cause))
         super().__init__(self.message, self.cause)
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ import anyio
 import click
 from anyio import to_thread
 
+from asyncrl.config.interpolation import hide_secrets
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
 from asyncrl.core.interrupts import Interrupts
@@ -49,6 +50,7 @@ def launch(config: Config) -> int:
         ConfigError: the checkpoint to resume from or the run directory is unusable; nothing was started.
         InfraError: the disk is full; nothing was started.
     """
+    hide_secrets(config.model_dump(mode="json"))  # errors of other processes may contain them
     with RunLocks(config.directory_mode) as locks:
         warnings: list[str] = []
         resume = find_locked_resume(config, locks, warnings)

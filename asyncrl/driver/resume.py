@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,37 +113,41 @@ def journal_identity(config: Config) -> dict[str, Any]:
     A run that resumes from a journal trains on earlier samples, so these settings may not change. They may change in a
     run that resumes from a checkpoint alone, because it generates every later sample again.
     """
-    rollout, reward, model = config.rollout, config.reward, config.reward_model
-    scoring = reward.model_dump(mode="json", exclude={"on_error", "max_errors", "timeout_s", "max_concurrency"})
-    served = model.placement == "serve"
+    values = config.identity_values()
+    rollout, model = config.rollout, values["reward_model"]
+    scoring = _without(values["reward"], ("on_error", "max_errors", "timeout_s", "max_concurrency"))
+    served = config.reward_model.placement == "serve"
     return {
         **run_identity(config),
         "rollout.n": rollout.n,
         "rollout.response_length": rollout.response_length,
-        **{f"rollout.sampling.{key}": value for key, value in rollout.sampling.model_dump(mode="json").items()},
+        **{f"rollout.sampling.{key}": value for key, value in values["rollout"]["sampling"].items()},
         **{f"reward.{key}": value for key, value in scoring.items()},
-        "reward model in the reward": [model.path, model.weight] if served else None,
+        "reward model in the reward": [model["path"], model["weight"]] if served else None,
         "greedy baseline": config.algorithm.adv_estimator == "remax",
-        **_conversations(config),
+        **_conversations(config, values),
     }
 
 
-def _conversations(config: Config) -> dict[str, Any]:
-    """Return the settings of conversations, if trajectories have more than one turn."""
+def _conversations(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of conversations in `values`, if trajectories have more than one turn."""
     rollout = config.rollout
     settings: dict[str, Any] = {}
     if rollout.multi_turn.enable:
         # Deadlines and concurrency limits do not change conversations.
-        limits = {"timeout_s", "max_concurrency", "max_per_s", "on_error"}
-        turns = rollout.multi_turn.model_dump(
-            mode="json",
-            exclude={"timeout_s": True, "tools": {"__all__": limits}, "interactions": {"__all__": limits}},
-        )
+        limits = ("timeout_s", "max_concurrency", "max_per_s", "on_error")
+        turns = _without(values["rollout"]["multi_turn"], ("timeout_s",))
+        turns |= {key: [_without(entry, limits) for entry in turns[key]] for key in ("tools", "interactions")}
         settings |= {f"rollout.multi_turn.{key}": value for key, value in turns.items()}
-        settings["model.chat_template_kwargs"] = config.model.chat_template_kwargs
+        settings["model.chat_template_kwargs"] = values["model"]["chat_template_kwargs"]
     if rollout.agent.enabled:
-        settings["rollout.agent"] = [rollout.agent.program, list(rollout.agent.command)]
+        agent = values["rollout"]["agent"]
+        settings["rollout.agent"] = [agent["program"], agent["command"]]
     return settings
+
+
+def _without(section: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key not in keys}
 
 
 # ------------------------------------------------------------------------------------------------ choice

@@ -148,10 +148,10 @@ def run_identity(config: Config) -> dict[str, Any]:
     How the model is spread over ranks may change: engines load checkpoints of any number of ranks. Settings that affect
     only later steps may change, too: the optimizer, the passes over a lease, and the algorithm.
     """
-    data = config.data.model_dump(mode="json", exclude={"val_files", "max_val_samples"})
+    data = config.identity_values()["data"]
     return {
         "seed": config.seed,
-        **{f"data.{key}": value for key, value in data.items()},
+        **{f"data.{key}": value for key, value in data.items() if key not in ("val_files", "max_val_samples")},
         "trainer.ppo_mini_batch_size": config.trainer.ppo_mini_batch_size,
         "samples per version": config.samples_per_version,
     }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from asyncrl.config.interpolation import resolved
 from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
 
@@ -80,11 +81,14 @@ class SavedConfig:
             self._values = None
 
     def value(self, *keys: str) -> Any:
-        """Return a value of the configuration, or None if there is no such key."""
+        """Return a value of the configuration, or None if there is no such key.
+
+        References to environment variables are resolved, unless a variable is not set here.
+        """
         found: Any = self._values
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
-        return found
+        return resolved(self._values, keys) if isinstance(found, str) and "${" in found else found
 
 
 def disk_error(path: Path, error: OSError) -> AsyncRLError:
@@ -156,11 +160,11 @@ def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDi
     target = Path(config.run_dir) if config.run_dir else root / config.experiment_name
     try:
         if config.run_dir:
-            target.mkdir(parents=True, exist_ok=True)
+            target.mkdir(config.directory_mode, parents=True, exist_ok=True)
             _refuse_used(target)
             run_dir = RunDir(target.absolute())
         else:
-            target.mkdir(config.directory_mode, parents=True, exist_ok=True)
+            target.mkdir(parents=True, exist_ok=True)
             run_dir = RunDir(_make_unique(target, now.strftime("%Y%m%d-%H%M%S"), config.directory_mode).absolute())
             _point_latest(target / "latest", run_dir.path.name)
         _fill(run_dir, config)
@@ -285,5 +289,5 @@ def _point_latest(link: Path, name: str) -> None:
 
 def _fill(run_dir: RunDir, config: Config) -> None:
     run_dir.logs.mkdir(exist_ok=True)
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(config.public_values(), sort_keys=False, allow_unicode=True)
     replace_file(run_dir.config, text)

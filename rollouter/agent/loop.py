@@ -85,6 +85,7 @@ class BuiltInAgent:
     ) -> None:
         """`schemas` describe `tools`. Without `interactions`, a turn that calls no tool ends its conversation."""
         self.settings: MultiTurnConfig = config.rollout.multi_turn
+        self._values = config.identity_values()
         self.limits = TrajectoryLimits(
             max_assistant_turns=self.settings.max_assistant_turns,
             max_user_turns=self.settings.max_user_turns,
@@ -97,7 +98,6 @@ class BuiltInAgent:
         self.schemas = tuple(schemas)
         self.counts = AgentCounts()
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-        self._template_kwargs = config.model.chat_template_kwargs
         self._tools = tools
         self._interactions = interactions
         self._mismatch_reported = False
@@ -138,12 +138,11 @@ class BuiltInAgent:
 
     def identity(self) -> Mapping[str, Any]:
         """See `ConversationAgent.identity`."""
-        settings = self.settings.model_dump(mode="json", exclude={"tools", "interactions", "enable", "timeout_s"})
+        settings = self._values["rollout"]["multi_turn"]
         return {
-            **settings,
+            **{name: value for name, value in settings.items() if name not in ("enable", "timeout_s")},
             "tools": list(self.schemas),
-            "chat_template_kwargs": self._template_kwargs,
-            "interactions": [one.model_dump(mode="json") for one in self.settings.interactions],
+            "chat_template_kwargs": self._values["model"]["chat_template_kwargs"],
         }
 
     async def converse(self, sample_id: SampleId | str, number: int, prompt: Prompt, ask: AskTurn) -> Trajectory:

@@ -44,6 +44,7 @@ class ExternalAgent:
     def __init__(self, config: Config, program: AgentProgram, cache: ChatCache, *, model: str) -> None:
         """`model` is the model's name at the endpoint."""
         self._config = config
+        self._values = config.identity_values()
         self._settings = config.rollout.agent
         self._program = program
         self._cache = cache
@@ -67,10 +68,10 @@ class ExternalAgent:
     def identity(self) -> Mapping[str, Any]:
         """See `ConversationAgent`. A program is identified by its name only: rename it if its behaviour has changed."""
         return {
-            "program": self._settings.program,
-            "command": list(self._settings.command),
+            "program": self._values["rollout"]["agent"]["program"],
+            "command": self._values["rollout"]["agent"]["command"],
             "format": self._config.rollout.multi_turn.format,
-            "chat_template_kwargs": self._config.model.chat_template_kwargs,
+            "chat_template_kwargs": self._values["model"]["chat_template_kwargs"],
         }
 
     def watch(self, waiting: Callable[[str], AbstractContextManager[None]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 
 from asyncrl.config.import_path import nearest
+from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.rollout import InteractionConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from rollouter.interactions.base import Environment, EpisodeContext
@@ -104,8 +105,9 @@ def _class(name: str, key: str) -> type[Environment]:
 
 
 def _prepared(kind: type[Environment], config: InteractionConfig, key: str) -> Mapping[str, Any]:
+    settings = reveal(config.config, f"{key}.config")
     try:
-        arguments = kind.prepare(**config.config)
+        arguments = kind.prepare(**settings)
     except ConfigError as error:
         raise ConfigError(f"{key}.config.{error.message}", error.cause) from error
     except UserCodeError:

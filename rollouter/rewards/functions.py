@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 from anyio import to_process, to_thread
 
+from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.ports import Score
@@ -215,7 +216,7 @@ def load_reward_function(config: RewardConfig | RewardFunctionConfig, key: str =
         ConfigError: the function does not exist, is not callable, or does not accept the arguments.
         UserCodeError: the module raised when it was imported.
     """
-    name, kwargs = config.function, config.kwargs
+    name, kwargs = config.function, reveal(config.kwargs, f"{key}.kwargs")
     target = load_registered(name, f"{key}.function", BUILT_IN, "function")
     if not callable(target):
         raise ConfigError(f"{key}.function: {name} is a {type(target).__name__}, not a function")
@@ -227,7 +228,7 @@ def load_reward_function(config: RewardConfig | RewardFunctionConfig, key: str =
     if problem := call_problem(target, **dict.fromkeys(names), **kwargs):
         raise ConfigError(
             f"{key}.function: {name} cannot be called with {', '.join(names)} (by name, since {key}.batch is "
-            f"{str(function.batch).lower()}) and {key}.kwargs {dict(kwargs)!r}: {problem}"
+            f"{str(function.batch).lower()}) and {key}.kwargs ({', '.join(kwargs) or 'none'}): {problem}"
         )
     if name in BUILT_IN and kwargs.get("pattern") is not None:
         _check_pattern(kwargs["pattern"], f"{key}.kwargs.pattern")

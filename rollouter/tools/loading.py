@@ -14,6 +14,7 @@ from jsonschema.exceptions import SchemaError, best_match  # type: ignore[import
 from referencing import Registry
 
 from asyncrl.config.import_path import load_object
+from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.rollout import McpServerConfig, ToolConfig
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.core.text import encodable_values, parse_json
@@ -224,7 +225,7 @@ def _instance(name: str, arguments: Mapping[str, Any], key: str) -> BaseTool[Any
     if problem := call_problem(found, **arguments):
         raise ConfigError(f"{key}.config: it does not fit {problem}")
     try:
-        return found(**arguments)
+        return found(**reveal(arguments, f"{key}.config"))
     except ConfigError as error:
         raise ConfigError(f"{key}.config: {error.message}", error.cause) from error
     except AsyncRLError:

@@ -31,8 +31,9 @@ from mcp_types import CONNECTION_CLOSED, CallToolResult, EmbeddedResource, TextC
 from mcp_types import Tool as ServedTool
 
 from asyncrl.config.import_path import nearest
+from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.rollout import McpServerConfig
-from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError, first_failure
+from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError, conceal, first_failure
 from rollouter.tools.base import BaseTool, ToolError
 
 MAX_LINES = 20
@@ -42,7 +43,8 @@ END_S = 1.0
 
 
 class StderrTail:
-    """Forwards a process's standard error to this process's, and keeps the last lines for error messages.
+    """Forwards a process's standard error to this process's, and keeps the last lines for error messages. It replaces
+    secrets that this process has read.
 
     A thread reads the pipe until the process and `close` have closed their ends.
     """
@@ -67,6 +69,7 @@ class StderrTail:
     def _read(self, descriptor: int) -> None:
         with os.fdopen(descriptor, errors="replace") as lines:
             for line in lines:
+                line = conceal(line)
                 self._lines.append(line.rstrip()[:MAX_LINE_CHARS])
                 if sys.__stderr__ is not None:
                     sys.__stderr__.write(line)
@@ -171,7 +174,7 @@ class McpServer:
             except Exception as failures:  # noqa: BLE001  an exception of a transport ends only this connection
                 error = first_failure(failures)
                 if connection.settled.is_set():
-                    logger.warning("%s: leaving %s failed: %s", self._key, self, error)
+                    logger.warning("%s: leaving %s failed: %s", self._key, self, conceal(str(error)))
                 elif isinstance(error, OSError) and config.command:
                     connection.settle(
                         ConfigError(f"{self._key}.command: {config.command[0]!r} cannot be started: {error.strerror}")
@@ -187,9 +190,10 @@ class McpServer:
 
     def _client(self, errors: TextIO) -> Client:
         if self._config.url is not None:
-            return Client(self._config.url, cache=None)
+            return Client(reveal(self._config.url, f"{self._key}.url"), cache=None)
         program, *arguments = self._config.command
-        parameters = StdioServerParameters(command=program, args=arguments, env=self._config.env)
+        env = reveal(self._config.env, f"{self._key}.env")
+        parameters = StdioServerParameters(command=program, args=arguments, env=env)
         return Client(stdio_client(parameters, errlog=errors), cache=None)
 
 

@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config.import_path import nearest
-from asyncrl.core.failures import BugError, DataError, UserCodeError
+from asyncrl.core.failures import BugError, DataError, UserCodeError, conceal
 from asyncrl.core.trajectory import ToolCall
 from asyncrl.core.types import SampleId
 from asyncrl.profiling import profile
@@ -169,8 +169,10 @@ class ToolSession:
         return await self._run(name, arguments)
 
     async def _run(self, name: str, arguments: str) -> ToolOutcome:
+        """Run the tool. Its text has no secret of the configuration, because samples, records and dumps contain it."""
         tool = self._tools[name]
-        return await (tool.score() if arguments == CALC_REWARD else tool.call(arguments))
+        outcome = await (tool.score() if arguments == CALC_REWARD else tool.call(arguments))
+        return outcome._replace(text=conceal(outcome.text))
 
     def _not_executed(self, name: str, arguments: str, outcome: ToolOutcome) -> ToolCall:
         profile.note("tool.execute", tool=shorten(name), status=outcome.status, wait_s=0.0)

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from tensordict import TensorDict
 from torch import Tensor
 
+from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory, single_turn
@@ -562,3 +563,27 @@ async def test_a_mismatch_of_a_tool_call_names_its_fields(tmp_path: Path, monkey
         await stage(arguments={"query": "a"})
         with pytest.raises(ConfigError, match=r"it differs in arguments \(recorded .*a.*, now .*b.*\), name"):
             await stage(name="open", arguments={"query": "b"})
+
+
+@pytest.mark.parametrize(
+    ("role", "section", "path"),
+    [
+        ("reward", {"reward": {"kwargs": {"a": "c4n4ry"}}}, ("reward", "kwargs", "a")),
+        ("reward", {"reward": {"function": "c4n4ry:f"}}, ("reward", "function")),
+        ("reward", judged(prompt="c4n4ry"), ("reward", "judge", "prompt")),
+        ("tool", with_tools({"function": "c4n4ry:f"}), ("rollout", "multi_turn", "tools")),
+    ],
+)
+def test_records_have_digests_of_values_from_the_environment(
+    role: str, section: Any, path: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = recording(tmp_path, role, **section)
+    plain = fingerprint(role_in(config, role))
+    hidden = fingerprint(role_in(config.with_unresolved({path: "${oc.env:CANARY}"}), role))
+    assert "c4n4ry" not in str(hidden)
+    assert len(differing(plain, hidden)) == 1
+
+
+def role_in(config: Config, role: str) -> Any:
+    with SkipManager.session(config):
+        return SkipManager.get(role)

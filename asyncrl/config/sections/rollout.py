@@ -80,7 +80,8 @@ class McpServerConfig(ConfigSection):
     url: str | None = None
     """Address of a server that speaks streamable HTTP."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of `command`, in addition to basic ones such as PATH."""
+    """Environment variables of `command`, in addition to basic ones such as PATH. A secret is written
+    `${secret:NAME}`."""
     tools: tuple[str, ...] = ()
     """Names of the server's tools that the model may call; empty: all."""
     start_s: Seconds = 30.0

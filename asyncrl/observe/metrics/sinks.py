@@ -67,7 +67,7 @@ class TrackedRun(NamedTuple):
     """Name of the run directory, which a resumed run keeps."""
     directory: Path
     config: dict[str, Any]
-    """As plain JSON values."""
+    """`Config.public_values`."""
     resumed: bool
 
     @property
@@ -122,7 +122,7 @@ def open_sinks(config: Config, run_dir: RunDir, resumed_step: int | None) -> lis
         experiment=config.experiment_name,
         name=run_dir.path.name,
         directory=run_dir.path,
-        config=config.model_dump(mode="json"),
+        config=config.public_values(),
         resumed=resumed_step is not None,
     )
     sinks: list[Sink] = []

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from asyncrl.core.failures import AsyncRLError, ConfigError
+from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
 from asyncrl.core.ports import PartName
 from asyncrl.core.records import Metrics
 from asyncrl.core.types import DropReason
@@ -282,7 +282,8 @@ def describe_error(error: BaseException, part: str) -> dict[str, str]:
         message, cause = str(error), ""
     if not cause and not isinstance(error, ConfigError):
         cause = "".join(traceback.format_exception(error))
-    return {"type": type(error).__name__, "message": message, "part": part, "cause": _RAY_GUESSES.sub("", cause)}
+    message, cause = conceal(message), conceal(_RAY_GUESSES.sub("", cause))
+    return {"type": type(error).__name__, "message": message, "part": part, "cause": cause}
 
 
 @contextmanager

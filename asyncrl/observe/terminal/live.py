@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from asyncrl.core.failures import ConfigError
+from asyncrl.core.failures import ConfigError, conceal
 from asyncrl.core.text import encodable
 from asyncrl.observe.formats import elapsed, number, short_s, whole_percent
 from asyncrl.observe.metrics.rows import MetricsRow
@@ -317,6 +317,13 @@ class ViewHandler(logging.Handler):
             self._view.message(record.levelname.lower(), encodable(self.format(record)))
 
 
+class ConcealingFormatter(logging.Formatter):
+    """Formats log messages and tracebacks without the secrets of the run."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return conceal(super().format(record))
+
+
 class LogFile(logging.FileHandler):
     """A log file that stops with one message when its disk is full, so that it never stops a run."""
 
@@ -346,8 +353,9 @@ def logging_to(view: View, logs: Path, level: str) -> Iterator[None]:
         file = LogFile(path, view)
     except OSError as error:
         raise disk_error(path, error) from error
-    file.setFormatter(logging.Formatter(_FORMAT))
+    file.setFormatter(ConcealingFormatter(_FORMAT))
     shown = ViewHandler(view)
+    shown.setFormatter(ConcealingFormatter())
     shown.setLevel(level.upper())
     file.addFilter(lambda record: record.levelno >= shown.level or record.name.startswith(_OWN_LOGGERS))
     root = logging.getLogger()

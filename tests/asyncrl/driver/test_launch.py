@@ -12,12 +12,20 @@ from typing import Any
 
 import anyio
 import pytest
+import yaml
 
+from asyncrl.config.compose import load_config
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import BugError, ConfigError, DiskFullError, InfraError
+from asyncrl.core.failures import BugError, ConfigError, DiskFullError, InfraError, UserCodeError
 from asyncrl.core.interrupts import Interrupts
 from asyncrl.driver import launch as launch_module
 from asyncrl.driver import run as run_module
+from asyncrl.driver.resume import journal_identity
+from asyncrl.queue.journal import Journal
+from asyncrl.storage.run_dir import RunDir
+from rollouter.rewards.functions import ROW_ARGUMENTS, load_reward_functions
+from tests.fakes.queues import end
+from tests.fakes.run_on_disk import write_checkpoint
 
 
 def config_of(tmp_path: Path, console: str = "off", **keys: Any) -> Config:
@@ -102,3 +110,96 @@ async def test_serving_raises_the_error_itself_and_not_a_group(monkeypatch: pyte
     monkeypatch.setattr(launch_module, "_serve", fails)
     with pytest.raises(ConfigError, match="no such address"):
         await anyio.to_thread.run_sync(launch_module.serve, Config())
+
+
+# ---------------------------------------------------------------------------------------------- secrets
+
+SECRET, NEW_SECRET, VARIABLE = "c4n4ry-secret", "c4n4ry-later-secret", "c4n4ry-variable"
+SCORE = """
+def score(data_source, solution_str, ground_truth, extra_info, key, note):
+    raise ValueError(f"401 for {key}")
+"""
+
+
+def config_with_secrets(tmp_path: Path) -> Path:
+    """Write a configuration with a secret and a variable's value in each place that may have them."""
+    (tmp_path / "score.py").write_text(SCORE)
+    (tmp_path / VARIABLE).mkdir()
+    (tmp_path / VARIABLE / "rows.jsonl").write_text('{"prompt": "1+1"}\n' * 100)
+    both = {"key": "${secret:CANARY_SECRET}", "note": "${oc.env:CANARY_VARIABLE}"}
+    tools = [
+        {"mcp": {"command": ["cat"], "env": both}},
+        {"mcp": {"url": "http://127.0.0.1:9/mcp?key=${secret:CANARY_SECRET}&at=${oc.env:CANARY_VARIABLE}"}},
+        {"class_name": "calculator", "config": both},
+    ]
+    tree = {
+        "defaults": ["quickstart"],
+        "run_dir": str(tmp_path / "run"),
+        "logging": {"console": "plain", "level": "debug"},
+        "data": {"train_files": [f"{tmp_path}/{both['note']}/rows.jsonl"], "val_files": []},
+        "reward": {"function": f"{tmp_path}/score.py:score", "kwargs": both},
+        "rollout": {
+            "response_length": 160,
+            "multi_turn": {
+                "enable": True,
+                "max_tool_response_length": 64,
+                "tools": tools,
+                "interactions": [{"class_name": "scripted", "config": both}],
+            },
+        },
+    }
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def error_of(run: Path) -> str:
+    return str(json.loads((run / "summary.json").read_text())["error"]["message"])
+
+
+def test_no_file_of_a_run_and_no_printed_line_has_a_secret_or_a_value_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CANARY_SECRET", SECRET)
+    monkeypatch.setenv("CANARY_VARIABLE", VARIABLE)
+    called: list[dict[str, Any]] = []
+
+    class FailsInUserCode:
+        """Writes the files in which other processes of a run put settings, and fails like a reward function."""
+
+        def __init__(self, config: Config, run_dir: RunDir, *_: Any) -> None:
+            self.config, self.run_dir = config, run_dir
+
+        async def main(self, namespace: str, interrupts: Interrupts) -> None:
+            if called:
+                raise RuntimeError(f"another process reports {os.environ['CANARY_SECRET']}")
+            identity = journal_identity(self.config)
+            await end(Journal.open(self.run_dir.journal, num_prompts=100, identity=identity, restore=None))
+            write_checkpoint(self.run_dir.path, 1, config=self.config)
+            (function,) = load_reward_functions(self.config.reward).values()
+            called.append(dict(function.kwargs))
+            try:
+                await function.invoke([dict.fromkeys(ROW_ARGUMENTS)])
+            except ValueError as error:
+                raise UserCodeError.wrap(f"the reward raised {error}", error) from error
+
+    replace_cluster(monkeypatch)
+    monkeypatch.setattr(run_module, "Run", FailsInUserCode)
+    first = load_config(config_with_secrets(tmp_path))
+    assert launch_module.launch(first) == 1
+    assert called == [{"key": SECRET, "note": VARIABLE}]
+    run = tmp_path / "run"
+    assert error_of(run) == "the reward raised 401 for ${secret:CANARY_SECRET}"
+    monkeypatch.setenv("CANARY_SECRET", NEW_SECRET)
+    again = load_config(run / "config.yaml", [f"resume={run}"])
+    assert again.model_copy(update={"resume": "none"}) == first
+    assert launch_module.launch(again) == 1, "the run resumes from the settings in its directory"
+    assert error_of(run) == "another process reports ${secret:CANARY_SECRET}"
+    printed = capsys.readouterr()
+    texts = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert {"config.yaml", "journal.db", "manifest.json", "summary.json"} <= {path.name for path in texts}
+    for place, text in {**texts, "out": printed.out.encode(), "err": printed.err.encode()}.items():
+        assert SECRET.encode() not in text and NEW_SECRET.encode() not in text, f"{place} has the secret"
+        assert VARIABLE.encode() not in text, f"{place} has the value of the variable"
+    assert b"another process reports ${secret:CANARY_SECRET}" in texts[run / "logs" / "driver.log"]
+    assert run.stat().st_mode & 0o777 == 0o700

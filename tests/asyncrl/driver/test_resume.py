@@ -212,3 +212,16 @@ def test_a_completed_run_is_not_trained_again_in_its_own_directory(run: RunOnDis
     for resume in ("auto", str(run.path)):
         with pytest.raises(ConfigError, match="is completed and left no checkpoint"):
             run.resume(resume=resume)
+
+
+def test_a_changed_environment_variable_is_refused_without_its_value(run: RunOnDisk) -> None:
+    def from_environment(value: str) -> Config:
+        texts = {("data", "train_files", 0): "${oc.env:ROWS}"}
+        return run.again(data={"train_files": (value,)}, resume=str(run.path)).with_unresolved(texts)
+
+    run.config = from_environment("c4n4ry of old")
+    run.journal()
+    assert find_resume(from_environment("c4n4ry of old")) is not None
+    with pytest.raises(ConfigError, match=r"data\.train_files=\['\$\{oc\.env:ROWS\} \(sha256:.*Restore the") as raised:
+        find_resume(from_environment("c4n4ry of new"))
+    assert "c4n4ry" not in str(raised.value)

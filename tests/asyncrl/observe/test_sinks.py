@@ -20,6 +20,7 @@ import pytest
 from asyncrl.config.import_path import load_object
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.observe import BUILTIN_SINKS, LoggingConfig
+from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.prometheus import PrometheusTracker
@@ -437,3 +438,20 @@ def test_the_real_trackio_writes_a_database(run_dir: RunDir, tmp_path: Path) -> 
         cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+async def test_trackers_get_references_instead_of_values_from_the_environment(
+    run_dir: RunDir, libraries: Libraries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY", "c4n4ry-of-sinks")
+    kwargs = {"key": "${secret:CANARY}", "note": "c4n4ry-of-sinks"}
+    settings = config("wandb", "mlflow", "trackio").model_copy(update={"reward": RewardConfig(kwargs=kwargs)})
+    settings = settings.with_unresolved({("reward", "kwargs", "note"): "${oc.env:CANARY}"})
+    recorder = await Recorder.open(settings, run_dir, View(), None)
+    async with recorder.trackers():
+        await recorder.put(step(1, 0.5))
+    await recorder.aclose()
+    expected = {"key": "${secret:CANARY}", "note": "${oc.env:CANARY}"}
+    for library in (libraries.wandb, libraries.trackio):
+        assert library.inits[0]["config"]["reward"]["kwargs"] == expected
+    assert libraries.mlflow.params["reward.kwargs"] == str(expected)

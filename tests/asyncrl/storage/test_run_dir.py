@@ -15,7 +15,7 @@ import yaml
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, InfraError
-from asyncrl.storage.run_dir import check_links, create_run_dir, disk_error, reopen_run_dir, runs_of
+from asyncrl.storage.run_dir import SavedConfig, check_links, create_run_dir, disk_error, reopen_run_dir, runs_of
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -122,7 +122,7 @@ def test_links_within_the_run_directory_and_to_the_logs_of_ray_are_allowed(tmp_p
     check_links(alias)
 
 
-# ---------------------------------------------------------------------------------------------- access
+# ---------------------------------------------------------------------------------------------- access and environment
 
 
 @pytest.fixture
@@ -153,3 +153,23 @@ def test_an_existing_directory_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(0o755)
     config = Config(run_dir=str(tmp_path / "mine"))
     assert mode_of(create_run_dir(config, NOW).path) == mode_of(reopen_run_dir(tmp_path / "mine", config).path) == "755"
+
+
+def test_values_from_the_environment_are_read_from_a_written_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", "c4n4ry-place")
+    config = Config.model_validate(
+        {
+            "run_dir": str(tmp_path / "mine"),
+            "rollout": {"dump_dir": "c4n4ry-place/quickstart"},
+            "reward": {"kwargs": {"key": "${secret:PLACE}"}},
+        }
+    ).with_unresolved({("rollout", "dump_dir"): "${oc.env:PLACE}/${experiment_name}"})
+    run_dir = create_run_dir(config, NOW)
+    assert "c4n4ry" not in run_dir.config.read_text(encoding="utf-8")
+    saved = SavedConfig(run_dir.path)
+    assert saved.value("rollout", "dump_dir") == "c4n4ry-place/quickstart"
+    assert saved.value("reward", "kwargs", "key") == "${secret:PLACE}"
+    monkeypatch.delenv("PLACE")
+    assert saved.value("rollout", "dump_dir") == "${oc.env:PLACE}/${experiment_name}", "a reader may lack the variable"

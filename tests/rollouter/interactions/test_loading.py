@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from rollouter.interactions.loading import BUILT_IN
-from tests.fakes.environments import HERE, Shared, context, interaction, load
+from tests.fakes.environments import HERE, Shared, assistant, context, interaction, load
 
 KEY = r"rollout\.multi_turn\.interactions\[0\]"
 
@@ -145,3 +145,15 @@ def test_errors_in_settings_of_built_in_environments_name_the_key(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"interactions\[0\]\.{message}"):
         load(interaction(class_name, config=config))
+
+
+async def test_an_environment_gets_its_secrets_and_its_errors_do_not_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLY", "c4n4ry-of-users")
+    config = interaction("scripted", config={"replies": ["${secret:REPLY}"]})
+    async with load(config).session(context()) as session:
+        await session.reset()
+        assert (await session.step(*assistant("42"))).text == "c4n4ry-of-users"
+    assert config.config == {"replies": ["${secret:REPLY}"]}
+    with pytest.raises(ConfigError, match=rf"{KEY}\.config\.replies: .*\$\{{secret:REPLY\}}") as raised:
+        load(interaction("scripted", config={"replies": {"a": "${secret:REPLY}"}}))
+    assert "c4n4ry" not in str(raised.value)

@@ -178,3 +178,13 @@ def test_invalid_function_schemas_are_refused(schema: Mapping[str, Any], message
 def test_a_schema_is_converted_to_plain_json() -> None:
     schema = FunctionSchema(MappingProxyType(function(parameters=MappingProxyType({"required": ("a",)}))))
     assert schema.schema == function(description="", parameters={"required": ["a"], "type": "object"})
+
+
+def test_a_tool_gets_its_secrets_and_its_errors_do_not_show_them(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDEX", "c4n4ry-of-tools")
+    loaded = load(class_name=f"{source}:Search", config={"index": "${secret:INDEX}"})
+    assert loaded.tool.index == "c4n4ry-of-tools"  # type: ignore[attr-defined]
+    assert loaded.config.config == {"index": "${secret:INDEX}"}
+    with pytest.raises(ConfigError, match=r"name: \['\$\{secret:INDEX\}'\] is not") as raised:
+        load(class_name="calculator", config={"name": ["${secret:INDEX}"]})
+    assert "c4n4ry" not in str(raised.value)

@@ -345,3 +345,54 @@ async def test_answers_of_any_shape_become_messages_for_the_model(quick: str, co
 async def test_arguments_with_a_lone_surrogate_reach_the_server(quick: str) -> None:
     async with box_of(stdio(quick, tools=["odd"])) as toolbox:
         assert await call(toolbox, "odd", content='{"type": "text", "text": "\ud83d"}') == ("ok", "?")
+
+
+# ------------------------------------------------------------------------------------------------ secrets
+
+
+async def test_a_server_gets_its_secrets_and_no_text_from_it_has_them(
+    quick: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOUR_SECRET", "c4n4ry-yellow")
+    async with box_of(stdio(quick, env={"COLOUR": "${secret:COLOUR_SECRET}"})) as toolbox:
+        status, text = await call(toolbox, "who_is")
+    assert (status, text.split()[1]) == ("ok", "${secret:COLOUR_SECRET}"), "the model sees the name of the secret"
+
+
+async def test_the_error_of_a_server_that_prints_its_secrets_does_not_have_them(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLOUR_SECRET", "c4n4ry-orange")
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    program = "import os; raise SystemExit(f'no colour {os.environ[\"COLOUR\"]}')"
+    server = {"command": [sys.executable, "-c", program], "env": {"COLOUR": "${secret:COLOUR_SECRET}"}}
+    with pytest.raises(InfraError, match=r"no colour \$\{secret:COLOUR_SECRET\}"):
+        async with box_of(server):
+            raise AssertionError("the server has started")
+    printed = capfd.readouterr()
+    assert "no colour ${secret:COLOUR_SECRET}" in printed.err
+    assert "c4n4ry-orange" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("server", "key"),
+    [
+        ({"command": ["cat"], "env": {"COLOUR": "${secret:NO_COLOUR}"}}, r"tools\.0\.mcp\.env\.COLOUR"),
+        ({"url": "http://127.0.0.1:9/${secret:NO_COLOUR}"}, r"tools\.0\.mcp\.url"),
+    ],
+)
+async def test_a_secret_that_this_process_lacks_is_an_error_of_the_configuration(
+    server: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOUR", raising=False)
+    with pytest.raises(ConfigError, match=rf"{key} has \$\{{secret:NO_COLOUR\}}: .* no variable NO_COLOUR"):
+        async with box_of(server):
+            raise AssertionError("the server has started")
+
+
+async def test_the_error_of_an_unreachable_server_has_no_secret_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOUR_SECRET", "c4n4ry-violet")
+    with pytest.raises(InfraError, match=r"the server at http://127\.0\.0\.1:9/\$\{secret:COLOUR_SECRET\}") as raised:
+        async with box_of({"url": "http://127.0.0.1:9/${secret:COLOUR_SECRET}"}):
+            raise AssertionError("the server has answered")
+    assert "c4n4ry-violet" not in str(raised.value)

@@ -1,0 +1,197 @@
+"""`${…}` in values that depend on the environment, and the secrets among them.
+
+${oc.env:NAME}    is resolved when the configuration is composed; `Config.public_values` has the text as it was given
+${secret:NAME}    stays a reference in the configuration; `reveal` reads the variable where a process needs the value
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from asyncrl.core.failures import ConfigError, hide
+
+ValuePath = tuple[str | int, ...]
+"""Keys and list indices that lead to a value."""
+
+HIDDEN = "…"
+"""Stands for a secret that the configuration contains as plain text."""
+SHORTEST_HIDDEN = 4
+"""Minimum length of a variable's value that messages hide. Shorter ones are parts of other words."""
+_REFERENCE = re.compile(r"\$\{secret:([A-Za-z_]\w*)\}", re.ASCII)
+_SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIALS|(TOKEN|KEY)$|(^|_)(TOKEN|KEY)_", re.IGNORECASE)
+_NOT_SECRET_NAME = re.compile(r"_(FILE|PATH|DIR|ENV|URL|NAME)$", re.IGNORECASE)
+
+
+# ------------------------------------------------------------------------------------------------ secrets
+
+
+def secret_names(text: str) -> list[str]:
+    """Return the variables that `${secret:NAME}` in `text` refers to."""
+    return _REFERENCE.findall(text)
+
+
+def looks_secret(name: str) -> bool:
+    """Return whether a variable of this name usually has a secret: it contains TOKEN, KEY, SECRET or PASSWORD."""
+    return bool(_SECRET_NAME.search(name)) and not _NOT_SECRET_NAME.search(name)
+
+
+def reveal(value: Any, key: str) -> Any:
+    """Return `value` (JSON types) with `${secret:NAME}` replaced by the variables' values, which errors then hide.
+
+    Only the code that passes a value on to a program, a server or user code calls this function. The result must not
+    be stored.
+
+    Raises:
+        ConfigError: a variable is not set, or empty; the message names it and `key`, the key of `value`.
+    """
+    if isinstance(value, str):
+        return _REFERENCE.sub(lambda match: _read(match, key), value)
+    if isinstance(value, Mapping):
+        return {name: reveal(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list | tuple) and any(secret_names(text) for _, text in texts(value)):
+        return [reveal(item, f"{key}.{number}") for number, item in enumerate(value)]
+    return value
+
+
+def _read(reference: re.Match[str], key: str) -> str:
+    value = os.environ.get(reference[1])
+    if not value:
+        raise ConfigError(
+            f"{key} has {reference[0]}: the environment has no variable {reference[1]}, or it is empty. Export it "
+            "where the run is started and, for a cluster at ray.address, on every node"
+        )
+    hide(value, reference[0])
+    return value
+
+
+def hide_secrets(value: Any) -> None:
+    """Make the errors and logs of this process hide all secrets that `value` (JSON types) refers to."""
+    for _, text in texts(value):
+        for name in secret_names(text):
+            hide(os.environ.get(name, ""), f"${{secret:{name}}}")
+
+
+def texts(value: Any, path: ValuePath = ()) -> Iterator[tuple[ValuePath, str]]:
+    """Yield the texts in `value` (JSON types) with their paths."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from texts(item, (*path, str(name)))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from texts(item, (*path, number))
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return `value` for a message: texts under names that look secret become `HIDDEN`, unless they are references."""
+    if isinstance(value, Mapping):
+        return {key: without_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item, name) for item in value]
+    if isinstance(value, str) and looks_secret(name) and not secret_names(value):
+        return HIDDEN
+    return value
+
+
+# ------------------------------------------------------------------------------------------------ resolution
+
+
+class ReadVariables:
+    """The values of the environment variables that `${oc.env:NAME}` has read."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.reads = 0
+
+    def env(self, *arguments: Any) -> str | None:
+        """OmegaConf's resolver `oc.env`, which also records the variable."""
+        from omegaconf.resolvers import oc
+
+        value: str | None = oc.env(*arguments)
+        if arguments[0] in os.environ:
+            self.values[arguments[0]] = os.environ[arguments[0]]
+            self.reads += 1
+        return value
+
+    def hidden(self, value: Any) -> Any:
+        """Return `value` (JSON types) with the variables' values replaced by references, for messages."""
+        if isinstance(value, str):
+            for name, found in sorted(self.values.items(), key=lambda item: -len(item[1])):
+                if len(found) >= SHORTEST_HIDDEN:
+                    value = value.replace(found, f"${{oc.env:{name}}}")
+            return value
+        if isinstance(value, Mapping):
+            return {key: self.hidden(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hidden(item) for item in value]
+        return value
+
+
+@contextmanager
+def resolvers() -> Iterator[ReadVariables]:
+    """Register `secret`, and `oc.env` with a record of the variables that it reads, for the block."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    read = ReadVariables()
+    OmegaConf.register_new_resolver("secret", _keep_reference, replace=True)
+    OmegaConf.register_new_resolver("oc.env", read.env, replace=True)
+    try:
+        yield read
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _keep_reference(name: Any) -> str:
+    if not _REFERENCE.fullmatch(reference := f"${{secret:{name}}}"):
+        raise ValueError(f"{name!r} is not the name of an environment variable; write ${{secret:NAME}}")
+    return reference
+
+
+def texts_from_environment(node: Any, read: ReadVariables) -> dict[ValuePath, str]:
+    """Return the texts as they were given, such as `${oc.env:HOME}/data`, by the paths of texts and collections that
+    depend on the environment.
+
+    Args:
+        node: an OmegaConf container that can be resolved.
+        read: the record of the current `resolvers`.
+    """
+    from omegaconf import OmegaConf
+
+    def walk(node: Any, given: Any, path: ValuePath) -> Iterator[tuple[ValuePath, str]]:
+        for key, text in given.items() if isinstance(given, dict) else enumerate(given):
+            here = (*path, key if isinstance(given, list) else str(key))
+            if isinstance(text, dict | list):
+                yield from walk(node[key], text, here)
+            elif isinstance(text, str) and "${" in text:
+                before, value = read.reads, node[key]
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
+                if read.reads > before and isinstance(value, str | dict | list):
+                    yield here, text
+
+    return dict(walk(node, OmegaConf.to_container(node, resolve=False), ()))
+
+
+def resolved(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return the value at `keys` in `tree`, a written configuration, with this process's environment; unresolved if a
+    variable is not set."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    found: Any = tree
+    for key in keys:
+        found = found[key]
+    try:
+        with resolvers():
+            node = OmegaConf.create(dict(tree))
+            for key in keys:
+                node = node[key]
+    except OmegaConfBaseException:
+        return found
+    return node

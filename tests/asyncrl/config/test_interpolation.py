@@ -1,0 +1,242 @@
+"""Secrets and environment variables in a configuration: what it has, what is printed, and what errors show."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config.compose import check_config, load_config, to_yaml
+from asyncrl.config.interpolation import looks_secret, reveal, secret_names
+from asyncrl.config.problems import format_problems
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError, UserCodeError, conceal
+from tests.fakes.command_line import CommandLine
+from tests.fakes.configurations import single
+
+CANARY = "c4n4ry-of-interpolation"
+MULTI_TURN = "rollout.multi_turn"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANARY", CANARY)
+    monkeypatch.setenv("FOUR", "4")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+def write(path: Path, tree: Any) -> str:
+    """Write a configuration that builds on the quickstart."""
+    file = path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"defaults": ["quickstart"], **tree}), encoding="utf-8")
+    return str(file)
+
+
+def with_server(**server: Any) -> dict[str, Any]:
+    """Return the sections of a run that has a tool server."""
+    tools = [{"mcp": {"command": ["cat"], **server}}]
+    turns = {"enable": True, "tools": tools, "max_tool_response_length": 64}
+    return {"rollout": {"response_length": 160, "multi_turn": turns}}
+
+
+def server_of(values: Any) -> Any:
+    return values["rollout"]["multi_turn"]["tools"][0]["mcp"]
+
+
+# ------------------------------------------------------------------------------------------------ secrets
+
+
+def test_a_secret_stays_a_reference_wherever_the_configuration_is_written_or_shown(
+    tmp_path: Path, cli: CommandLine
+) -> None:
+    file = write(tmp_path, with_server(env={"API_TOKEN": "Bearer ${secret:CANARY}"}))
+    config = load_config(file)
+    assert config.rollout.multi_turn.tools[0].mcp.env == {"API_TOKEN": "Bearer ${secret:CANARY}"}  # type: ignore[union-attr]
+    printed = cli("launch", "fully_async", file, "--dry-run")
+    assert "API_TOKEN: Bearer ${secret:CANARY}" in printed.out
+    as_json = cli("launch", "fully_async", file, "--dry-run", "--json")
+    assert server_of(as_json.json["config"])["env"] == {"API_TOKEN": "Bearer ${secret:CANARY}"}
+    assert CANARY not in printed.out + printed.err + as_json.out + as_json.err
+    (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_a_missing_secret_is_reported_with_its_key_and_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (None, ""):
+        monkeypatch.delenv("CANARY") if value is None else monkeypatch.setenv("CANARY", value)
+        problem = single(check_config(write(tmp_path, with_server(env={"API_TOKEN": "${secret:CANARY}"}))).problems)
+        assert problem.key == f"{MULTI_TURN}.tools.0.mcp.env.API_TOKEN" and problem.value == "${secret:CANARY}"
+        assert "no variable CANARY" in problem.consequence and "export CANARY=" in problem.fix
+        assert (problem.severity, problem.where) == ("error", "mine.yaml line 7")
+
+
+def test_a_tool_that_is_off_needs_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CANARY")
+    tree = with_server(env={"API_TOKEN": "${secret:CANARY}"})
+    tree["rollout"]["multi_turn"]["enable"] = False
+    assert not any("CANARY" in str(problem) for problem in check_config(write(tmp_path, tree)).problems)
+
+
+def test_a_secret_where_nothing_looks_it_up_is_refused() -> None:
+    problem = single(check_config(None, ["model.path=${secret:CANARY}/model"]).problems[:1])
+    assert (problem.key, problem.value) == ("model.path", "${secret:CANARY}/model")
+    assert "would not be looked up" in problem.consequence
+    assert f"{MULTI_TURN}.tools.*.mcp.env" in problem.fix and "_env" in problem.fix
+
+
+@pytest.mark.parametrize("name", ["my-token", "1", "A,B"])
+def test_a_reference_to_no_variable_is_refused(name: str, tmp_path: Path) -> None:
+    problem = single(check_config(write(tmp_path, with_server(env={"T": f"${{secret:{name}}}"}))).problems)
+    assert problem.key == f"{MULTI_TURN}.tools[0].mcp.env.T"
+
+
+@pytest.mark.parametrize("value", [CANARY, "${oc.env:CANARY}"])
+def test_a_plain_secret_in_the_environment_of_a_server_is_refused_and_not_shown(
+    value: str, tmp_path: Path, cli: CommandLine
+) -> None:
+    file = write(tmp_path, with_server(env={"API_TOKEN": value}))
+    printed = cli("launch", "fully_async", file, "--dry-run", code=2)
+    assert f"{MULTI_TURN}.tools.0.mcp.env.API_TOKEN = …  (mine.yaml line 7)" in printed.err
+    assert "write API_TOKEN: ${secret:API_TOKEN}" in printed.err
+    assert CANARY not in printed.out + printed.err
+    assert CANARY not in cli("launch", "fully_async", file, "--dry-run", "--json", code=2).out
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        (with_server(environment={"API_TOKEN": CANARY}), f"{MULTI_TURN}.tools.0.mcp.environment"),
+        ({"rollout": {"mcp": {"env": {"API_KEY": CANARY}}}}, "rollout.mcp.env.API_KEY"),
+        (with_server(env=[{"API_TOKEN": CANARY}]), f"{MULTI_TURN}.tools.0.mcp.env"),
+        (with_server(env={"API_TOKEN": [CANARY]}), f"{MULTI_TURN}.tools.0.mcp.env"),
+    ],
+)
+def test_an_error_in_a_key_does_not_show_secrets_in_its_value(tree: Any, key: str, tmp_path: Path) -> None:
+    problem = single(check_config(write(tmp_path, tree)).problems)
+    assert problem.key == key
+    assert CANARY not in format_problems([problem]) and "…" in str(problem)
+
+
+@pytest.mark.parametrize(
+    "name", ["API_KEY", "HF_TOKEN", "CLIENT_SECRET", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY", "key"]
+)
+def test_names_that_look_secret(name: str) -> None:
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["MAX_TOKENS", "TOKENIZERS_PARALLELISM", "KEYBOARD", "SSH_KEY_FILE", "api_key_env", "URL"]
+)
+def test_names_that_do_not_look_secret(name: str) -> None:
+    assert not looks_secret(name)
+
+
+def test_revealed_secrets_are_not_in_errors_and_conceal_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHORT", "a")
+    values = {"a": ["x ${secret:CANARY}", 7, None], "b": {"c": "${secret:SHORT}"}}
+    assert reveal(values, "k") == {"a": [f"x {CANARY}", 7, None], "b": {"c": "a"}}
+    assert secret_names("${secret:CANARY}-${secret:SHORT}${oc.env:HOME}") == ["CANARY", "SHORT"]
+    assert conceal(f"a {CANARY}!") == "a ${secret:CANARY}!"
+    error = UserCodeError.wrap(f"401 for {CANARY}", ValueError(f"at {CANARY}"))
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert "401 for ${secret:CANARY}" in str(one) and "at ${secret:CANARY}" in one.cause
+        assert CANARY not in str(one) + one.brief
+    monkeypatch.delenv("CANARY")
+    with pytest.raises(ConfigError, match=r"k\.a\.0 has \$\{secret:CANARY\}: the environment has no variable CANARY"):
+        reveal(values, "k")
+
+
+# ------------------------------------------------------------------------------------------------ other variables
+
+
+def test_values_from_the_environment_are_resolved_in_the_process_and_unresolved_where_they_are_written(
+    tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n' * 100, encoding="utf-8")
+    monkeypatch.setenv("ROWS", str(tmp_path / "rows.jsonl"))
+    tree: dict[str, Any] = with_server(
+        env={"DATA": "${oc.env:CANARY}/data", "SAME": "${experiment_name}", "MODE": "fast"}
+    )
+    tree |= {
+        "experiment_name": "${oc.env:CANARY}",
+        "data": {"train_files": ["${oc.env:ROWS}"], "val_files": "${data.train_files}"},
+        "reward": {"kwargs": "${oc.decode:'{pattern: ${oc.env:CANARY}}'}"},
+        "seed": "${oc.decode:${oc.env:FOUR}}",
+    }
+    file = write(tmp_path, tree)
+    config = load_config(file)
+    assert (config.experiment_name, config.seed, config.reward.kwargs) == (CANARY, 4, {"pattern": CANARY})
+    assert config.data.val_files == config.data.train_files == (str(tmp_path / "rows.jsonl"),)
+    public = config.public_values()
+    assert server_of(public)["env"] == {
+        "DATA": "${oc.env:CANARY}/data",
+        "SAME": "${experiment_name}",
+        "MODE": "fast",
+    }
+    assert (public["experiment_name"], public["seed"]) == ("${oc.env:CANARY}", 4)
+    assert public["reward"]["kwargs"] == tree["reward"]["kwargs"]
+    assert public["data"]["val_files"] == "${data.train_files}" and public["data"]["train_files"] == ["${oc.env:ROWS}"]
+    printed = cli("launch", "fully_async", file, "--dry-run").out
+    assert CANARY not in printed and str(tmp_path) not in printed
+    (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_the_texts_survive_other_processes_and_the_synchronous_mode() -> None:
+    config = load_config(None, ["experiment_name=${oc.env:CANARY}"], mode="sync")
+    for one in (config, pickle.loads(pickle.dumps(config)), config.model_copy(update={"seed": 1})):
+        assert (one.experiment_name, one.public_values()["experiment_name"]) == (CANARY, "${oc.env:CANARY}")
+
+
+def test_identities_have_a_digest_of_values_from_the_environment() -> None:
+    def identity(value: str) -> Any:
+        config = Config.model_validate({"reward": {"kwargs": {"a": [value, 1]}}})
+        return config.with_unresolved({("reward", "kwargs"): "${x}"}).identity_values()["reward"]["kwargs"]
+
+    found = identity(CANARY)
+    assert found["a"][1] == 1 and found["a"][0].startswith("${x} (sha256:") and CANARY not in str(found)
+    assert identity(CANARY) == found != identity("another")
+
+
+def test_a_config_without_variables_is_unchanged() -> None:
+    config = load_config()
+    assert config.public_values() == config.identity_values() == config.model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.n=${oc.env:CANARY}",
+        "data.train_files=[${oc.env:CANARY}]",
+        "model.path=/${oc.env:CANARY}",
+        "rollout.${oc.env:CANARY}=1",
+        "logging.level=${oc.env:CANARY}",
+        "experiment_name='${${oc.env:CANARY}}'",
+        "reward.kwargs={a: ${oc.decode:'{${oc.env:CANARY}'}}",
+        "rollout.nn={a: [${oc.env:CANARY}]}",
+        "reward.function='${oc.env:CANARY}:f'",
+    ],
+)
+def test_errors_name_the_variable_instead_of_its_value(override: str, cli: CommandLine) -> None:
+    printed = cli("launch", "fully_async", override, code=2)
+    as_json = cli("launch", "fully_async", override, "--dry-run", "--json", code=2)
+    assert CANARY not in printed.out + printed.err + as_json.out + as_json.err
+    assert "CANARY" in printed.err
+
+
+def test_the_resolvers_are_as_before_once_a_configuration_is_composed() -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    load_config()
+    assert OmegaConf.create({"a": "${oc.env:CANARY}"}).a == CANARY
+    assert oc.env("CANARY") == CANARY
