@@ -140,7 +140,8 @@ class Rank:
         gathered = time.monotonic()
         try:
             with profile.span("sync.put", role=role, rank=0, version=version) as span:
-                publication = await self._offer(version, step, *collected.value, validate)
+                weights_probe, tensors = collected.value
+                publication = await self._offer(version, step, weights_probe, tensors, validate)
                 span.add(bytes=publication.num_bytes)
             published = PublishedVersion(publication, gathered - started, time.monotonic() - gathered)
             answer = CallResult(published, None)
