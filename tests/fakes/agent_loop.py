@@ -92,16 +92,17 @@ class Adder(BaseTool[list[int]]):
 class Player(Environment):
     """Replies with fixed texts and counts the turns."""
 
-    def __init__(self, replies: Sequence[str] = (), opening: Any = "") -> None:
-        """`opening` is a user's text or a list of messages."""
+    messages: Sequence[Any] = ()
+    """The first messages of every conversation, unless `opening` is set."""
+
+    def __init__(self, replies: Sequence[str] = (), opening: str = "") -> None:
+        """`opening` is a user's text."""
         self._replies = list(replies)
         self._opening = opening
         self._seen: list[str] = []
 
     async def reset(self, context: EpisodeContext, *args: Any, **kwargs: Any) -> Sequence[Message]:
-        if not isinstance(self._opening, str):
-            return self._opening
-        return [{"role": "user", "content": self._opening}] if self._opening else ()
+        return [{"role": "user", "content": self._opening}] if self._opening else self.messages
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
         self._seen.append(text)

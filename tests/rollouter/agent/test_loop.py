@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -17,7 +18,7 @@ from asyncrl.core.failures import DataError
 from asyncrl.core.types import FinishReason
 from rollouter.agent.parsing import ParsedTurn
 from rollouter.drop_policy import MismatchError, ToolFailedError, TooLongError
-from tests.fakes.agent_loop import FORGETFUL, PLAYER, TEMPLATE, Adder, AgentRig, LineParser
+from tests.fakes.agent_loop import FORGETFUL, PLAYER, TEMPLATE, Adder, AgentRig, LineParser, Player
 from tests.fakes.hostile import LONG_INTEGER, LONG_TEXT, NESTED, messages, texts
 
 
@@ -288,6 +289,6 @@ async def test_conversations_with_any_text_of_tools_and_users_end(reply: str, an
 @settings(max_examples=30)
 @given(opening=st.lists(messages(), max_size=2))
 async def test_opening_messages_of_any_shape_are_used_or_refused(opening: list[Any]) -> None:
-    rig = AgentRig(interactions=[{"class_name": PLAYER, "config": {"replies": ["2"], "opening": opening}}])
-    with suppress(ToolFailedError, DataError):
+    rig = AgentRig(interactions=[{"class_name": PLAYER, "config": {"replies": ["2"]}}])
+    with patch.object(Player, "messages", opening), suppress(ToolFailedError, DataError):
         await rig.converse("3", "4", "5")
