@@ -53,7 +53,7 @@ and refuses to start if one is not set; on a cluster at `ray.address`, each node
 of tool servers, and results of tools show `${secret:NAME}` in place of the value. `mcp.env` refuses plain values of
 variables whose names contain TOKEN, KEY, SECRET or PASSWORD.
 
-config.yaml, `--dry-run`, the trackers and messages about the configuration have `${oc.env:NAME}` as it was written, not
+config.yaml, `--dry-run`, the trackers and messages about the configuration have `${oc.env:NAME}` unresolved, not
 its value. The journal, checkpoints and records add a digest, so that a resumed run notices another value. Resolved
 numbers and switches are written as they are. Other messages may show a resolved value, such as the path of a file that
 does not exist, so use `${secret:NAME}` for secrets.

@@ -1,6 +1,6 @@
 """`${…}` in values that depend on the environment, and the secrets among them.
 
-${oc.env:NAME}    is resolved when the configuration is composed; `Config.public_values` has the text as it was given
+${oc.env:NAME}    is resolved when the configuration is composed; `Config.public_values` has it unresolved
 ${secret:NAME}    stays a reference in the configuration; `reveal` reads the variable where a process needs the value
 """
 

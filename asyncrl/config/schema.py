@@ -86,7 +86,7 @@ class Config(ConfigSection):
     def public_values(self) -> dict[str, Any]:
         """Return all values in JSON types, as they may be written, shown and sent.
 
-        A text or collection that depends on environment variables is replaced by the text as it was given, such as
+        A text or collection that depends on environment variables is replaced by its unresolved text, such as
         `${oc.env:HOME}/data`. Numbers and switches are not replaced, and secrets are references anyway.
         """
         return self._replaced(lambda text, value: text)
@@ -94,7 +94,7 @@ class Config(ConfigSection):
     def identity_values(self) -> dict[str, Any]:
         """Return all values in JSON types, as they may be written to be compared with those of another run.
 
-        Each text that depends on environment variables is replaced by the text as it was given and a digest of its
+        Each text that depends on environment variables is replaced by its unresolved text and a digest of its
         value.
         """
         return self._replaced(_digests)

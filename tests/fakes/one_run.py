@@ -121,7 +121,7 @@ class OneEngine:
         self.worker = WeightLoader()
         model = AutoModelForCausalLM.from_pretrained(path)
         model.load_weights = lambda items: model.load_state_dict(dict(items), strict=False)
-        self.worker.model_runner = SimpleNamespace(model=model)
+        self.worker.model_runner = SimpleNamespace(model=model, model_config=None)
 
     async def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
