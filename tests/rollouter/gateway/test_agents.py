@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.core.failures import DataError, InfraError, UserCodeError
+from asyncrl.core.failures import ConfigError, DataError, InfraError, UserCodeError
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import FinishReason, Span, versions_per_token
 from rollouter.agent.conversation import TurnRequest
 from rollouter.agent.loop import MismatchError
-from rollouter.agent.parsing import ParsedTurn
+from rollouter.agent.parsing import NO_TOOLS, ParsedTurn, ToolCallParser
 from rollouter.drop_policy import TooLongError
+from rollouter.gateway import session
 from rollouter.gateway.program import FunctionProgram
 from rollouter.gateway.task import AgentTask
 from tests.fakes.gateway_agent import CALL, MODEL, QUESTION, TOOLS, GatewayRig
@@ -511,6 +512,19 @@ async def test_a_request_that_is_far_too_long_is_refused_before_it_is_tokenized(
     ]
     responses = await answered(GatewayRig("12"), requests)
     assert [(one.status, one.body["error"]["code"]) for one in responses] == [(400, "context_length_exceeded")] * 2
+
+
+async def test_tools_that_the_parser_refuses_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = GatewayRig("12")
+
+    def parser(format: str, *args: Any, **kwargs: Any) -> ToolCallParser:
+        if format != NO_TOOLS:
+            raise ConfigError("the parser cannot use these tools")
+        return ToolCallParser(format, *args, **kwargs)
+
+    monkeypatch.setattr(session, "ToolCallParser", parser)
+    (refused,) = await answered(rig, [("chat/completions", {"messages": [QUESTION], "tools": TOOLS})])
+    assert refused.status == 400 and "the parser cannot use these tools" in refused.body["error"]["message"]
 
 
 FUNCTIONS = st.fixed_dictionaries({"name": texts()}, optional={"parameters": values(), "description": values()})
