@@ -28,7 +28,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -355,15 +355,33 @@ class SampleSessions:
         self._isolation = isolation
         self._limit = limit
         self._open: set[str] = set()
+        self._has_replica: dict[str, bool] = {}
+        """The sessions in `generating`, and whether a replica has their requests."""
+        self._pause = ExitStack()
+
+    @contextmanager
+    def generating(self, session: str) -> Iterator[None]:
+        """Pause the sample's time limit while sessions in this context wait for a replica and none of them has one.
+
+        While one of them has a replica, the limit is not paused: its requests may never end, and a replica that waits
+        for its running requests accepts no others.
+        """
+        self._set_replica(session, False)
+        try:
+            yield
+        finally:
+            self._set_replica(session, None)
 
     def place(self, session: str, replica: str) -> None:
         """Record the replica that now has the session's requests; an empty name means that there is none."""
         self._open.add(session)
+        self._set_replica(session, bool(replica))
         self._isolation.place(session, replica)
 
     async def wait_until_allowed(self, session: str, error: EngineCrashError) -> None:
         """See `CrashIsolation.wait_until_allowed`."""
         self._open.add(session)
+        self._set_replica(session, False)
         await self._isolation.wait_until_allowed(session, error, self._limit)
 
     def end(self, session: str) -> None:
@@ -380,3 +398,13 @@ class SampleSessions:
         for session in self._open:
             self._isolation.suspend(session)
         self._open.clear()
+
+    def _set_replica(self, session: str, has_replica: bool | None) -> None:
+        """Record whether a replica has the session's requests; None: it is not generating."""
+        if has_replica is None:
+            self._has_replica.pop(session, None)
+        else:
+            self._has_replica[session] = has_replica
+        self._pause.close()
+        if self._has_replica and not any(self._has_replica.values()):
+            self._pause.enter_context(self._limit.paused())

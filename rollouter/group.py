@@ -199,25 +199,26 @@ class GroupGeneration:
         self, session: str, requests: Mapping[str, GenerateRequest]
     ) -> AsyncGenerator[tuple[str, Turn], None]:
         """Yield turns with their keys as they finish. After an engine crash, wait until crash isolation allows
-        another try."""
+        another try. Waits for a replica do not count towards the sample's time limit."""
         keys = list(requests)
         unfinished = set(keys)
-        async with aclosing(self.fleet.generate(list(requests.values()), session=session)) as events:
-            async for event in events:
-                match event:
-                    case Accepted(replica):
-                        self.sessions.place(session, replica)
-                    case Unplaced():
-                        self.sessions.place(session, "")
-                    case TurnProgress(number, turn):
-                        self.turns[keys[number]] = turn
-                    case TurnFinished(number, turn):
-                        check_turn(requests[keys[number]].request_id, turn)
-                        self.turns[keys[number]] = turn
-                        unfinished.discard(keys[number])
-                        yield keys[number], turn
-                    case EngineCrashed(error):
-                        await self.sessions.wait_until_allowed(session, error)
+        with self.sessions.generating(session):
+            async with aclosing(self.fleet.generate(list(requests.values()), session=session)) as events:
+                async for event in events:
+                    match event:
+                        case Accepted(replica):
+                            self.sessions.place(session, replica)
+                        case Unplaced():
+                            self.sessions.place(session, "")
+                        case TurnProgress(number, turn):
+                            self.turns[keys[number]] = turn
+                        case TurnFinished(number, turn):
+                            check_turn(requests[keys[number]].request_id, turn)
+                            self.turns[keys[number]] = turn
+                            unfinished.discard(keys[number])
+                            yield keys[number], turn
+                        case EngineCrashed(error):
+                            await self.sessions.wait_until_allowed(session, error)
         self.sessions.end(session)
         if unfinished:
             raise BugError(f"{session}: the fleet finished without {len(unfinished)} of {len(keys)} turns")

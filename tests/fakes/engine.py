@@ -100,6 +100,8 @@ class FakeFleet:
         """If set, the next apply waits for this event."""
         self.weights_versions = {f"replica-{number}": WeightsVersion(0, 0) for number in range(num_replicas)}
         """The weights version of each replica."""
+        self.accept_gate: anyio.Event | None = None
+        """If set, replicas accept no call before this event."""
         self._answer = answer
         self._pace = pace
         self._chunk_tokens = chunk_tokens
@@ -220,6 +222,8 @@ class FakeFleet:
 
     async def _place(self, call: EngineCall) -> Accepted:
         """Place the call on the replica with the fewest calls."""
+        if self.accept_gate is not None:
+            await self.accept_gate.wait()
         load = Counter(other.replica for other in self.calls.values())
         name = min(self.weights_versions, key=lambda name: load[name])
         call.replica, call.version = name, self.weights_versions[name].version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -17,10 +18,12 @@ from asyncrl.config.sections.rollout import SamplingConfig, ValSamplingConfig
 from asyncrl.core.failures import BugError, DataError, UserCodeError
 from asyncrl.core.ports import GenerateRequest, GenerationEvent, Score, TurnFinished
 from asyncrl.core.types import FinishReason, Prompt, Sample, Turn
-from rollouter.crash_isolation import time_limit
+from asyncrl.core.waits import WaitBoard
+from rollouter.crash_isolation import CrashIsolation, SampleSessions, TimeLimit, time_limit
 from rollouter.drop_policy import DropPolicy, OverlongError, TooLongError
+from rollouter.group import GroupGeneration
 from rollouter.requests import sampling_params
-from tests.fakes.dispatcher import DispatcherRig, leased_samples, sample_name
+from tests.fakes.dispatcher import DispatcherRig, group_request, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, MemoryPayloads, make_prompt
 
@@ -300,6 +303,41 @@ async def test_pauses_do_not_count_against_the_time_limit() -> None:
         with limit.paused():
             await anyio.sleep(0.1)
         await anyio.sleep(1)
+
+
+async def test_a_wait_for_a_replica_does_not_count_against_the_time_limit() -> None:
+    fleet, scope = FakeFleet(hold=True), anyio.CancelScope(deadline=anyio.current_time() + 60.0)
+    fleet.accept_gate = anyio.Event()
+    sessions = SampleSessions(CrashIsolation(3, waits=WaitBoard(), settle_s=0.0), TimeLimit(scope))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(GroupGeneration(fleet, group_request(1), sessions=sessions).run)
+            for _ in ("no replica is up", "the only replica has crashed"):
+                await anyio.wait_all_tasks_blocked()
+                assert scope.deadline == math.inf
+                fleet.accept_gate.set()
+                await anyio.wait_all_tasks_blocked()
+                assert scope.deadline < math.inf
+                fleet.accept_gate = anyio.Event()
+                fleet.crash()
+            fleet.accept_gate.set()
+            fleet.release_all()
+    assert len(fleet.crashes) == 2
+
+
+async def test_the_time_limit_counts_while_one_conversation_waits_for_a_replica_and_another_has_one() -> None:
+    """A replica that waits for its running requests before it loads weights accepts no others, so a pause of the limit
+    would let a conversation that never ends block the replica for ever.
+    """
+    scope = anyio.CancelScope(deadline=anyio.current_time() + 60.0)
+    sessions = SampleSessions(CrashIsolation(2, waits=WaitBoard()), TimeLimit(scope))
+    with sessions.generating("a/0"), sessions.generating("a/1"):
+        assert scope.deadline == math.inf
+        sessions.place("a/0", "replica")
+        assert scope.deadline < math.inf
+        sessions.place("a/0", "")
+        assert scope.deadline == math.inf
+    assert scope.deadline < math.inf
 
 
 async def test_the_status_names_the_oldest_samples_in_flight() -> None:

@@ -82,7 +82,8 @@ class TimeoutsConfig(ConfigSection):
     replaced."""
     sample_s: Seconds = 3600.0
     """Deadline for the generation of one sample, with all its retries. After it, the sample is dropped as failed, and
-    another one replaces it. For scoring, `reward.timeout_s` limits each call."""
+    another one replaces it. Time in which no replica can take its requests does not count. For scoring,
+    `reward.timeout_s` limits each call."""
     train_s: Seconds = 1800.0
     """Deadline of one call to the training processes: a step, or a forward pass over a lease."""
     collective_s: Seconds = 300.0
@@ -157,20 +158,6 @@ def _watchdog(config: Config) -> Iterator[ConfigProblem]:
             limits.watchdog_s,
             f"one call may take {calls[longest]:g} s ({longest}) without progress, so it could stop a healthy run",
             f"set it to at least {calls[longest]:g}, or lower {longest}",
-        )
-
-
-def _sample_timeout(config: Config) -> Iterator[ConfigProblem]:
-    limits = config.timeouts
-    replacement = {"timeouts.start_s": limits.start_s, "timeouts.generate_s": limits.generate_s}
-    longest = max(replacement, key=replacement.__getitem__)
-    if limits.sample_s < replacement[longest]:
-        yield warning(
-            "timeouts.sample_s",
-            limits.sample_s,
-            f"the replacement of an engine may take {replacement[longest]:g} s ({longest}), and samples that only wait "
-            "for it are dropped as failed",
-            f"set it to more than {replacement[longest]:g}, or lower {longest}",
         )
 
 
@@ -255,7 +242,10 @@ RULES: tuple[RuleFunction, ...] = (
                "some of its samples will be dropped as stale", "raise it, or lower async_training.staleness_threshold",
                "warning"),
     _watchdog,
-    _sample_timeout,
+    ConfigRule("timeouts.sample_s", lambda c: c.timeouts.sample_s < c.timeouts.generate_s,
+               "the loss of a call to a replica may be noticed only after {c.timeouts.generate_s:g} s "
+               "(timeouts.generate_s), and by then its sample is dropped as failed",
+               "set it to more than {c.timeouts.generate_s:g}, or lower timeouts.generate_s", "warning"),
     ConfigRule("timeouts.probe_s", lambda c: c.timeouts.probe_s >= c.timeouts.call_s,
                "calls to a hung queue or weight store time out after {c.timeouts.call_s:g} s (timeouts.call_s), before "
                "the hung process is replaced, so Rollouter and Trainer are restarted too",
