@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl.core.types import DropReason
+from asyncrl.core.types import DropReason, Provenance
 from asyncrl.queue.journal_reader import SampleHistories
 from asyncrl.queue.state import QueueState
 from benchmarks.chaos.promises import Fate, RunRecords, surviving_samples, violations
@@ -22,6 +22,12 @@ def check(world: FuzzWorld) -> None:
     facts = journal_facts(operations)
     drift = setup.config.async_training
     over_sampled = setup.config.rollout.over_sample.samples > 0
+    metas = {
+        sample_id: meta
+        for sample_id, meta in facts.metas.items()
+        # Replayed tokens get the current version, so it is not that of their turns.
+        if meta.provenance is Provenance.GENERATED or setup.config.skip.async_rollout.replay_versions == "recorded"
+    }
     for operation in operations:
         histories.add(0.0, operation)
         operation.apply(state)
@@ -30,7 +36,7 @@ def check(world: FuzzWorld) -> None:
         counts=state.counts(),
         trained=files.trained,
         turns=files.turns.log,
-        metas=facts.metas,
+        metas=metas,
         generated_anew=facts.generated_anew | world.late_samples,
         rewinds=facts.rewinds,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
@@ -95,6 +101,8 @@ def _check_staleness(world: FuzzWorld) -> None:
     first = [age for lineage, age in world.staleness if lineage == 0]
     if drift.max_staleness is not None:
         assert max(first, default=0) <= drift.max_staleness, f"staleness {max(first)} beyond {drift.max_staleness}"
-    # Surplus samples are trained one version later.
-    if drift.staleness_threshold == 0 and not world.setup.config.rollout.over_sample.samples:
+    # Surplus samples are trained one version later, and recorded ones at any time.
+    role = world.setup.config.generation_skip
+    is_late = world.setup.config.rollout.over_sample.samples or (role and role.replay_versions == "recorded")
+    if drift.staleness_threshold == 0 and not is_late:
         assert max(first, default=0) == 0, f"on-policy pacing, but a sample was {max(first)} versions old"

@@ -27,6 +27,7 @@ from tests.fuzz.files import Checkpoint
 from tests.fuzz.fleet import Engines
 from tests.fuzz.journal import FuzzJournal
 from tests.fuzz.parts import FuzzPart, RolloutPart, TrainPart, prompts
+from tests.fuzz.records import spoil
 from tests.fuzz.remote import ActorHost, Gate
 from tests.fuzz.setup import WATCHDOG_S, Fault
 from tests.fuzz.store import FuzzStore
@@ -312,6 +313,8 @@ class LaunchOfRun:
             case "payload":
                 if self.files.payloads:
                     del self.files.payloads[self.rng.choice(list(self.files.payloads))]
+            case "record" if self.world.records is not None:
+                spoil(self.world.records, self.rng)
             case "driver":
                 self.died = True
                 self.scope.cancel()

@@ -18,10 +18,12 @@ from asyncrl.queue.actor import QueueClient
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.loading import RolloutTask
 from rollouter.rollouter import Rollouter
+from skip import SkipManager
 from tests.fakes.parts import FakeScorer, ListPrompts, make_prompt
 from tests.fuzz.files import MemoryFiles, MemoryTrainedSteps
 from tests.fuzz.fleet import FuzzFleet
 from tests.fuzz.process import Process
+from tests.fuzz.records import FuzzRecords
 from tests.fuzz.remote import Gated
 from tests.fuzz.setup import PROBE_S, START_S
 from tests.fuzz.store import Publisher
@@ -119,6 +121,8 @@ class RolloutPart(FuzzPart):
         val_prompts = validation if launch.config.has_validation else None
         task = RolloutTask(launch.prompts, val_prompts, ShakyScorer(world), lambda ids: "", agent)
         world.watched.append([])
+        if world.records is not None:
+            SkipManager._skips = {"async_rollout": FuzzRecords(world, world.records, process.gate)}
         feed = ObjectStoreFeed(launch.store_host.handle(process.gate), call_s=world.setup.call_s)
         rollouter = Rollouter(
             launch.config,

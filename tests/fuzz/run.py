@@ -7,8 +7,9 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from tests.fuzz import fleet, launch, loop
+from tests.fuzz import fleet, launch, loop, records
 from tests.fuzz.check import check
+from tests.fuzz.parts import prompts
 from tests.fuzz.setup import draw
 from tests.fuzz.world import FuzzWorld
 
@@ -32,7 +33,7 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> FuzzWorld:
         await launch.play(world)
 
     try:
-        with fleet.patched():
+        with fleet.patched(), records.stored(world, prompts(world)):
             loop.run(main, seed, max_virtual_s=MAX_VIRTUAL_S)
         check(world)
     except Exception as error:  # noqa: BLE001  the message names the seed

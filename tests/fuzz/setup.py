@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rollout import OverSampleConfig
+from asyncrl.config.sections.skip import AsyncRolloutSkipConfig
 from tests.fakes.configurations import config_with
 
 FaultKind = Literal[
     "engine", "rollouter", "trainer", "queue", "answer", "store", "hang engine", "hang rollouter", "hang trainer",
-    "hang queue", "apply", "payload", "driver", "driver stops", "stop",
+    "hang queue", "apply", "payload", "driver", "driver stops", "stop", "record",
 ]  # fmt: skip
 FAULTS: tuple[FaultKind, ...] = (
     "engine", "engine", "rollouter", "rollouter", "trainer", "trainer", "queue", "queue", "answer", "answer", "store",
@@ -21,7 +22,7 @@ FAULTS: tuple[FaultKind, ...] = (
     "driver stops", "stop",
 )  # fmt: skip
 """`answer` kills the queue's process between an operation and its answer. `driver stops` stops the driver for a while.
-Faults that are listed more than once are drawn more often."""
+Faults that are listed more than once are drawn more often. `record` is drawn for runs with records only."""
 LONG_S = 1000.0
 """A deadline longer than any run, so that retries do not hide a lost notification."""
 SHORT_S = 4.0
@@ -65,6 +66,8 @@ class FuzzSetup:
     """Maximum number of turns in a conversation; 1 if the run has no conversations."""
     forks: bool = False
     """Whether every turn starts another row."""
+    num_recorded: int | None = None
+    """The number of samples that an earlier run has recorded; None: samples are neither recorded nor replayed."""
 
     def __str__(self) -> str:
         training, drift = self.config.trainer, self.config.async_training
@@ -78,6 +81,7 @@ class FuzzSetup:
             f"{self.config.rollout.max_concurrent_samples} at once, checkpoint every {training.save_freq}, "
             f"over-sampled {self.config.rollout.over_sample}, "
             f"{self.max_turns} turns{' in rows' if self.forks else ''}, "
+            f"{'no' if self.num_recorded is None else self.num_recorded} records, "
             f"{self.num_replicas} replicas, calls of {self.call_s:g} s, poison {self.poison}, validation every "
             f"{training.test_freq if self.config.has_validation else 'never'}; {faults}"
         )
@@ -103,7 +107,16 @@ def draw(seed: int) -> FuzzSetup:
         trajectories=more.choice([0, 0, 1]),
         unfinished=more.choice(["drop", "keep_finished", "keep_partial"]),
     )
+    records = random.Random(f"records {seed}")
+    num_recorded = records.choice([0, 0, 3, 12]) if records.random() < 0.2 else None
+    skip = AsyncRolloutSkipConfig(
+        enable=num_recorded is not None,
+        steps="all",
+        replay_versions=records.choice(["recorded", "recorded", "current"]),
+    )
+    spoiled = [Fault(records.expovariate(1 / 1.5), "record") for _ in range(records.randrange(4))]
     changes: dict[str, dict[str, Any]] = {
+        "skip": {"async_rollout": skip},
         "rollout": {
             "over_sample": over_sample,
             "n": rng.randint(1, 2),
@@ -148,9 +161,13 @@ def draw(seed: int) -> FuzzSetup:
         poison=poison,
         max_turns=max_turns,
         forks=forks,
+        num_recorded=num_recorded,
         faults=tuple(
             sorted(
-                (Fault(rng.expovariate(1 / 1.5), rng.choice(FAULTS)) for _ in range(num_faults)),
+                [
+                    *(Fault(rng.expovariate(1 / 1.5), rng.choice(FAULTS)) for _ in range(num_faults)),
+                    *(spoiled if num_recorded is not None else ()),
+                ],
                 key=lambda fault: fault.at_s,
             )
         ),

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 
@@ -26,14 +26,16 @@ from asyncrl.queue import operations
 from asyncrl.queue.actor import QueueClient
 from asyncrl.queue.operations import CommitSamples, QueueCore, RewindTraining, SetAppliedVersion
 from asyncrl.queue.state import QueueState
+from asyncrl.storage import array_bytes
 from rollouter.crash_isolation import CrashBlame, ReplicaCrash
 from rollouter.serving import client
 from rollouter.weight_updates import WeightUpdateLoop
+from skip import BaseSkip
 from tests.fuzz import watch
 from tests.fuzz.journal import FuzzJournal
 from tests.fuzz.parts import TrainPart
 from tests.fuzz.run import FuzzError, play
-from tests.fuzz.setup import FAULTS, FaultKind, draw
+from tests.fuzz.setup import FaultKind, draw
 from tests.fuzz.store import FuzzStore
 
 SEEDS = range(*map(int, os.environ.get("ASYNCRL_FUZZ_SEEDS", "0-1000").split("-")))
@@ -69,7 +71,7 @@ def test_the_seeds_cover_every_fault_in_every_mode() -> None:
     for seed in SEEDS:
         setup = draw(seed)
         met.update((setup.mode, fault.kind) for fault in setup.faults)
-    assert set(met) == {(mode, kind) for mode in "abcd" for kind in FAULTS}
+    assert set(met) == {(mode, kind) for mode in "abcd" for kind in get_args(FaultKind)}
 
 
 def test_a_seed_reproduces_its_run() -> None:
@@ -236,6 +238,15 @@ PLANTED = {
     ),
     "a stop of the driver counts as a stall of the run": PlantedBug(
         ((watch, "Watchdog", partial(Watchdog, gap_s=1e9)),), ("no progress",), ("driver stops",)
+    ),
+    "intact records are not replayed": PlantedBug(
+        ((BaseSkip, "may_serve", lambda self, served: False),), ("although its record is intact",), ("record",)
+    ),
+    "damaged records are replayed": PlantedBug(
+        ((array_bytes, "xxh3_64_hexdigest", lambda data: ""),),
+        ("was replayed with other tokens than were recorded",),
+        ("record",),
+        most_seeds=5000,
     ),
     # The callers of a hung process wait for it, and so does the driver that probes it.
     **{

@@ -2,7 +2,7 @@
 
     real   Rollouter (dispatcher, versions, validation, isolation), ServeFleet and its client, WeightStoreActor and its
            clients, TrainLoop and BatchSource, QueueClient, QueueActor over LocalSampleQueue and QueueState, operations
-           as rows, the Supervisors, probes, Watchdog and ReplicaWatch
+           as rows, the Supervisors, probes, Watchdog and ReplicaWatch, records of samples and their files
     fake   engines and replicas, ranks, checkpoints, payload and turn files, processes and the network between them
 
 `launch` plays the driver, `parts` are the processes that it replaces, and `files` are the files that survive all of
@@ -23,6 +23,7 @@ from asyncrl.core.ports import GenerateRequest
 from asyncrl.core.records import ValidationRecord
 from asyncrl.core.types import SampleId
 from asyncrl.queue.operations import Operation
+from skip.store import RecordFiles
 from tests.fuzz.files import Files
 from tests.fuzz.setup import FuzzSetup
 
@@ -54,6 +55,10 @@ class FuzzWorld:
         """The number of crashes that poisonous requests caused, by session."""
         self.late_samples: set[SampleId] = set()
         """Samples that were finished just after the queue was closed; the next launch generates them again."""
+        self.records: RecordFiles | None = None
+        """The records of generated samples, if the run has any."""
+        self.recorded: dict[int, Any] = {}
+        """The tokens in the record of each step."""
         self.broken: list[str] = []
         """Promises that were broken during the run."""
 

@@ -1,0 +1,108 @@
+"""Recorded samples (`skip.async_rollout`): the real role and files, of which a fault loses or damages some."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from asyncrl.core.ports import PromptSource
+from asyncrl.core.trajectory import Generated, single_turn
+from asyncrl.core.types import FinishReason, SampleId, Span, Turn
+from rollouter.sample_runner import ask_for
+from skip import Call, SkipManager
+from skip.file_thread import Result
+from skip.generation import AsyncRolloutSkip
+from skip.record import MANIFEST, TENSORS
+from skip.role import RecordRequest, Served
+from skip.store import RecordFiles
+from tests.fuzz.remote import Gate
+from tests.fuzz.world import FuzzWorld
+
+EARLIER = 1_000_000
+"""The tokens of an earlier run are above this number."""
+LATE = 0.02
+"""Probability that a record takes too long to read or write."""
+
+
+class FuzzRecords(AsyncRolloutSkip):
+    """The role as one process of the Rollouter has it."""
+
+    def __init__(self, world: FuzzWorld, files: RecordFiles, gate: Gate) -> None:
+        config = world.setup.config
+        super().__init__("async_rollout", config.skip.async_rollout, config)
+        self.files = files
+        self._model = {}  # the digests of the model's files, which take longer than a run
+        self._world = world
+        self._gate = gate
+
+    async def in_file_thread(self, name: str, function: Callable[[], Result]) -> Result | None:
+        await self._gate.passing()
+        result = function()
+        await self._world.pause()
+        await self._gate.passing()
+        return None if self._world.rng.random() < LATE else result
+
+    def write_record(self, request: RecordRequest, result: Any) -> bool:
+        if not self.files.damage(request.name):
+            self._world.broken.append(f"step {request.step} was generated although its record is intact")
+        self._world.recorded[request.step] = _tokens(result)
+        return super().write_record(request, result)
+
+    def prepare_data(self, call: Call, served: Served) -> Generated:
+        generated = super().prepare_data(call, served)
+        if _tokens(generated) != self._world.recorded[served.step]:
+            self._world.broken.append(f"step {served.step} was replayed with other tokens than were recorded")
+        return generated
+
+
+def _tokens(generated: Generated) -> list[Any]:
+    rows = [row for trajectory in generated.trajectories for row in trajectory.rows]
+    return [(row.response_ids.tolist(), row.response_mask.tolist(), row.spans) for row in rows]
+
+
+@contextmanager
+def stored(world: FuzzWorld, prompts: PromptSource) -> Iterator[None]:
+    """Store the records of the run, if it has any; an earlier run has left some of them."""
+    config, num_recorded = world.setup.config, world.setup.num_recorded
+    if num_recorded is None:
+        yield
+        return
+    with TemporaryDirectory() as directory:
+        world.records = RecordFiles(Path(directory))
+        role = FuzzRecords(world, world.records, Gate())
+        for index in range(1, num_recorded + 1):
+            request = ask_for(config, SampleId(0, index), prompts)
+            ids = np.full(2, EARLIER + index, dtype=np.int32)
+            turn = Turn(ids, np.full(2, -0.5, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
+            generated = Generated(request.prompt, (single_turn(request.prompt, turn),) * request.n)
+            asked = role.request(Call({"request": request}, {}), None)
+            assert asked is not None and role.write_record(asked, generated)
+        try:
+            yield
+        finally:
+            SkipManager.reset()
+
+
+def spoil(files: RecordFiles, rng: random.Random) -> None:
+    """Delete, tear or damage a record, if there is any."""
+    names = sorted(files.names())
+    if not names:
+        return
+    name = rng.choice(names)
+    path = files.root / name / rng.choice([MANIFEST, TENSORS])
+    data = bytearray(path.read_bytes())
+    match rng.choice(["delete", "tear", "damage"]):
+        case "delete":
+            files.remove(name)
+        case "tear":
+            path.write_bytes(data[: rng.randrange(len(data))])
+        case "damage":
+            # The arrays are at the end of their file.
+            data[rng.randrange(len(data) // 2, len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
