@@ -98,8 +98,17 @@ class QueueCore:
 
     @property
     def permits(self) -> int:
+        """Number of samples that may be fed now.
+
+        After a rewind, more samples may be READY than the version permits. If they wait in feed order for a sample that
+        has to be fed again, that sample needs no permit: the version that would permit it may need the READY ones.
+        """
         state = self.state
-        return self.pacing.permits(state.fed, state.num_dropped, state.version, running=len(state.running))
+        permits = self.pacing.permits(state.fed, state.num_dropped, state.version, running=len(state.running))
+        if permits or not self.options.in_feed_order or not (state.returned and state.ready):
+            return permits
+        is_needed = state.returned[0] < max(state.ready) and not self.pacing.is_complete(state.fed, state.num_dropped)
+        return 1 if is_needed else 0
 
     @property
     def has_surplus(self) -> bool:

@@ -18,7 +18,7 @@ from asyncrl.core.staleness import Pacing, StaleAction
 from asyncrl.core.types import DropReason, Provenance, SampleId
 from asyncrl.queue.operations import ReturnPermits
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
-from tests.fakes.queues import MemoryLog, admit, fill, meta
+from tests.fakes.queues import MemoryLog, admit, fill, meta, payload, train
 
 
 def make_queue(size: int = 4, threshold: float = 0.0, total: int | None = None, **options: Any) -> LocalSampleQueue:
@@ -45,6 +45,26 @@ async def test_samples_that_are_never_fed_again_delay_no_lease_in_feed_order() -
     assert (await queue.admit(8, timeout_s=0)).sample_ids == ()
     lease = await queue.lease(4, trainer_version=0, timeout_s=0)
     assert indices(lease) == [5, 6, 7, 8]
+
+
+async def test_a_sample_that_finished_ones_wait_for_in_feed_order_is_fed_again_at_once() -> None:
+    """Training has gone back, so more samples are admitted than the version permits, and it cannot continue without
+    the sample whose payload is damaged.
+    """
+    queue = LocalSampleQueue(QueueOptions(100, Pacing(2, 0, 8), in_feed_order=True), journal=MemoryLog())
+    one, two = await fill(queue, 2)
+    await train(queue, 2)
+    await queue.set_applied_version(1)
+    await fill(queue, 2, version=1)
+    await queue.rewind(0, version=0, lineage=1, total_samples=8)
+    for sample_id in (one, two):
+        await queue.requeue(sample_id)
+    for sample_id in (one, two):
+        assert (await queue.admit(8, timeout_s=0)).sample_ids == (sample_id,)
+    assert (await queue.admit(8, timeout_s=0)).sample_ids == ()
+    for sample_id in (one, two):
+        await queue.offer(meta(sample_id), payload(sample_id))
+    assert indices(await queue.lease(4, trainer_version=0, timeout_s=0)) == [1, 2, 3, 4]
 
 
 async def test_a_replayed_sample_may_be_newer_than_the_trainer() -> None:
