@@ -144,7 +144,7 @@ class ThroughQueue:
                     tasks.start_soon(self._queue.set_applied_version, trained // LEASE)
             if trained // LEASE > version and trained // LEASE % LEASES_PER_CHECKPOINT == 0:
                 await self._queue.mark(trained // LEASE)
-                await self._queue.cover(trained // LEASE)
+                await self._queue.cover(trained // LEASE, trained // LEASE)
 
 
 class DequeActor:

@@ -133,8 +133,9 @@ class RoleCheckpoints:
             await group.save_checkpoint(building / role, hf=building / HF_DIRECTORY if role == "actor" else None)
         return building
 
-    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
-        """Wait until every role has written its part to `building`, then give the checkpoint its final name.
+    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> int:
+        """Wait until every role has written its part to `building`, then give the checkpoint its final name. Return the
+        step of the oldest checkpoint that is kept.
 
         A Trainer may not have noticed that it was replaced; its checkpoint is then not part of the run's history.
         Therefore the queue confirms first: it refuses this call of a replaced Trainer.
@@ -147,17 +148,16 @@ class RoleCheckpoints:
             await group.finish_checkpoint()
         await self._queue.confirm(progress.step)
         path = await to_thread.run_sync(self._files.commit, building, progress, queue)
+        logger.info("checkpoint %s", path)
         # Confirm again: a Trainer that has just been replaced must not delete its successor's checkpoint.
         await self._queue.confirm(progress.step)
-        await to_thread.run_sync(self._files.prune)
-        return path
+        return await to_thread.run_sync(self._files.prune)
 
     async def _write(self, building: Path, progress: Progress, queue: QueueSnapshot, written: anyio.Event) -> None:
         try:
-            path = await self.finish(building, progress, queue)
+            oldest_kept = await self.finish(building, progress, queue)
             # Payloads may be deleted only now. If this fails, they remain until the next checkpoint.
-            await self._queue.cover(progress.step)
-            logger.info("checkpoint %s", path)
+            await self._queue.cover(progress.step, oldest_kept)
         except BaseException:
             self.failed = True
             raise
@@ -214,11 +214,13 @@ class CheckpointDirectory:
                 shutil.rmtree(building, ignore_errors=True)
                 raise
 
-    def prune(self) -> None:
-        """Delete all checkpoints but the newest `keep`."""
+    def prune(self) -> int:
+        """Delete all checkpoints but the newest `keep`; return the step of the oldest that is left."""
         with _disk_errors(self._root):
-            for path in list(checkpoint_steps(self._run_dir).values())[: -self._keep]:
-                self._delete(path)
+            checkpoints = checkpoint_steps(self._run_dir)
+            for step in list(checkpoints)[: -self._keep]:
+                self._delete(checkpoints.pop(step))
+        return min(checkpoints)
 
     def set_abandoned_aside(self) -> None:
         """Rename checkpoints that are not in the run's history to `abandoned_step_NNNNNN`, and delete unfinished

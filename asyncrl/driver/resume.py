@@ -272,6 +272,13 @@ def _resume(config: Config, found: _ResumeSource) -> Resume:
             _check_journal(run_dir, head, config, checkpoint)
     if checkpoint is None:
         _check_same_model(run_dir, config)
+        if head is not None and not head.from_start:
+            raise ConfigError(
+                f"{run_dir / JOURNAL} does not reach back to the start of the run, and the run has no checkpoint: "
+                "training cannot go back to the initial model, because the journal has forgotten which samples were "
+                f"trained. Restore a checkpoint in {run_dir / CHECKPOINTS}, or start anew with another run_dir and "
+                "resume=none."
+            )
     lineage = max(history.lineage, *_lineages(run_dir)) + 1
     return Resume(run_dir, checkpoint, manifest, history.after_rewind(manifest.progress.step, lineage), incarnations)
 

@@ -195,6 +195,9 @@ def read_fate(run_dir: Path, index: int) -> SampleFate:
             newest = record.sample_id.index
             if newest == index:
                 return SampleFate(record, _describe_state(record), scored=record.ready_at > 0)
+        state = read_queue_state(run_dir)
+        if state.was_fed(state.id_of(index)):
+            return SampleFate(None, _describe_forgotten(run_dir, state.id_of(index)))
     except AsyncRLError as error:
         return SampleFate(None, f"the state of the sample is not known: {error.message}")
     last = f"the newest sample is {newest}" if newest else "the run has no samples"
@@ -212,7 +215,16 @@ def _describe_state(record: SampleRecord) -> str:
     }.get(record.state, "it waits to be generated again")
 
 
+def _describe_forgotten(run_dir: Path, sample_id: SampleId) -> str:
+    """Describe a sample that ended before the journal begins."""
+    if (step := _trained_in(run_dir, sample_id)) is not None:
+        return f"it was trained on in step {step['step']}"
+    return "it was dropped before the oldest checkpoint that was kept, and the journal has forgotten why"
+
+
 def _clock(at: float) -> str:
+    if not at:  # it was before the journal begins
+        return "an unknown time"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
@@ -221,18 +233,24 @@ def describe_fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> st
 
     `oldest_version`: the oldest version of any of its tokens.
     """
-    name = str(sample_id)
-    try:
-        lines = (line for line in read_trained(run_dir) if "rewound_to_step" in line or name in line["samples"])
-        steps = [(line["step"], line["version"]) for line in surviving_steps(lines)]
-    except (ConfigError, KeyError, TypeError, OSError):
-        steps = []
-    if steps:
-        step, version = steps[-1]
-        return f"trained in step {step}, which began from v{version}: staleness {version - oldest_version}"
+    if (step := _trained_in(run_dir, sample_id)) is not None:
+        staleness = step["version"] - oldest_version
+        return f"trained in step {step['step']}, which began from v{step['version']}: staleness {staleness}"
     files = [run_dir / file for file in (JOURNAL, f"{JOURNAL}-wal")]
     num_bytes = sum(file.stat().st_size for file in files if file.exists())
     return read_fate(run_dir, sample_id.index).text if 0 < num_bytes <= SMALL_JOURNAL_BYTES else ""
+
+
+def _trained_in(run_dir: Path, sample_id: SampleId) -> Mapping[str, int] | None:
+    """Return `step` and `version` of the last surviving step that trained on the sample; None: the Trainer's record has
+    none, or cannot be read."""
+    name = str(sample_id)
+    try:
+        lines = (line for line in read_trained(run_dir) if "rewound_to_step" in line or name in line["samples"])
+        steps = [{key: int(line[key]) for key in ("step", "version")} for line in surviving_steps(lines)]
+    except (ConfigError, KeyError, TypeError, ValueError, OSError):
+        return None
+    return steps[-1] if steps else None
 
 
 # ------------------------------------------------------------------------------------------------ payload of a sample

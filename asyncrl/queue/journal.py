@@ -1,9 +1,18 @@
-"""The queue's operations on disk: `journal.db` of a run directory, SQLite in WAL mode, append-only.
+"""The queue's operations on disk: `journal.db` of a run directory, SQLite in WAL mode.
 
     append ─▶ pending ─▶ one transaction, one fsync, in a thread ─▶ flushed        later rows share the next one
 
 The next process finds every acknowledged operation, if the disk honours fsync. An unreadable journal is reported and
 set aside; the run then resumes from a checkpoint's own sample counts.
+
+Once a checkpoint is on disk, operations before the mark of the oldest kept one are not needed any more. The journal
+then begins at a later snapshot of the state, which contains their sample counts:
+
+    snapshot ─ operations ─ snapshot ─ operations ─ mark of the oldest kept checkpoint ─ operations ─ …
+    └────────── deleted ───┘ └ the beginning now
+
+The transaction of a commit also moves the beginning, and deletes about `FORGET_ROWS` of the older operations. So every
+commit takes about the same time, and the journal is complete at any moment.
 """
 
 from __future__ import annotations
@@ -37,17 +46,19 @@ from asyncrl.queue.journal_reader import (
     RebuiltJournal,
     examine,
     meta_crc,
-    read_snapshot,
+    read_trained_since,
     row_crc,
     snapshot_row,
 )
-from asyncrl.queue.operation_rows import JournalRow, from_row, to_row, trained_since
+from asyncrl.queue.operation_rows import to_row, update_marks
 from asyncrl.queue.operations import Operation
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.run_dir import disk_error, sync
 
 SNAPSHOT_EVERY_BYTES = 2 << 20
 """Bytes of operations between snapshots; rebuilding that many takes about half a second."""
+FORGET_ROWS = 256
+"""Operations that a commit deletes at most, and two more for each that it writes, so that deleting keeps pace."""
 LOCK_WAIT_S = 10.0
 """Time limit within which the previous queue process must end and release the journal."""
 BYTES_PER_ENTRY = 80
@@ -77,6 +88,11 @@ class Journal:
         self._connection = _open_to_write(path)
         self._seq = self._durable = rebuilt.seq
         self._crc = rebuilt.crc
+        self._first = rebuilt.first
+        """The last operation before the journal's beginning."""
+        self._marks = dict(rebuilt.marks)
+        self._needed_from = 0
+        """The mark of the oldest kept checkpoint; earlier operations are not needed."""
         self._pending: list[tuple[int, float, str, str]] = []
         self._snapshot: tuple[int, Mapping[str, Any]] | None = None
         self._bytes_since_snapshot = 0
@@ -115,7 +131,7 @@ class Journal:
             if rebuilt is None:
                 state = QueueState.begin(num_prompts, restore, keeps_payloads=True, total_samples=total_samples)
                 seq = 0 if restore is None else restore.seq
-                rebuilt = RebuiltJournal(seq, 0, state, identity)
+                rebuilt = RebuiltJournal(seq, 0, state, identity, seq, {})
                 _create_journal(path, rebuilt)
             return cls(path, lock, rebuilt, notices)
         except BaseException as error:
@@ -135,6 +151,7 @@ class Journal:
         self._check()
         kind, body = to_row(operation)
         self._seq += 1
+        update_marks(self._marks, self._seq, operation)
         self._pending.append((self._seq, time.time(), kind, body))
         self._bytes_since_snapshot += len(body)
         return self._seq
@@ -143,6 +160,10 @@ class Journal:
         if self._bytes_since_snapshot > max(SNAPSHOT_EVERY_BYTES, 4 * BYTES_PER_ENTRY * size):
             self._snapshot = (self._seq, dump())
             self._bytes_since_snapshot = 0
+
+    def forget_before(self, step: int) -> None:
+        """See `QueueLog`. Later commits delete the operations."""
+        self._needed_from = max(self._needed_from, self._marks.get(step, 0))
 
     async def flushed(self, seq: int) -> None:
         while True:
@@ -155,8 +176,12 @@ class Journal:
                 await self._committing.wait()
 
     async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
+        """See `QueueLog`. Commits continue meanwhile, because this reads through a connection of its own."""
         await self.flushed(self._seq)
-        return await anyio.to_thread.run_sync(self._trained_since_blocking, step, limiter=self._thread)
+        try:
+            return await anyio.to_thread.run_sync(read_trained_since, self._path, step, self.state.prompts_per_epoch)
+        except (JournalDamage, *UNREADABLE) as error:
+            raise InfraError(f"{self._path} is damaged while the run is alive: {error}. {_GO_ON}") from None
 
     def _check(self) -> None:
         if self._error is not None:
@@ -201,23 +226,22 @@ class Journal:
         connection.executemany("INSERT INTO operations VALUES (?, ?, ?, ?, ?)", written)
         if snapshot is not None:
             seq, state = snapshot
-            origin = "(SELECT min(seq) FROM snapshots)"
-            connection.execute(f"DELETE FROM snapshots WHERE seq > {origin}")
             connection.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", snapshot_row(seq, behind, state))
+        self._forget(FORGET_ROWS + 2 * len(rows))
         connection.execute("COMMIT")
         self._crc = crc
 
-    def _trained_since_blocking(self, step: int) -> tuple[SampleId, ...] | None:
-        """Read the rows without checking their checksums, because this run's state was built from them. Blocking."""
-        num_prompts = self.state.prompts_per_epoch
-        kinds = "('MarkCheckpoint', 'RewindTraining', 'CommitSamples', 'DropSamples')"
-        rows = self._connection.execute(f"SELECT kind, body FROM operations WHERE kind IN {kinds} ORDER BY seq")
-        operations = (from_row(JournalRow(kind, body), num_prompts) for kind, body in rows)
-        try:
-            _, _, begin = read_snapshot(self._connection, "ASC", num_prompts)
-            return trained_since(step, operations, from_start=begin.is_new)
-        except (JournalDamage, *UNREADABLE) as error:
-            raise InfraError(f"{self._path} is damaged while the run is alive: {error}. {_GO_ON}") from None
+    def _forget(self, num_rows: int) -> None:
+        """Let the journal begin at the last snapshot before `_needed_from`, and delete some operations before it."""
+        connection = self._connection
+        if self._needed_from > self._first:
+            query = "SELECT max(seq) FROM snapshots WHERE seq < ?"
+            [self._first] = connection.execute(query, (self._needed_from,)).fetchone()
+            connection.execute("DELETE FROM snapshots WHERE seq < ?", (self._first,))
+        [oldest] = connection.execute("SELECT min(seq) FROM operations").fetchone()
+        if oldest <= self._first:
+            end = min(self._first, oldest + num_rows - 1)
+            connection.execute("DELETE FROM operations WHERE seq <= ?", (end,))
 
 
 def _write_error(path: Path, durable: int, error: sqlite3.Error | OSError) -> AsyncRLError:
@@ -269,8 +293,13 @@ def _find_journal(
         )
     if restore is not None and not continuing and not rebuilt.contains(restore):
         aside = _set_aside(path, "behind")
+        reach = f"ends at operation {rebuilt.seq}"
+        if 0 < restore.seq <= rebuilt.first:
+            reach = (
+                f"has forgotten everything up to operation {rebuilt.first}, because only later checkpoints were kept,"
+            )
         return None, (
-            f"the journal ends at operation {rebuilt.seq} and does not contain the checkpoint, which was written "
+            f"the journal {reach} and does not contain the checkpoint, which was written "
             f"{f'at operation {restore.seq}' if restore.seq else 'without a journal'}. It was set aside as {aside}; "
             f"the run continues from the sample counts of the checkpoint{_FORGOTTEN}",
         )

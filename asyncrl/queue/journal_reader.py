@@ -3,7 +3,10 @@
 meta         the asyncrl version and the run that wrote it
 operations   seq, at (wall clock), kind, body (JSON array, see `asyncrl.queue.operation_rows`), crc (of the row and the
              previous crc)
-snapshots    the state after operation `seq`: the first one, and the newest, from which the state is rebuilt
+snapshots    the state after operation `seq`: the first one, with which the journal begins, later ones with which it may
+             begin one day, and the newest, from which the state is rebuilt
+
+Operations up to the first snapshot are not part of the journal; they are about to be deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from asyncrl import __version__
 from asyncrl.core.failures import BugError, ConfigError, InfraError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.core.types import DropReason, SampleId
-from asyncrl.queue.operation_rows import JournalRow, from_row, surviving_marks
+from asyncrl.queue.operation_rows import JournalRow, from_row, surviving_marks, trained_since
 from asyncrl.queue.operations import (
     CloseQueue,
     CommitSamples,
@@ -60,12 +63,14 @@ class RebuiltJournal(NamedTuple):
     crc: int
     state: QueueState
     identity: Mapping[str, Any]
-    marks: frozenset[int] = frozenset()
-    """Numbers of operations at which a checkpoint of the surviving lineages began."""
+    first: int
+    """The last operation before the journal's beginning."""
+    marks: Mapping[int, int]
+    """By step, the operation at which each checkpoint of the surviving lineages began, if the journal has it."""
     notice: str = ""
     """Message about a torn tail."""
-    began_with: QueueSnapshot | None = None
-    """The sample counts that this journal began with: those of a checkpoint written without a journal."""
+    begin: QueueState | None = None
+    """The state at the journal's beginning; None: it cannot be read."""
 
     def contains(self, checkpoint: QueueSnapshot) -> bool:
         """Whether a run can resume from that checkpoint and this journal together.
@@ -73,11 +78,13 @@ class RebuiltJournal(NamedTuple):
         Raises:
             BugError: the checkpoint's counts are inconsistent.
         """
-        if checkpoint.seq:
-            return checkpoint.seq in self.marks
-        # Such checkpoints have no operation number, so they are identified by their counts.
+        if checkpoint.seq and checkpoint.seq in self.marks.values():
+            return True
+        if self.begin is None or not self.begin.is_of_checkpoint or checkpoint.seq != self.first:
+            return False
+        # A checkpoint that was written without a journal has no operation number, so its counts identify it.
         restored = QueueState.begin(self.state.prompts_per_epoch, checkpoint, keeps_payloads=True)
-        return self.began_with == restored.snapshot()
+        return checkpoint.seq > 0 or self.begin.snapshot() == restored.snapshot()
 
 
 def examine(path: Path) -> RebuiltJournal:
@@ -133,20 +140,40 @@ def _rebuild(connection: sqlite3.Connection) -> RebuiltJournal:
     """Rebuild the newest state, and read what a run needs to resume from it. Raises as `_read_meta`."""
     num_prompts, identity = _read_meta(connection)
     seq, crc, state = _newest_state(connection, num_prompts)
-    origin = connection.execute("SELECT min(seq) FROM snapshots").fetchone()[0]
-    rows = connection.execute(
-        "SELECT seq, kind, body FROM operations WHERE kind IN ('MarkCheckpoint', 'RewindTraining') ORDER BY seq"
-    )
+    [first] = connection.execute("SELECT min(seq) FROM snapshots").fetchone()
+    rows = _rows_of(connection, "MarkCheckpoint", "RewindTraining")
     try:
-        marks = surviving_marks((seq, from_row(JournalRow(kind, body), num_prompts)) for seq, kind, body in rows)
+        marks = surviving_marks((number, from_row(row, num_prompts)) for number, row in rows)
     except UNREADABLE as error:
         raise JournalDamage(f"its marks cannot be read ({type(error).__name__}: {error})") from None
-    began_with = None
-    with suppress(JournalDamage):  # only checkpoints that were written without a journal need this snapshot
-        first, _, begin = read_snapshot(connection, "ASC", num_prompts)
-        if first == 0 and not begin.is_new:
-            began_with = begin.snapshot()
-    return RebuiltJournal(seq, crc, state, identity, frozenset({*marks.values(), origin}), "", began_with)
+    begin = None
+    with suppress(JournalDamage):  # a run that continues from its newest state does not need this one
+        begin = read_snapshot(connection, "ASC", num_prompts)[2]
+    return RebuiltJournal(seq, crc, state, identity, first, marks, begin=begin)
+
+
+def read_trained_since(path: Path, step: int, num_prompts: int) -> tuple[SampleId, ...] | None:
+    """Return `operation_rows.trained_since` over the journal of this process's own run. Blocking.
+
+    This does not verify checksums, because the run's state was built from these operations. Raises `JournalDamage`,
+    `InfraError`, or one of `UNREADABLE`.
+    """
+    with _sqlite_errors(path), closing(_open_read_only(path)) as connection:
+        connection.execute("BEGIN")
+        rows = _rows_of(connection, "MarkCheckpoint", "RewindTraining", "CommitSamples", "DropSamples")
+        operations = (from_row(row, num_prompts) for _, row in rows)
+        begin = read_snapshot(connection, "ASC", num_prompts)[2]
+        return trained_since(step, operations, from_start=begin.is_new)
+
+
+def _rows_of(connection: sqlite3.Connection, *kinds: str) -> Iterator[tuple[int, JournalRow]]:
+    """Yield the journal's operations of these kinds in order."""
+    rows = connection.execute(
+        f"SELECT seq, kind, body FROM operations WHERE kind IN ({', '.join('?' * len(kinds))}) "
+        "AND seq > (SELECT min(seq) FROM snapshots) ORDER BY seq",
+        kinds,
+    )
+    return ((seq, JournalRow(kind, body)) for seq, kind, body in rows)
 
 
 def _impossible(number: int, error: Exception) -> JournalDamage:
@@ -258,6 +285,8 @@ class JournalHead:
     incarnations: Mapping[str, int] = field(default_factory=dict)
     damage: str = ""
     """The reason why the journal cannot be used; the other fields are then incomplete."""
+    from_start: bool = True
+    """Whether training can go back to the initial model, because the journal has all operations of the run."""
 
 
 def read_head(run_dir: Path) -> JournalHead | None:
@@ -277,7 +306,10 @@ def read_head(run_dir: Path) -> JournalHead | None:
         return JournalHead(0, LineageHistory(), {}, 0, incarnations, damage=str(error))
     state = rebuilt.state
     incarnations |= state.incarnations
-    return JournalHead(rebuilt.seq, state.history, rebuilt.identity, state.prompts_per_epoch, incarnations)
+    from_start = rebuilt.begin is not None and rebuilt.begin.is_new
+    return JournalHead(
+        rebuilt.seq, state.history, rebuilt.identity, state.prompts_per_epoch, incarnations, from_start=from_start
+    )
 
 
 def incarnation_of_files(run_dir: Path) -> int:
@@ -317,7 +349,7 @@ class SampleHistories:
 
     def add(self, at: float, operation: Operation) -> None:
         """Add the next operation. Raises `BugError` if it is illegal in the current state."""
-        ending = [one for one in self._events if self._state.is_live(one)] if isinstance(operation, CloseQueue) else []
+        ending = self._state.live() if isinstance(operation, CloseQueue) else []
         apply(operation, self._state)
         match operation:
             case PermitsGranted(sample_ids=sample_ids):
@@ -388,16 +420,24 @@ def _read_newest_state(run_dir: Path) -> tuple[int, QueueState]:
         return seq, state
 
 
+def read_beginning(run_dir: Path) -> QueueState:
+    """Return the state with which the journal begins: that of a new run, or of a checkpoint, or a later one that
+    contains everything that the journal has forgotten. Blocking. Raises as `read_queue_state` does."""
+    with _consistent_view(run_dir) as connection:
+        return _read_history(connection)[0]
+
+
 def read_operations(run_dir: Path) -> Iterator[tuple[float, Operation]]:
-    """Yield every operation of a run with its time, and verify the checksums. Blocking. Raises as `read_queue_state`
-    does."""
+    """Yield every operation in the journal with its time, and verify the checksums. Blocking. Raises as
+    `read_queue_state` does."""
     with _consistent_view(run_dir) as connection:
         for at, _, operation in _read_history(connection)[1]:
             yield at, operation
 
 
 def read_samples(run_dir: Path) -> Iterator[SampleRecord]:
-    """Yield every sample in the journal, by index, with its last times. Blocking.
+    """Yield every sample in the journal, by index, with its last times. Samples that ended before it begins are left
+    out. Blocking.
 
     This reads the whole journal and verifies every checksum. Raises as `read_queue_state` does.
     """

@@ -84,11 +84,17 @@ def surviving_marks(operations: Iterable[tuple[int, Operation]]) -> dict[int, in
     """
     marks: dict[int, int] = {}
     for number, operation in operations:
-        if isinstance(operation, MarkCheckpoint):
-            marks[operation.step] = number
-        elif isinstance(operation, RewindTraining):
-            marks = {step: mark for step, mark in marks.items() if step <= operation.step}
+        update_marks(marks, number, operation)
     return marks
+
+
+def update_marks(marks: dict[int, int], number: int, operation: Operation) -> None:
+    """Update the result of `surviving_marks` with the next operation."""
+    if isinstance(operation, MarkCheckpoint):
+        marks[operation.step] = number
+    elif isinstance(operation, RewindTraining):
+        for step in [step for step in marks if step > operation.step]:
+            del marks[step]
 
 
 def trained_since(

@@ -63,8 +63,12 @@ class QueueLog(Protocol):
     async def flushed(self, seq: int) -> None:
         """Return once that operation, and all before it, are durable."""
 
+    def forget_before(self, step: int) -> None:
+        """Allow the log to delete operations before the mark of the checkpoint of `step`, which is the oldest one that
+        training can still go back to."""
+
     async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
-        """Return `operation_rows.trained_since` over the whole run."""
+        """Return `operation_rows.trained_since` over the operations that the log has."""
 
 
 class QueueCore:
@@ -514,10 +518,14 @@ class CoverCheckpoint(Operation):
     """The checkpoint of `step` is on disk. Ignored if a later checkpoint has been covered."""
 
     step: int
+    oldest_kept: int
+    """Step of the oldest checkpoint that training can still go back to."""
 
     def perform(self, queue: QueueCore, *, retried: bool) -> None:
         if self.step in queue.state.marks and self.step != queue.state.covered_step:
             queue.record(self)
+            if queue.log is not None:
+                queue.log.forget_before(self.oldest_kept)
 
     def apply(self, state: QueueState) -> None:
         if (mark := state.marks.get(self.step)) is None:
@@ -566,7 +574,7 @@ class CloseQueue(Operation):
     def apply(self, state: QueueState) -> None:
         if state.running:
             state.interrupted_rollouter = state.incarnations.get("rollouter", 0)
-        for sample_id in [*state.running, *state.ready, *state.leased]:
+        for sample_id in state.live():
             state.drop(sample_id, DropReason.SHUTDOWN)
         state.closed = True
         for sample_id in list(state.entries):

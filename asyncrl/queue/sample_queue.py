@@ -121,9 +121,12 @@ class SampleQueue(ABC):
         """
         await self.call(ConfirmCheckpoint(step))
 
-    async def cover(self, step: int) -> None:
-        """Record that the checkpoint of `step` is on disk; payloads of samples that ended before it may be deleted."""
-        await self.call(CoverCheckpoint(step))
+    async def cover(self, step: int, oldest_kept: int) -> None:
+        """Record that the checkpoint of `step` is on disk; payloads of samples that ended before it may be deleted.
+
+        `oldest_kept`: step of the oldest checkpoint that training can still go back to. Of samples that ended before
+        it, the journal may forget everything but their counts."""
+        await self.call(CoverCheckpoint(step, oldest_kept))
 
     # Calls of either side
 
@@ -259,7 +262,8 @@ class LocalSampleQueue(SampleQueue):
         since = None if log is None else await log.trained_since(rewind.step)
         if since is None:
             raise BugError(
-                f"training goes back to its checkpoint of step {rewind.step}, whose sample counts were never marked"
+                f"training goes back to its checkpoint of step {rewind.step}, whose sample counts were never marked, "
+                "or are older than those of every checkpoint that was kept"
             )
         return replace(rewind, trained_since=since)
 

@@ -165,6 +165,11 @@ class QueueState:
         """Whether no operation has happened and the run did not begin from a checkpoint."""
         return self.marks == {0: 0} and self.fed == 0
 
+    @property
+    def is_of_checkpoint(self) -> bool:
+        """Whether no operation has happened since the run began from a checkpoint."""
+        return self.num_commits == 0 and not self.marks
+
     def counts(self) -> SampleCounts:
         return SampleCounts(
             fed=self.fed,
@@ -179,7 +184,7 @@ class QueueState:
 
     def snapshot(self) -> QueueSnapshot:
         """Return the snapshot from which `begin` starts. Live samples count as outstanding."""
-        outstanding = sorted([*self.returned, *self.running, *self.ready, *self.leased])
+        outstanding = sorted([*self.returned, *self.live()])
         return QueueSnapshot(self.next_index, tuple(outstanding), self.counts(), self.version)
 
     def id_of(self, index: int) -> SampleId:
@@ -194,6 +199,9 @@ class QueueState:
     def was_fed(self, sample_id: SampleId) -> bool:
         """Whether the id has been handed out."""
         return 1 <= sample_id.index < self.next_index
+
+    def live(self) -> list[SampleId]:
+        return [*self.running, *self.ready, *self.leased]
 
     def is_live(self, sample_id: SampleId) -> bool:
         return sample_id in self.running or sample_id in self.ready or sample_id in self.leased
@@ -247,7 +255,7 @@ class QueueState:
 
     def has_mark(self, step: int) -> bool:
         """Whether the state can rewind to `step` by itself, because it still knows all samples trained since."""
-        return step in self.marks or (self.num_commits == 0 and not self.marks)
+        return step in self.marks or self.is_of_checkpoint
 
     def is_file_needed(self, file: str) -> bool:
         return file in self._samples_in_file

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.config.yaml_files import load_yaml
-from asyncrl.core.ports import WeightsVersion
+from asyncrl.core.ports import SampleCounts, WeightsVersion
 from asyncrl.core.types import SampleId, SampleMeta
-from asyncrl.queue.journal_reader import read_counts, read_operations, read_samples
+from asyncrl.queue.journal_reader import read_beginning, read_counts, read_operations, read_samples
 from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining
+from asyncrl.queue.state import QueueState
 from asyncrl.queue.turn_log import read_turns
 from asyncrl.storage.run_dir import SAMPLES
 from asyncrl.storage.trained_steps import read_trained, surviving_steps
-from benchmarks.chaos.promises import BrokenCall, CompletedTurn, Fate, RunRecords
+from benchmarks.chaos.promises import BrokenCall, CompletedTurn, Fate, RunRecords, surviving_samples
 
 
 class RunFigures(NamedTuple):
@@ -88,9 +90,10 @@ def read_records(
     Raises:
         ConfigError: its journal is damaged or missing.
     """
-    fates = [Fate(record.sample_id, record.state, record.reason) for record in read_samples(run_dir)]
     trained = list(read_trained(run_dir))
     counts = read_counts(run_dir).samples
+    fates = [Fate(record.sample_id, record.state, record.reason) for record in read_samples(run_dir)]
+    fates += forgotten_fates(read_beginning(run_dir), fates, counts, surviving_samples(trained))
     figures = RunFigures(
         samples={
             "fed": counts.fed,
@@ -116,6 +119,25 @@ def read_records(
         completed=completed,
     )
     return records, figures
+
+
+def forgotten_fates(
+    begin: QueueState, known: Sequence[Fate], counts: SampleCounts, trained: Sequence[SampleId]
+) -> list[Fate]:
+    """Return the fates of samples that ended before the journal begins, in the state `begin`, and that it has
+    forgotten.
+
+    Those that the Trainer recorded are TRAINED. The others are DROPPED: the counts by reason, without those of the
+    `known` samples, are distributed over them. If there are too few, the rest have no reason.
+    """
+    remembered = {fate.sample_id for fate in known} | set(begin.snapshot().outstanding)
+    forgotten = [begin.id_of(index) for index in range(1, begin.next_index) if begin.id_of(index) not in remembered]
+    reasons = (Counter(counts.dropped) - Counter(fate.reason for fate in known if fate.state == "dropped")).elements()
+    in_model = set(trained)
+    return [
+        Fate(sample_id, "trained") if sample_id in in_model else Fate(sample_id, "dropped", next(reasons, ""))
+        for sample_id in forgotten
+    ]
 
 
 def last_surviving_step(run_dir: Path) -> int:

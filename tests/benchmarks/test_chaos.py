@@ -21,6 +21,7 @@ from asyncrl.core.ports import (
     Accepted,
     GenerateRequest,
     GenerationEvent,
+    QueueSnapshot,
     ReplicaReport,
     SampleCounts,
     TurnFinished,
@@ -29,9 +30,11 @@ from asyncrl.core.ports import (
 )
 from asyncrl.core.types import SampleId, SampleMeta, Span, Turn
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
+from asyncrl.queue.state import QueueState
 from benchmarks.chaos import disk, faults, task
 from benchmarks.chaos.faults import KINDS, InjectedFault
 from benchmarks.chaos.promises import BrokenCall, CompletedTurn, Fate, RunRecords, surviving_samples, violations
+from benchmarks.chaos.records import forgotten_fates
 from benchmarks.chaos.watch import CallWatch, broken_calls, read_broken_calls
 from rollouter.serving.client import Delta, ReplicaStream
 from tests.fakes.engine import finished_turns
@@ -78,6 +81,23 @@ def good() -> RunRecords:
 
 def test_a_run_that_kept_its_promises_breaks_none() -> None:
     assert violations(good()) == []
+
+
+def test_samples_that_the_journal_has_forgotten_follow_from_its_counts_and_the_trainers_record() -> None:
+    at_beginning = SampleCounts(fed=4, running=1, trained=2, dropped={"failed": 1})
+    begin = QueueState.begin(10, QueueSnapshot(5, (SampleId(0, 3),), at_beginning, 0), keeps_payloads=True)
+    known = [Fate(SampleId(0, 3), "trained"), Fate(SampleId(0, 5), "dropped", "stale")]
+    counts = SampleCounts(fed=5, trained=3, dropped={"failed": 1, "stale": 1})
+    forgotten = forgotten_fates(begin, known, counts, ids(1, 2, 3))
+    assert forgotten == [
+        *(Fate(sample_id, "trained") for sample_id in ids(1, 2)),
+        Fate(SampleId(0, 4), "dropped", "failed"),
+    ]
+    records = RunRecords(fates=[*forgotten, *known], counts=counts, trained=[step(1, 1, 2, 3)])
+    assert violations(records) == []
+    lost = forgotten_fates(begin, known, counts, ids(1, 3))
+    broken = {one.promise for one in violations(replace(records, fates=[*lost, *known], trained=[step(1, 1, 3)]))}
+    assert broken == {"dropped with a reason", "sample counts are consistent"}
 
 
 def test_only_a_stopped_run_may_have_outstanding_samples() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.core.types import SampleId, SampleMeta
 from asyncrl.queue.journal import Journal
-from asyncrl.queue.operation_rows import trained_since
+from asyncrl.queue.operation_rows import surviving_marks, trained_since
 from asyncrl.queue.operations import Operation, QueueLog, QueueOptions, apply
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueCaller, SampleQueue
 from asyncrl.queue.state import QueueState
@@ -45,10 +45,11 @@ async def train(queue: SampleQueue, count: int, version: int = 0) -> list[int]:
 
 
 class MemoryLog:
-    """A `QueueLog` that keeps the operations in memory."""
+    """A `QueueLog` that keeps the operations in memory, and no longer uses those that it may forget."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
+        self.num_forgotten = 0
 
     @property
     def durable(self) -> int:
@@ -61,11 +62,16 @@ class MemoryLog:
     def snapshot_if_due(self, size: int, dump: Callable[[], Mapping[str, Any]]) -> None:
         pass
 
+    def forget_before(self, step: int) -> None:
+        mark = surviving_marks(enumerate(self.operations)).get(step, 0)
+        self.num_forgotten = max(self.num_forgotten, mark)
+
     async def flushed(self, seq: int) -> None:
         pass
 
     async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
-        return trained_since(step, self.operations)
+        known = self.operations[self.num_forgotten :]
+        return trained_since(step, known, from_start=self.num_forgotten == 0)
 
 
 class CalledBy(SampleQueue):

@@ -119,12 +119,12 @@ class FakeCheckpoints(RoleCheckpoints):
         self.begun.append(step)
         return Path(f"step_{step}")
 
-    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
+    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> int:
         outcome = self.on_finish()
         if outcome is not None:
             await outcome
         self.saved.append((progress, queue))
-        return building
+        return progress.step
 
 
 class MemoryRecord:

@@ -11,7 +11,7 @@ import anyio
 
 from asyncrl.core.failures import InfraError
 from asyncrl.core.types import SampleId
-from asyncrl.queue.operation_rows import JournalRow, from_row, to_row, trained_since
+from asyncrl.queue.operation_rows import JournalRow, from_row, surviving_marks, to_row, trained_since
 from asyncrl.queue.operations import Operation
 
 
@@ -20,6 +20,8 @@ class Disk:
 
     def __init__(self, num_prompts: int) -> None:
         self.rows: list[JournalRow] = []
+        self.num_forgotten = 0
+        """Rows that only the checks of the run use."""
         self._num_prompts = num_prompts
 
     def operations(self, pending: Sequence[JournalRow] = ()) -> list[Operation]:
@@ -68,8 +70,13 @@ class FuzzJournal:
             await self._committed.wait()
         self._check()
 
+    def forget_before(self, step: int) -> None:
+        mark = surviving_marks(enumerate(self._disk.operations(self._pending))).get(step, 0)
+        self._disk.num_forgotten = max(self._disk.num_forgotten, min(mark, self.durable))
+
     async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
-        return trained_since(step, self._disk.operations(self._pending))
+        known = self._disk.operations(self._pending)[self._disk.num_forgotten :]
+        return trained_since(step, known, from_start=self._disk.num_forgotten == 0)
 
     def die(self) -> None:
         """Kill the process. A commit in progress is written completely or not at all."""

@@ -98,7 +98,7 @@ class Checkpoints(RoleCheckpoints):
         self._model = tuple(self._ranks.model)
         return Path(f"step_{step}")
 
-    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
+    async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> int:
         await anyio.sleep(self._world.some(0.2))
         await self._gate.passing()
         step = progress.step
@@ -112,4 +112,4 @@ class Checkpoints(RoleCheckpoints):
         # Keep two checkpoints, as `trainer.max_checkpoints_to_keep` allows.
         for old in sorted(self._world.files.checkpoints)[:-2]:
             del self._world.files.checkpoints[old]
-        return building
+        return min(self._world.files.checkpoints)

@@ -278,8 +278,8 @@ async def test_a_checkpoint_has_all_roles_and_the_state_at_its_beginning(tmp_pat
     checkpoints = saving(checkpointer(tmp_path), AgreeingQueue(), actor=SavingGroup(), critic=SavingGroup())
     building = await checkpoints.copy_roles(7)
     assert checkpoint_steps(tmp_path) == {}
-    path = await checkpoints.finish(building, progress(7), SNAPSHOT)
-    manifest = load_manifest(path)
+    assert await checkpoints.finish(building, progress(7), SNAPSHOT) == 7
+    manifest = load_manifest(checkpoint_steps(tmp_path)[7])
     assert manifest.files == {"actor/state": 5, "critic/state": 5, "hf/config.json": 2}
     assert (manifest.progress, manifest.queue) == (progress(7), SNAPSHOT)
 
@@ -294,7 +294,7 @@ async def test_the_queue_confirms_before_a_checkpoint_is_named_and_before_anothe
     building = await checkpoints.copy_roles(7)
     assert queue.confirmed == []
     with nullcontext() if agreed == 2 else pytest.raises(FencedError, match="it was replaced"):
-        await checkpoints.finish(building, progress(7), SNAPSHOT)
+        assert await checkpoints.finish(building, progress(7), SNAPSHOT) == left[0]
     assert set(queue.confirmed) == {7}
     assert list(checkpoint_steps(tmp_path)) == left
 

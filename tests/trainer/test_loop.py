@@ -500,7 +500,7 @@ async def test_payloads_are_deleted_after_the_checkpoint(monkeypatch: pytest.Mon
         events.append(("mark", step))
         return await mark(step)
 
-    async def cover(step: int) -> None:
+    async def cover(step: int, oldest_kept: int) -> None:
         events.append(("covered", step))
 
     rig.checkpoints.on_finish = lambda: events.append(("named", rig.checkpoints.begun[-1]))
@@ -515,7 +515,7 @@ async def test_payloads_stay_after_a_failed_checkpoint(monkeypatch: pytest.Monke
     async def full() -> None:
         raise DiskFullError("the disk is full")
 
-    async def cover(step: int) -> None:
+    async def cover(step: int, oldest_kept: int) -> None:
         raise AssertionError(step)
 
     rig = TrainerRig()

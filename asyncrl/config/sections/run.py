@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -13,6 +14,8 @@ from pydantic import Field
 from asyncrl.config.environment import check_api_key, similar_path, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, warning
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive, Seconds
+from asyncrl.config.sections.data import num_prompts
+from asyncrl.config.sections.trainer import epoch_samples
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -21,6 +24,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BYTES_PER_TOKEN = 9
 """Size of a token on disk: id, log-prob and mask."""
 _MANY_GIB = 20
+_MANY_SAMPLES = 50_000
+"""Number of samples without a checkpoint from which rebuilding the queue takes several seconds."""
 _FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints")
 
 
@@ -161,20 +166,33 @@ def _watchdog(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-def _disk_space(config: Config) -> Iterator[ConfigProblem]:
-    """Warn if payload files may fill the disk; those of trained samples are deleted once a checkpoint covers them."""
+def _unbounded_journal(config: Config) -> Iterator[ConfigProblem]:
+    if (steps := config.trainer.total_training_steps) is not None:
+        yield from _check_growth(config, steps // config.trainer.ppo_epochs * config.trainer.ppo_mini_batch_size)
+
+
+def _unbounded_journal_of_epochs(config: Config) -> Iterator[ConfigProblem]:
+    if config.trainer.total_training_steps is None:
+        prompts = num_prompts(config)
+        yield from _check_growth(config, math.inf if prompts is None else epoch_samples(config, prompts))
+
+
+def _check_growth(config: Config, samples: float) -> Iterator[ConfigProblem]:
+    """Warn if nothing bounds the journal of a run over so many samples: what it has of trained samples, and their
+    payload files, are deleted once a checkpoint covers them."""
     training = config.trainer
-    if config.journal == "off" or training.save_freq != -1 or training.total_training_steps is None:
+    if config.journal == "off" or training.save_freq != -1:
         return
-    samples = training.total_training_steps // training.ppo_epochs * training.ppo_mini_batch_size
-    gib = samples * config.rollout.n * config.longest_trajectory * _BYTES_PER_TOKEN / 2**30
-    if gib > _MANY_GIB:
-        steps = max(1, int(training.total_training_steps * _MANY_GIB / gib))
+    gib_per_sample = config.rollout.n * config.longest_trajectory * _BYTES_PER_TOKEN / 2**30
+    most = min(_MANY_SAMPLES, _MANY_GIB / gib_per_sample)
+    if samples > most:
+        steps = max(1, int(most / training.ppo_mini_batch_size * training.ppo_epochs))
+        size = f" to {samples * gib_per_sample:.0f} GiB, if responses have full length" if samples < math.inf else ""
         yield warning(
             "trainer.save_freq",
             training.save_freq,
-            f"samples on disk (journal=on) are deleted when a checkpoint covers them; without one before the end they "
-            f"grow to {gib:.0f} GiB, if responses have full length",
+            "without a checkpoint before the end nothing bounds the journal (journal=on): it keeps every sample in "
+            f"memory and on disk, so a restart of the queue takes longer and longer, and payload files grow{size}",
             f"set trainer.save_freq={steps} or less (trainer.max_checkpoints_to_keep bounds the checkpoints), or "
             "journal=off",
         )
@@ -250,14 +268,14 @@ RULES: tuple[RuleFunction, ...] = (
                "calls to a hung queue or weight store time out after {c.timeouts.call_s:g} s (timeouts.call_s), before "
                "the hung process is replaced, so Rollouter and Trainer are restarted too",
                "set it to less than {c.timeouts.call_s:g}, or raise timeouts.call_s", "warning"),
-    _disk_space,
+    _unbounded_journal,
 )  # fmt: skip
 
 SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _port)
 """Checks for `asyncrl serve`."""
 
 ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume)
-DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir,)
+DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _unbounded_journal_of_epochs)
 
 NO_EFFECT = (
     no_effect("serve.allowed_hosts", lambda c: c.serve.host not in LOOPBACK,

@@ -29,7 +29,7 @@ from asyncrl.storage.trajectory_files import DumpedTrajectory, VersionedText, fi
 from rollouter.trajectory_dump import TrajectoryDump
 from tests.fakes.command_line import CommandLine
 from tests.fakes.dumped import SCORES, calculation, decode, group, ids, prompt, sample
-from tests.fakes.queues import end
+from tests.fakes.queues import admit, end, meta, payload, train
 
 QUICKSTART = "asyncrl://quickstart"
 PAYLOAD = "1-3.safetensors"
@@ -394,7 +394,7 @@ def undumped_run(run_dir: Path) -> Path:
         await queue.drop(found[2], DropReason.STALE)
         await queue.drop(found[3], DropReason.FAILED)
         await queue.mark(1)
-        await queue.cover(1)
+        await queue.cover(1, 1)
         made = sample(1)
         await queue.offer(sample_meta(made), await payloads.put(made))
         await end(journal)
@@ -464,6 +464,34 @@ def test_show_reports_why_a_sample_has_no_trajectories(cli: CommandLine, index: 
         == (index in (2, 3))
     )
     assert ("None of its trajectories was scored" in err) == (index in (4, 5))
+
+
+def test_show_reports_samples_that_the_journal_has_forgotten(
+    run_dir: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(run_dir, None)
+    for name in ("SNAPSHOT_EVERY_BYTES", "BYTES_PER_ENTRY"):
+        monkeypatch.setattr(f"asyncrl.queue.journal.{name}", 0)
+
+    async def write_it() -> None:
+        journal = Journal.open(run_dir / "journal.db", num_prompts=10, identity={})
+        queue = LocalSampleQueue(QueueOptions(10, Pacing(5, 0.0)), journal=journal, state=journal.state)
+        trained, dropped, _ = await admit(queue, 3)
+        await queue.offer(meta(trained), payload(trained))
+        await train(queue, 1)
+        await queue.drop(dropped, DropReason.FAILED)
+        await queue.mark(1)
+        await queue.cover(1, 1)
+        await queue.set_applied_version(1)
+        await end(journal)
+
+    anyio.run(write_it)
+    line = {"lineage": 0, "step": 7, "version": 0, "samples": ["sample_0_1"]}
+    (run_dir / "trained.jsonl").write_text(json.dumps(line) + "\n")
+    assert "sample 1 to show in 20260102-030405: it was trained on in step 7" in cli("show", 1, code=BAD_CONFIG).err
+    assert "it was dropped before the oldest checkpoint that was kept" in cli("show", 2, code=BAD_CONFIG).err
+    assert "its generation began at an unknown time and is not finished" in cli("show", 3, code=BAD_CONFIG).err
+    assert "its generation never began; the newest sample is 3" in cli("show", 4, code=BAD_CONFIG).err
 
 
 def test_the_record_of_a_sample_is_suggested(undumped_run: Path, cli: CommandLine, tmp_path: Path) -> None:

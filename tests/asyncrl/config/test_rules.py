@@ -183,7 +183,8 @@ SURPRISING: list[tuple[str, Changes]] = [
     ("timeouts.watchdog_s", JUDGE | {"reward.judge.timeout_s": 900}),
     ("timeouts.sample_s", {"timeouts.sample_s": 599}),
     ("timeouts.probe_s", {"timeouts.probe_s": 61}),
-    ("trainer.save_freq", {"trainer.total_training_steps": 100_000, "rollout.response_length": 1024}),
+    ("trainer.save_freq", {"trainer.total_training_steps": 3_000, "rollout.response_length": 8192}),
+    ("trainer.save_freq", {"trainer.total_training_steps": 3_200}),
     ("logging.sinks", {"logging.sinks": ["tensorboard"]}),
     (OTLP, {OTLP: "http://127.0.0.1:4318"}),
     ("profiler.steps", {"profiler.steps": [4, 9], "trainer.total_training_steps": 8}),
@@ -348,6 +349,18 @@ def test_warm_ups_are_checked_against_the_length_of_the_data(
     changes: Changes, expected: tuple[str, str] | None
 ) -> None:
     assert [(one.key, one.severity) for one in machine_problems(changes)] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(("epochs", "extra", "warns"), [
+    (1000, {}, False),
+    (1001, {}, True),
+    (1001, {"journal": "off"}, False),
+    (1001, {"trainer.save_freq": 100}, False),
+])  # fmt: skip
+def test_a_run_whose_journal_nothing_bounds_gets_a_warning(epochs: int, extra: Changes, warns: bool) -> None:
+    found = machine_problems(EPOCHS | {"trainer.total_epochs": epochs} | extra)
+    assert [(one.key, one.severity) for one in found] == [("trainer.save_freq", "warning")] * warns
+    assert not warns or "nothing bounds the journal" in found[0].consequence
 
 
 def test_a_key_with_its_default_value_is_accepted_where_it_has_no_effect() -> None:

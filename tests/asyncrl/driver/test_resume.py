@@ -41,6 +41,14 @@ def test_a_run_that_died_before_its_first_checkpoint_resumes_from_its_journal(ru
     assert run.resume(journal="off") is None
 
 
+def test_a_run_whose_journal_has_forgotten_its_start_needs_a_checkpoint(run: RunOnDisk) -> None:
+    run.journal(seq=5)
+    with pytest.raises(ConfigError, match=r"journal\.db does not reach back.*has no checkpoint"):
+        run.resume()
+    run.checkpoint(3, seq=5)
+    assert run.found().manifest.progress.step == 3
+
+
 def test_a_run_with_only_a_journal_can_be_the_one_to_resume(tmp_path: Path) -> None:
     oldest, second, completed, newest = (RunOnDisk(tmp_path / "quickstart" / f"2026010{day}") for day in range(1, 5))
     oldest.checkpoint(5)

@@ -309,7 +309,7 @@ async def test_both_sides_continue_over_kills_at_random_moments(journaled: Any, 
             await producer.set_applied_version(version)
             if version % 5 == 0:
                 await consumer.mark(version)
-                await consumer.cover(version)
+                await consumer.cover(version, version)
         all_trained.set()
         await consumer.close()
 
@@ -392,14 +392,14 @@ async def test_payload_files_are_deleted_once_a_checkpoint_covers_their_samples(
     await client.commit(first.lease_id, [first.samples[0].meta.sample_id])
     await client.mark(1)
     await client.commit(first.lease_id, [first.samples[1].meta.sample_id])
-    await client.cover(1)
+    await client.cover(1, 1)
     assert set(segment_sizes(tmp_path)) == set(files[1:]), "the second sample was trained after the mark"
     orphan = await payloads.put(make_sample(9))
     await client.attach("rollouter", 2)
     assert set(segment_sizes(tmp_path)) == set(files[1:]), "an orphan of the old Rollouter is deleted"
     assert orphan.file not in files
     await client.mark(2)
-    await client.cover(2)
+    await client.cover(2, 1)
     assert set(segment_sizes(tmp_path)) == {files[2]}
 
 

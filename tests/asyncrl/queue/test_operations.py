@@ -67,7 +67,7 @@ RUNNING, READY, LEASED, TRAINED, DROPPED, NEVER = (SampleId(0, index) for index 
         (ReturnPermits("", (READY,)), r"return of sample_0_2, which is READY"),
         (RequeueSample(RUNNING), r"requeue of sample_0_1, which is RUNNING"),
         (RequeueSample(TRAINED), r"requeue of sample_0_4, which is TRAINED or DROPPED"),
-        (CoverCheckpoint(3), r"step 3 is on disk, but was never begun"),
+        (CoverCheckpoint(3, 3), r"step 3 is on disk, but was never begun"),
         (AttachPart("trainer", 0), r"incarnation 0 of the trainer is or was attached already"),
         (RewindTraining(0, 0, 1, None, (READY,)), r"rewind of sample_0_2, which is READY"),
         (RewindTraining(0, 0, 1, None, (TRAINED,)), r"rewind of sample_0_4, which is TRAINED or DROPPED"),

@@ -78,7 +78,7 @@ OPERATIONS: list[st.SearchStrategy[Any]] = [
     st.builds(SetAppliedVersion, NUMBERS, NUMBERS),
     st.just(CloseQueue()),
     st.builds(MarkCheckpoint, NUMBERS),
-    st.builds(CoverCheckpoint, NUMBERS),
+    st.builds(CoverCheckpoint, NUMBERS, NUMBERS),
     st.builds(AttachPart, st.text(), NUMBERS),
     st.builds(RewindTraining, NUMBERS, NUMBERS, NUMBERS, st.none() | NUMBERS, ID_TUPLES, NUMBERS),
 ]
@@ -193,10 +193,10 @@ async def test_a_file_is_idle_once_no_sample_in_it_is_needed() -> None:
     assert await train(queue, 4) == [1, 3, 4, 6]
     assert queue.state.take_idle_files() == set(), "a rewind could need the files"
     await queue.mark(1)
-    await queue.cover(1)
+    await queue.cover(1, 1)
     assert queue.state.take_idle_files() == {"1-1.safetensors", "1-2.safetensors"}
-    await queue.cover(1)
-    await queue.cover(0)
+    await queue.cover(1, 1)
+    await queue.cover(0, 0)
     assert not queue.state.is_file_needed("1-1.safetensors")
 
 
@@ -442,15 +442,19 @@ class CrashMachine(RuleBasedStateMachine):
             lambda queue: queue.set_applied_version(version, lineage=lineage), "rollouter", twice=twice, dies=dies
         )
 
-    @rule(covers=st.booleans())
-    def checkpoint(self, covers: bool) -> None:
+    @rule(covers=st.booleans(), keep=st.integers(1, 3))
+    def checkpoint(self, covers: bool, keep: int) -> None:
+        """Begin a checkpoint. If it is written (`covers`), the newest `keep` are kept, and the log may forget what
+        happened before them."""
         self.step += 1
         snapshot = self.run(self.queue.mark(self.step))
         assert snapshot.counts.trained == len(self.trained)
         self.checkpoints[self.step] = (len(self.trained), self.version)
         if covers:
             self.covered = len(self.trained)
-            self.call(lambda queue: queue.cover(self.step), "trainer", twice=True, dies=False)
+            self.checkpoints = dict(sorted(self.checkpoints.items())[-keep:])
+            oldest = min(self.checkpoints)
+            self.call(lambda queue: queue.cover(self.step, oldest), "trainer", twice=True, dies=False)
 
     @rule(part=st.sampled_from(["rollouter", "trainer"]))
     def replace(self, part: str) -> None:

@@ -1,0 +1,207 @@
+"""Simulate weeks of a run: samples through the queue, its journal, the turn log and the event files, without models.
+
+At ten points of the run: microseconds per sample, memory, bytes on disk, how long calls of the queue take while the
+journal is written, and how long it takes to go back to the oldest checkpoint (with the longest call meanwhile) and to
+reopen the journal. At the end: seconds of `asyncrl report`, and of reading all events for `asyncrl timeline`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import psutil
+
+from asyncrl.config.sections.observe import ProfilerConfig
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import FinishReason, SampleId, SampleMeta, Span, Turn
+from asyncrl.profiling import ProfilerSettings, profile
+from asyncrl.profiling.files import EVENTS_DIRECTORY
+from asyncrl.queue.journal import Journal
+from asyncrl.queue.journal_reader import read_head
+from asyncrl.queue.operations import OfferSamples, QueueOptions
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueuedSample
+from asyncrl.queue.turn_log import FileTurns
+from asyncrl.storage.run_dir import JOURNAL
+from asyncrl.storage.sample_bytes import FileRef
+from benchmarks.report import Table, arguments, positive, report
+from benchmarks.running import print_progress, run_asyncrl
+
+PROMPTS = 100_000
+BATCH = 64
+"""Samples per step."""
+POINTS = 10
+AIM = "flat cost and memory; journal below 50 MB; reopening below 3 s; no call waits for a scan of the journal"
+TURN = Turn(np.arange(64, dtype=np.int32), np.zeros(64, np.float32), (Span(0, 0),), FinishReason.STOP)
+
+
+class SimulatedRun:
+    """A run whose parts answer at once. Every `save_freq` steps it has a checkpoint, and the newest `keep` are kept."""
+
+    def __init__(self, run_dir: Path, save_freq: int, keep: int, n: int) -> None:
+        self._run_dir = run_dir
+        self._save_freq = save_freq
+        self._n = n
+        self._turns = FileTurns(run_dir, 1)
+        self._kept: deque[int] = deque(maxlen=keep)
+        self._step = 0
+        self._next_file = count(1)
+        self.calls_s: list[float] = []
+        """Durations of the Trainer's commits since the last point."""
+        self._journal = Journal.open(run_dir / JOURNAL, num_prompts=PROMPTS, identity={})
+        options = QueueOptions(PROMPTS, Pacing(samples_per_version=BATCH, staleness_threshold=1.0))
+        self._queue = LocalSampleQueue(options, journal=self._journal, state=self._journal.state)
+
+    def rebuild(self) -> float:
+        """Return the seconds that another process needs to rebuild the queue's state."""
+        begun = time.perf_counter()
+        head = read_head(self._run_dir)
+        assert head is not None and not head.damage
+        return time.perf_counter() - begun
+
+    async def train(self, num_samples: int) -> None:
+        for _ in range(0, num_samples, BATCH):
+            await self._train_step()
+
+    async def scan_while_committing(self) -> tuple[float, float]:
+        """Read what a rewind to the oldest checkpoint needs; return its seconds, and those of the longest commit."""
+        self.calls_s.clear()
+        done = anyio.Event()
+        begun = time.perf_counter()
+
+        async def scan() -> None:
+            await self._journal.trained_since(self._kept[0] if self._kept else 0)
+            done.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(scan)
+            while not done.is_set():
+                await self._train_step()
+        return time.perf_counter() - begun, max(self.calls_s)
+
+    async def _train_step(self) -> None:
+        self._step += 1
+        step, queue = self._step, self._queue
+        profile.set_position(step=step, version=step - 1)
+        await queue.set_applied_version(step - 1)
+        ids = (await queue.admit(BATCH, timeout_s=0)).sample_ids
+        async with anyio.create_task_group() as tasks:
+            for sample_id in ids:
+                tasks.start_soon(self._turns.record, sample_id, "0/0", TURN)
+        for sample_id in ids:
+            self._note_generation(str(sample_id))
+        await queue.call(OfferSamples(tuple(self._queued(ids, step))))
+        async with anyio.create_task_group() as tasks:
+            for sample_id in ids:
+                tasks.start_soon(self._turns.forget, sample_id)
+        begun = time.perf_counter()
+        lease = await queue.lease(BATCH, trainer_version=step - 1, timeout_s=0)
+        trained = [sample.meta.sample_id for sample in lease.samples]
+        await queue.commit(lease.lease_id, trained)
+        self.calls_s.append((time.perf_counter() - begun) / 2)
+        for sample_id in trained:
+            self._note_training(str(sample_id))
+        profile.record_ended("step", 1.0, wait_samples_s=0.1, samples=BATCH, tokens=64 * BATCH, reward=0.5, lineage=0)
+        if self._save_freq > 0 and step % self._save_freq == 0:
+            await queue.mark(step)
+            self._kept.append(step)
+            await queue.cover(step, self._kept[0])
+        await anyio.to_thread.run_sync(profile.flush)
+
+    def _queued(self, ids: Sequence[SampleId], step: int) -> list[QueuedSample]:
+        file = f"1-{next(self._next_file)}.safetensors"
+        return [
+            QueuedSample(SampleMeta(sample_id, step - 1, step - 1, self._n, self._n, 4096), FileRef(file, place))
+            for place, sample_id in enumerate(ids)
+        ]
+
+    def _note_generation(self, sample: str) -> None:
+        """Record the events of a sample's generation at the level `summary`."""
+        profile.note("sample.admitted", sample=sample, permit_wait_s=0.01)
+        for number in range(self._n):
+            own = {"sample": sample, "trajectory": number}
+            profile.record_ended(
+                "request", 1.5, request=f"{sample}/{number}-1", turn=0, prompt_tokens=60, response_tokens=64,
+                finish_reason="stop", gate_s=0.0, queued_s=0.01, prefill_s=0.02, decode_s=1.4, paused_s=0.0,
+                in_flight=8, replica="one", **own,
+            )  # fmt: skip
+            profile.record_ended(
+                "trajectory", 1.5, turns=1, calls=0, tokens=64, sampled_tokens=64, finish_reason="stop",
+                generate_s=1.5, tool_s=0.0, user_s=0.0, **own,
+            )  # fmt: skip
+            profile.record_ended("reward.score", 0.01, trajectories=1, reward=0.5, **own)
+        profile.record_ended("sample.generate", 1.5, sample=sample, trajectories=self._n, tokens=64 * self._n)
+        profile.record_ended("sample.reward", 0.01, sample=sample)
+        profile.note("sample.ready", sample=sample, reward=0.5, tokens=64 * self._n, versions=0)
+
+    def _note_training(self, sample: str) -> None:
+        profile.note("sample.leased", sample=sample, staleness=0)
+        profile.note("sample.trained", sample=sample, staleness=0, versions=0, reward=0.5, tokens=64 * self._n)
+
+
+async def simulate(run_dir: Path, options: Any) -> Table:
+    run = SimulatedRun(run_dir, options.save_freq, options.keep, options.n)
+    process, rows = psutil.Process(), []
+    for point in range(1, POINTS + 1):
+        begun = time.perf_counter()
+        await run.train(options.samples // POINTS)
+        took = time.perf_counter() - begun
+        call_ms = (1000 * np.percentile(run.calls_s, [50, 99, 100])).tolist()
+        back_s, longest_s = await run.scan_while_committing()
+        reopen_s = await anyio.to_thread.run_sync(run.rebuild)
+        run.calls_s.clear()
+        rows.append(
+            {
+                "samples": point * (options.samples // POINTS),
+                "us_per_sample": 1e6 * took / (options.samples // POINTS),
+                "memory_mb": process.memory_info().rss / 1e6,
+                "journal_mb": _size(run_dir, f"{JOURNAL}*"),
+                "turns_mb": _size(run_dir, "samples/*"),
+                "events_mb": _size(run_dir, f"{EVENTS_DIRECTORY}/**/*"),
+                "call_p50_ms": call_ms[0],
+                "call_p99_ms": call_ms[1],
+                "call_max_ms": call_ms[2],
+                "back_s": back_s,
+                "back_call_max_ms": 1000 * longest_s,
+                "reopen_s": reopen_s,
+            }
+        )
+        print_progress(str(rows[-1]))
+    return rows
+
+
+def _size(run_dir: Path, pattern: str) -> float:
+    """Return the megabytes of the matching files."""
+    return sum(path.stat().st_size for path in run_dir.glob(pattern) if path.is_file()) / 1e6
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__, "weeks")
+    parser.add_argument("--samples", type=positive, default=1_000_000, help="samples of the run (default 1,000,000)")
+    parser.add_argument("--save-freq", type=int, default=50, help="trainer.save_freq (default 50 steps of 64 samples)")
+    parser.add_argument("--keep", type=positive, default=2, help="trainer.max_checkpoints_to_keep (default 2)")
+    parser.add_argument("--n", type=positive, default=8, help="rollout.n, on which the number of events depends")
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the disk to measure")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="weeks-benchmark-") as root:
+        run_dir = Path(root)
+        (run_dir / "config.yaml").write_text("experiment_name: weeks\n", encoding="utf-8")
+        profile.configure("rollouter", ProfilerSettings.of(ProfilerConfig(), run_dir))
+        rows = anyio.run(simulate, run_dir, options)
+        profile.close()
+        begun = time.perf_counter()
+        run_asyncrl("report", str(run_dir), "--out", str(run_dir / "report"))
+        report_s = time.perf_counter() - begun
+    report("weeks", rows, options.json, aim=AIM, report_s=report_s)
+
+
+if __name__ == "__main__":
+    main()
