@@ -1,8 +1,9 @@
 """Simulate weeks of a run: samples through the queue, its journal, the turn log and the event files, without models.
 
-At ten points of the run: microseconds per sample, memory, bytes on disk, how long calls of the queue take while the
-journal is written, and how long it takes to go back to the oldest checkpoint (with the longest call meanwhile) and to
-reopen the journal. At the end: seconds of `asyncrl report`, and of reading all events for `asyncrl timeline`.
+At ten points of the run: microseconds per sample (and those of CPU, which other processes do not distort), memory, the
+size of journal, turn log and events, how long a commit takes, how long it takes to read what going back to the oldest
+checkpoint needs (and the longest commit meanwhile), and to rebuild the queue's state from the journal. At the end: the
+seconds of `asyncrl report`.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class SimulatedRun:
         options = QueueOptions(PROMPTS, Pacing(samples_per_version=BATCH, staleness_threshold=1.0))
         self._queue = LocalSampleQueue(options, journal=self._journal, state=self._journal.state)
 
-    def rebuild(self) -> float:
-        """Return the seconds that another process needs to rebuild the queue's state."""
-        begun = time.perf_counter()
+    def rebuild(self) -> tuple[float, float]:
+        """Rebuild the queue's state as another process does; return the seconds that pass, and those of CPU."""
+        begun, begun_cpu = time.perf_counter(), time.thread_time()
         head = read_head(self._run_dir)
         assert head is not None and not head.damage
-        return time.perf_counter() - begun
+        return time.perf_counter() - begun, time.thread_time() - begun_cpu
 
     async def train(self, num_samples: int) -> None:
         for _ in range(0, num_samples, BATCH):
@@ -151,17 +152,18 @@ async def simulate(run_dir: Path, options: Any) -> Table:
     run = SimulatedRun(run_dir, options.save_freq, options.keep, options.n)
     process, rows = psutil.Process(), []
     for point in range(1, POINTS + 1):
-        begun = time.perf_counter()
+        begun, begun_cpu = time.perf_counter(), time.process_time()
         await run.train(options.samples // POINTS)
-        took = time.perf_counter() - begun
+        took, cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
         call_ms = (1000 * np.percentile(run.calls_s, [50, 99, 100])).tolist()
         back_s, longest_s = await run.scan_while_committing()
-        reopen_s = await anyio.to_thread.run_sync(run.rebuild)
+        reopen_s, reopen_cpu_s = await anyio.to_thread.run_sync(run.rebuild)
         run.calls_s.clear()
         rows.append(
             {
                 "samples": point * (options.samples // POINTS),
-                "us_per_sample": 1e6 * took / (options.samples // POINTS),
+                "us": 1e6 * took / (options.samples // POINTS),
+                "cpu_us": 1e6 * cpu / (options.samples // POINTS),
                 "memory_mb": process.memory_info().rss / 1e6,
                 "journal_mb": _size(run_dir, f"{JOURNAL}*"),
                 "turns_mb": _size(run_dir, "samples/*"),
@@ -172,6 +174,7 @@ async def simulate(run_dir: Path, options: Any) -> Table:
                 "back_s": back_s,
                 "back_call_max_ms": 1000 * longest_s,
                 "reopen_s": reopen_s,
+                "reopen_cpu_s": reopen_cpu_s,
             }
         )
         print_progress(str(rows[-1]))
@@ -189,12 +192,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--save-freq", type=int, default=50, help="trainer.save_freq (default 50 steps of 64 samples)")
     parser.add_argument("--keep", type=positive, default=2, help="trainer.max_checkpoints_to_keep (default 2)")
     parser.add_argument("--n", type=positive, default=8, help="rollout.n, on which the number of events depends")
+    parser.add_argument("--keep-gb", type=float, default=2.0, help="profiler.keep_gb (default 2)")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the disk to measure")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="weeks-benchmark-") as root:
         run_dir = Path(root)
         (run_dir / "config.yaml").write_text("experiment_name: weeks\n", encoding="utf-8")
-        profile.configure("rollouter", ProfilerSettings.of(ProfilerConfig(), run_dir))
+        settings = ProfilerSettings.of(ProfilerConfig(keep_gb=options.keep_gb), run_dir, rotates=True)
+        profile.configure("rollouter", settings)
         rows = anyio.run(simulate, run_dir, options)
         profile.close()
         begun = time.perf_counter()

@@ -94,7 +94,7 @@ async def _launch(
         recorder.add_earlier_tokens(earlier.generated_tokens)
     for text in warnings:
         view.message("warning", text)
-    profile.configure("driver", ProfilerSettings.of(config.profiler, run_dir.path))
+    profile.configure("driver", ProfilerSettings.of(config.profiler, run_dir.path, rotates=True))
     profile.set_position(step=(resumed.step if resumed else 0) + 1)
     status = RunStatus(config, run_dir, recorder, resumed_at=resumed)
     stale_namespace = earlier.namespace if earlier is not None else ""

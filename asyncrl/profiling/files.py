@@ -38,8 +38,11 @@ def step_dir(directory: Path, step: int) -> Path:
 
 
 def event_files(run_dir: Path) -> Iterator[Path]:
-    """Yield all event files of a run, by step and part."""
-    yield from sorted((run_dir / EVENTS_DIRECTORY).glob("step_*/*.jsonl"))
+    """Yield all event files of a run, by step and part. A live run may delete some of them meanwhile
+    (`asyncrl.profiling.rotation`)."""
+    for directory in sorted((run_dir / EVENTS_DIRECTORY).glob("step_*")):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            yield from sorted(directory / name for name in os.listdir(directory) if name.endswith(".jsonl"))
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -27,11 +27,14 @@ from asyncrl.profiling.background import BackgroundSender
 from asyncrl.profiling.catalog import EVENTS, EventLevel, describe, enabled
 from asyncrl.profiling.files import EVENTS_DIRECTORY, MAX_TEXT, EventFiles, EventLine
 from asyncrl.profiling.otlp import otlp_sender
+from asyncrl.profiling.rotation import EventRotation
 
 logger = logging.getLogger(__name__)
 
 BUFFER_EVENTS = 100_000
 WRITE_EVERY_S = 0.5
+ROTATE_EVERY_S = 0.1
+"""Pause between two pieces of work of `EventRotation`."""
 CLOSE_S = 5.0
 """Limit for writing the remaining events when the profiler closes."""
 MAX_DRAINED = 5_000
@@ -51,14 +54,22 @@ class ProfilerSettings(NamedTuple):
     """The collector that also receives the events (`profiling.otlp`)."""
     run: str = ""
     """Name of the run, the same in all parts."""
+    keep_bytes: int | None = None
+    """Size of all event files of the run above which this process deletes the oldest ones
+    (`asyncrl.profiling.rotation`); None: it deletes none."""
 
     @classmethod
-    def of(cls, config: ProfilerConfig, run_dir: Path | None) -> ProfilerSettings:
-        """Return the settings of a process. `run_dir`: None in a process that does not write to it."""
+    def of(cls, config: ProfilerConfig, run_dir: Path | None, *, rotates: bool = False) -> ProfilerSettings:
+        """Return the settings of a process.
+
+        Args:
+            run_dir: None in a process that does not write to it.
+            rotates: whether this is the one process of the run that deletes old events.
+        """
         if run_dir is None:
             return cls(config.level, None, config.buffer_events)
-        directory = run_dir / EVENTS_DIRECTORY
-        return cls(config.level, directory, config.buffer_events, config.otlp_endpoint, run_dir.name)
+        directory, keep_bytes = run_dir / EVENTS_DIRECTORY, round(config.keep_gb * 1e9) if rotates else None
+        return cls(config.level, directory, config.buffer_events, config.otlp_endpoint, run_dir.name, keep_bytes)
 
 
 PROFILING_OFF = ProfilerSettings()
@@ -294,15 +305,22 @@ def _encode(recorded: RecordedEvent, offset: float) -> dict[str, Any]:
 
 
 class _EventWriter:
-    """The thread that moves events from a buffer to files and, if configured, to an OTLP collector."""
+    """The thread that moves events from a buffer to files and, if configured, to an OTLP collector. In one process of
+    the run, it also deletes the oldest events of all processes."""
 
     def __init__(
-        self, profiler: Profiler, buffer: EventBuffer, directory: Path, otlp: BackgroundSender[EventLine] | None
+        self,
+        profiler: Profiler,
+        buffer: EventBuffer,
+        directory: Path,
+        keep_bytes: int | None,
+        otlp: BackgroundSender[EventLine] | None,
     ) -> None:
         self.otlp = otlp
         self._profiler = profiler
         self._buffer = buffer
         self._files = EventFiles(directory)
+        self._rotation = EventRotation(directory, keep_bytes) if keep_bytes is not None else None
         self._ended = threading.Event()
         self._writing = threading.Lock()
         self._warned = False
@@ -321,8 +339,11 @@ class _EventWriter:
             self.otlp.close(CLOSE_S)
 
     def _run(self) -> None:
-        while not self._ended.wait(WRITE_EVERY_S):
+        pause_s = WRITE_EVERY_S
+        while not self._ended.wait(pause_s):
             self._write()
+            has_more = self._rotation is not None and self._rotation.work()
+            pause_s = ROTATE_EVERY_S if has_more else WRITE_EVERY_S
         self._write()
         with self._writing:
             self._files.close()
@@ -373,7 +394,7 @@ class Profiler:
         if settings.level != "off" and settings.directory is not None:
             endpoint = settings.otlp_endpoint
             otlp = otlp_sender(endpoint, settings.run) if endpoint is not None else None
-            self._writer = _EventWriter(self, self._buffer, settings.directory, otlp)
+            self._writer = _EventWriter(self, self._buffer, settings.directory, settings.keep_bytes, otlp)
 
     def set_position(self, *, step: int | None = None, version: int | None = None) -> None:
         """Set the step and the version of the following events; None leaves the value unchanged."""

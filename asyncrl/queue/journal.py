@@ -164,6 +164,7 @@ class Journal:
     def forget_before(self, step: int) -> None:
         """See `QueueLog`. Later commits delete the operations."""
         self._needed_from = max(self._needed_from, self._marks.get(step, 0))
+        self._marks = {step: mark for step, mark in self._marks.items() if mark >= self._needed_from}
 
     async def flushed(self, seq: int) -> None:
         while True:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from asyncrl.config.environment import check_code, is_installed, visible_gpus
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
@@ -51,6 +53,9 @@ class ProfilerConfig(ConfigSection):
     buffer_events: Positive = 100_000
     """Maximum number of events that a process buffers before it writes or sends them; it drops and counts further
     ones."""
+    keep_gb: Annotated[float, Field(gt=0)] = 2.0
+    """Size in GB (10^9 bytes) of the event files of the run. Above it, the events of the oldest steps are replaced by
+    sums, which `asyncrl report` shows."""
     synchronize: bool = False
     """Wait for the GPU at the beginning and end of each span of a rank, so that spans show where GPU time is spent.
     This slows training down."""
@@ -147,7 +152,7 @@ ENVIRONMENT: tuple[RuleFunction, ...] = (_nsight,)
 DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_packages,)
 
 NO_EFFECT = (
-    only_with("profiler.buffer_events profiler.synchronize profiler.otlp_endpoint",
+    only_with("profiler.buffer_events profiler.keep_gb profiler.synchronize profiler.otlp_endpoint",
               "profiler.level", "summary", "full"),
     no_effect("profiler.ranks profiler.tool", lambda c: not c.profiler.steps,
               "profiler.steps is empty, so no training process is profiled", "set profiler.steps, e.g. [3]"),

@@ -11,7 +11,7 @@ from asyncrl.observe.report.load import Events
 from asyncrl.observe.report.requests import logical_requests, request_figures
 from asyncrl.observe.report.samples import share_figures, trace_samples, turn_figures
 from asyncrl.observe.report.statistics import complement, to_json, total
-from asyncrl.observe.report.steps import find_outages, idle_figures, step_figures
+from asyncrl.observe.report.steps import find_outages, folded_figures, idle_figures, step_figures
 from asyncrl.observe.report.versions import limit_figures, staleness_figures, waste_figures, weight_sync_figures
 from asyncrl.observe.status.run_status import ENDED
 
@@ -46,6 +46,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
         "weight_sync": weight_sync_figures(events),
         "waste": waste_figures(events, histories),
         "lower_limits": limit_figures(events, histories, requests, about.get("response_length")),
+        "folded": folded_figures(events.folded) if events.folded is not None and events.folded.spans else None,
     }
     # `starting_s` is unknown without `started_at`, or if that is the time of a resumption.
     started_at, run_s = about.get("started_at"), summary.get("wall_s")
@@ -82,10 +83,16 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
 def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *, completed: bool) -> list[str]:
     """Return what a reader has to know before trusting the figures."""
     unrecorded, abandoned = run["samples_unrecorded"], sorted({row["step"] for row in figures["steps"]["abandoned"]})
+    folded = figures["folded"]
     # A live run is still writing the last lines of its files.
     torn = run["torn_lines"] - (events.num_unfinished if run.get("status") == LIVE else 0)
     ending = f", and ending it {seconds(run['ending_s'])}" if run["ending_s"] is not None else ""
     notes = (
+        (folded,
+         f"The events of steps {folded['first_step']} to {folded['last_step']} were replaced by sums, because all "
+         "events together exceeded profiler.keep_gb: figures cover the later steps only. The page has a table of the "
+         "earlier ones. Samples that were generated before are among those of which no event shows how." if folded else
+         ""),
         (run["starting_s"] is not None,
          f"Starting the run took {seconds(run['starting_s'])}, until its first sample{ending}: all figures cover the "
          f"{seconds(run['wall_s'])} in between."),

@@ -2,7 +2,7 @@
 
 pyarrow parses the files in batches. A batch that it refuses, or that has anything odd (a torn line, a field of another
 type, an impossible time), is parsed line by line. A run may have 1,000,000 events; to limit memory, a
-frame has only the columns that its event can have.
+frame has only the columns that its event can have. Of a longer run, the oldest events were replaced by sums.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from asyncrl.profiling.files import (
     is_number,
     parse_event,
 )
+from asyncrl.profiling.rotation import EventSummary, read_event_summary
 
 BATCH_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
@@ -70,6 +72,8 @@ class Events:
     num_unknown: int = 0
     """Events whose name this version of asyncrl does not know."""
     num_files: int = 0
+    folded: EventSummary | None = None
+    """Sums over the oldest events, which were deleted; None: none were."""
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         """Return the frame of an event; without such events it is empty and has the right columns."""
@@ -92,10 +96,12 @@ class Events:
 def load(run_dir: Path, progress: Progress = lambda _done, _total: None) -> Events:
     """Load `events/` of a run directory; a run without events has no frames. Raises `OSError`."""
     by_part: dict[str, list[Path]] = defaultdict(list)
+    size = 0
     for file in event_files(run_dir):
-        by_part[file.stem].append(file)
-    size = sum(file.stat().st_size for files in by_part.values() for file in files)
-    events = Events(num_files=sum(map(len, by_part.values())))
+        with suppress(FileNotFoundError):  # a live run has deleted it
+            size += file.stat().st_size
+            by_part[file.stem].append(file)
+    events = Events(num_files=sum(map(len, by_part.values())), folded=read_event_summary(run_dir))
     tables: dict[str, list[pa.Table]] = defaultdict(list)
     done = 0
     for part, files in by_part.items():
@@ -117,7 +123,10 @@ def _batches(files: Sequence[Path], events: Events) -> Iterator[bytes]:
     batch: list[bytes] = []
     size = 0
     for file in files:
-        data = file.read_bytes()
+        try:
+            data = file.read_bytes()
+        except FileNotFoundError:  # a live run has deleted it
+            continue
         if data and not data.endswith(b"\n"):
             data += b"\n"
             events.num_unfinished += 1

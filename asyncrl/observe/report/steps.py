@@ -31,6 +31,7 @@ from asyncrl.observe.report.statistics import (
     total,
     union,
 )
+from asyncrl.profiling.rotation import EventSummary
 
 SIGMAS, MIN_RATIO = 5.0, 1.25
 """An outlier exceeds the median by this many robust standard deviations, and by this ratio."""
@@ -101,6 +102,35 @@ def step_figures(events: Events, histories: TracedSamples, requests: pd.DataFram
         "by_step": table,
         "outliers": outliers,
         "abandoned": histories.abandoned[["step", "lineage", "duration_s"]].to_dict("records"),
+    }
+
+
+def folded_figures(folded: EventSummary) -> dict[str, Any]:
+    """Return what is left of the steps whose events were deleted, in spans of consecutive steps. Work that a rewind
+    repeated is included."""
+    spans = sorted(folded.spans, key=lambda span: span.first_step)
+    return {
+        "first_step": min(max(1, span.first_step) for span in spans),
+        "last_step": max(span.last_step for span in spans),
+        "events": sum(each.count for each in folded.events.values()),
+        "samples": sum(span.samples for span in spans),
+        "tokens": sum(span.tokens for span in spans),
+        "spans": [
+            {
+                **{name: getattr(span, name) for name in ("first_step", "last_step", "samples", "tokens", "dropped")},
+                "wall_s": span.end - span.begin,
+                "step_s": span.duration_s / span.steps if span.steps else None,
+                "wait_share": span.wait_samples_s / span.duration_s if span.duration_s else None,
+                "reward": span.reward / span.samples if span.samples else None,
+                "staleness": span.staleness / span.samples if span.samples else None,
+                "requests": span.requests,
+            }
+            for span in spans
+        ],
+        "by_event": [
+            {"event": name, "count": each.count, "mean_s": each.duration_s / each.count, "max_s": each.max_s}
+            for name, each in sorted(folded.events.items())
+        ],
     }
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -35,6 +36,9 @@ from asyncrl.storage.run_dir import disk_error
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN_LOGGERS = ("asyncrl.", "rollouter.", "trainer.", "skip.")
+LOG_BYTES = 64 << 20
+"""Size at which a log file is renamed to `driver.log.1`, and a new one begins."""
+NUM_OLD_LOGS = 3
 ALREADY_SHOWN = {"already_shown": True}
 """`extra` of a log message that the view already shows, so that it goes only to the file."""
 
@@ -324,11 +328,15 @@ class ConcealingFormatter(logging.Formatter):
         return conceal(super().format(record))
 
 
-class LogFile(logging.FileHandler):
-    """A log file that stops with one message when its disk is full, so that it never stops a run."""
+class LogFile(RotatingFileHandler):
+    """A log file of bounded size; `<name>.1` and higher numbers have earlier messages. It stops with one message when
+    its disk is full, so that it never stops a run."""
 
     def __init__(self, path: Path, view: View) -> None:
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")  # a lone surrogate is no full disk
+        # A lone surrogate is no full disk.
+        super().__init__(
+            path, maxBytes=LOG_BYTES, backupCount=NUM_OLD_LOGS, encoding="utf-8", errors="backslashreplace"
+        )
         self._view = view
 
     def handleError(self, record: logging.LogRecord) -> None:

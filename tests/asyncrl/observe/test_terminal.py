@@ -333,6 +333,17 @@ def test_a_message_with_a_lone_surrogate_does_not_end_the_log(tmp_path: Path) ->
     assert "a library quotes \\ud83d" in text and "WARNING a: two" in text
 
 
+def test_the_log_of_a_long_run_has_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.observe.terminal.live.LOG_BYTES", 1000)
+    monkeypatch.setattr("asyncrl.observe.terminal.live.NUM_OLD_LOGS", 2)
+    with logging_to(MessageView(), tmp_path, "warning"):
+        for number in range(200):
+            logging.getLogger("a").warning("message %d", number)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["driver.log", "driver.log.1", "driver.log.2"]
+    assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
+    assert "message 199" in (tmp_path / "driver.log").read_text()
+
+
 def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = MessageView()
 

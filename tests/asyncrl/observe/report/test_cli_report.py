@@ -17,6 +17,7 @@ from asyncrl.observe.report import plots
 from asyncrl.observe.report.plots import PLOTS
 from asyncrl.observe.status.run_files import RunLiveness
 from asyncrl.profiling.files import EVENTS_DIRECTORY, step_dir
+from asyncrl.profiling.rotation import NEWEST_STEPS, EventRotation
 from benchmarks.profiling.synthetic import PlantedFaults, RunPlan, write_run
 from tests.fakes.events import write_events
 
@@ -226,6 +227,27 @@ def test_recoveries_without_an_event_are_added_from_the_summary(tmp_path: Path) 
     assert found["run"]["status"] == "failed"
     restarts = next(each for each in found["findings"] if each["kind"] == "restarts")
     assert (restarts["seconds_lost"], restarts["name"]) == (17.5, "replica")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_steps_whose_events_were_deleted_have_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, replace(SMALL, steps=NEWEST_STEPS + 5))
+    whole = make_report(tmp_path)
+    assert whole["folded"] is None
+    rotation = EventRotation(tmp_path / EVENTS_DIRECTORY, 1)
+    while rotation.work():
+        pass
+    kept = make_report(tmp_path)
+    assert "The events of steps 1 to 5 were replaced by sums" in capsys.readouterr().out
+    folded = kept["folded"]
+    assert (folded["first_step"], folded["last_step"]) == (1, 5)
+    assert kept["run"]["events"] + folded["events"] == whole["run"]["events"]
+    for row, span in zip(whole["steps"]["by_step"], folded["spans"], strict=False):
+        assert (span["first_step"], span["samples"], span["tokens"]) == (row["step"], row["samples"], row["tokens"])
+        assert span["reward"] == pytest.approx(row["reward"])
+        assert span["step_s"] == pytest.approx(row["duration_s"])
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "folded" in Links(page).ids and "<td>5</td>" in page
 
 
 @pytest.mark.usefixtures("undrawn")

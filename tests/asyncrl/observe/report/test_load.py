@@ -11,7 +11,7 @@ import pytest
 from asyncrl.observe.report import load as loading
 from asyncrl.observe.report.load import load, read_json
 from asyncrl.observe.timeline.reader import EventReader
-from asyncrl.profiling.files import EVENTS_DIRECTORY, step_dir
+from asyncrl.profiling.files import EVENTS_DIRECTORY, event_files, step_dir
 from benchmarks.profiling.synthetic import START
 from tests.fakes.events import write_events
 
@@ -147,3 +147,15 @@ def test_unreadable_json_is_read_as_empty(tmp_path: Path, text: str | None, cont
     if text is not None:
         (tmp_path / "summary.json").write_text(text)
     assert read_json(tmp_path / "summary.json") == content
+
+
+def test_files_that_a_live_run_deletes_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "trainer", event("step", 1.0))
+    put(tmp_path, "rollouter", event("validation", 1.0), step=2)
+
+    def found_before(run_dir: Path) -> list[Path]:
+        gone = step_dir(run_dir / EVENTS_DIRECTORY, 0)
+        return [gone / "trainer.jsonl", *event_files(run_dir)]
+
+    monkeypatch.setattr(loading, "event_files", found_before)
+    assert (load(tmp_path).num_events, load(tmp_path).num_files) == (2, 2)

@@ -1,0 +1,231 @@
+"""Keep the event files of a run below a size: add those of the oldest steps to a summary, then delete them.
+
+    events/step_000001/ ─▶ events/folding_1_step_000001/ ─ read in pieces ─▶ added to events/summary.json, then deleted
+
+The summary has sums by event, and by span of steps. Neighbouring spans are merged when there are many, so its size is
+bounded. It counts its additions, so that what a killed process leaves is added exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from asyncrl.profiling.catalog import EVENTS
+from asyncrl.profiling.files import EVENTS_DIRECTORY, is_number, parse_event
+from asyncrl.storage.run_dir import replace_file
+
+logger = logging.getLogger(__name__)
+
+SUMMARY = "summary.json"
+PIECE_BYTES = 1 << 20
+"""Bytes of events that one call reads."""
+SCAN_EVERY_S = 5.0
+NEWEST_STEPS = 16
+"""Steps whose events are never folded. A process may have files of its last steps open
+(`asyncrl.profiling.files.MAX_OPEN_FILES`)."""
+MAX_SPANS = 512
+UNKNOWN = "unknown"
+"""The name under which events of other versions of asyncrl are added up."""
+_SCHEMA = 1
+_FOLDING = re.compile(r"folding_(\d+)_step_\d+")
+
+
+@dataclass(slots=True)
+class StepSpan:
+    """Sums over the events of consecutive steps."""
+
+    first_step: int
+    last_step: int
+    begin: float
+    """Start of the first event, in Unix seconds."""
+    end: float
+    """End of the last event."""
+    steps: int = 0
+    """Number of `step` events; a step that was repeated after a rewind counts twice."""
+    duration_s: float = 0.0
+    wait_samples_s: float = 0.0
+    samples: float = 0.0
+    """Samples that these steps committed."""
+    tokens: float = 0.0
+    """Trained tokens."""
+    reward: float = 0.0
+    """Sum of the rewards of `samples`."""
+    staleness: float = 0.0
+    """Sum over the trained samples."""
+    requests: int = 0
+    dropped: int = 0
+    """Dropped samples."""
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        self.begin = min(self.begin, event["timestamp"])
+        self.end = max(self.end, event["timestamp"] + max(0.0, event["duration_s"]))
+        match event["event"]:
+            case "step":
+                samples = _number(event, "samples")
+                self.steps += 1
+                self.samples += samples
+                self.reward += samples * _number(event, "reward")
+                for name in ("duration_s", "wait_samples_s", "tokens"):
+                    setattr(self, name, getattr(self, name) + _number(event, name))
+            case "sample.trained":
+                self.staleness += _number(event, "staleness")
+            case "request":
+                self.requests += 1
+            case "sample.dropped":
+                self.dropped += 1
+
+    def merged(self, other: StepSpan) -> StepSpan:
+        sums = {
+            each.name: getattr(self, each.name) + getattr(other, each.name)
+            for each in fields(self)
+            if each.name not in ("first_step", "last_step", "begin", "end")
+        }
+        return StepSpan(
+            min(self.first_step, other.first_step), max(self.last_step, other.last_step),
+            min(self.begin, other.begin), max(self.end, other.end), **sums,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class EventSum:
+    count: int = 0
+    duration_s: float = 0.0
+    max_s: float = 0.0
+
+    def add(self, duration_s: float) -> None:
+        self.count += 1
+        self.duration_s += duration_s
+        self.max_s = max(self.max_s, duration_s)
+
+
+@dataclass(slots=True)
+class EventSummary:
+    """The events of a run that were deleted."""
+
+    folds: int = 0
+    """Number of directories that were added."""
+    spans: list[StepSpan] = field(default_factory=list)
+    events: dict[str, EventSum] = field(default_factory=dict)
+    """By name of the event."""
+
+    def add(self, span: StepSpan, events: Mapping[str, EventSum]) -> None:
+        self.folds += 1
+        self.spans.append(span)
+        if len(self.spans) > MAX_SPANS:
+            self.spans = [one.merged(other) for one, other in zip(self.spans[::2], self.spans[1::2], strict=False)] + (
+                self.spans[-1:] if len(self.spans) % 2 else []
+            )
+        for name, added in events.items():
+            known = self.events.setdefault(name, EventSum())
+            known.count += added.count
+            known.duration_s += added.duration_s
+            known.max_s = max(known.max_s, added.max_s)
+
+
+def read_event_summary(run_dir: Path) -> EventSummary | None:
+    """Return the summary of deleted events; None: none were deleted, or it cannot be read. Blocking."""
+    return _read(run_dir / EVENTS_DIRECTORY / SUMMARY)
+
+
+def _read(path: Path) -> EventSummary | None:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["schema"] != _SCHEMA:
+            raise ValueError(f"it has schema {raw['schema']}")
+        events = {str(name): EventSum(**each) for name, each in raw["events"].items()}
+        return EventSummary(int(raw["folds"]), [StepSpan(**each) for each in raw["spans"]], events)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        logger.warning("%s cannot be read (%s): sums over deleted events are lost", path, error)
+        return None
+
+
+class EventRotation:
+    """Folds the events of the oldest steps once all of them exceed `keep_bytes`. Blocking; one thread of one process.
+
+    An error of the disk is logged once, and tried again later: it never ends a run.
+    """
+
+    def __init__(self, directory: Path, keep_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._keep_bytes = keep_bytes
+        self._clock = clock
+        self._next_scan = 0.0
+        self._sizes: dict[str, int] = {}
+        self._folding: Iterator[bool] | None = None
+        self._warned = False
+
+    def work(self) -> bool:
+        """Do a bounded part of the work: read `PIECE_BYTES`, or look for the next step. Return whether more is left."""
+        try:
+            if self._folding is None:
+                self._folding = self._next_fold()
+            if self._folding is None:
+                return False
+            if not next(self._folding, False):
+                self._folding = None
+        except OSError as error:
+            self._folding, self._next_scan = None, self._clock() + SCAN_EVERY_S
+            if not self._warned:
+                logger.warning("old events in %s stay on disk: %s", self._directory, error)
+            self._warned = True
+            return False
+        return True
+
+    def _next_fold(self) -> Iterator[bool] | None:
+        if self._clock() < self._next_scan:
+            return None
+        names = sorted(path.name for path in self._directory.glob("folding_*") if _FOLDING.fullmatch(path.name))
+        if not names:
+            steps = sorted((path.name for path in self._directory.glob("step_*")), key=lambda name: (len(name), name))
+            for place, name in enumerate(steps):
+                if name not in self._sizes or place >= len(steps) - NEWEST_STEPS:
+                    self._sizes[name] = sum(file.stat().st_size for file in (self._directory / name).iterdir())
+            if sum(self._sizes.values()) <= self._keep_bytes or len(steps) <= NEWEST_STEPS:
+                self._next_scan = self._clock() + SCAN_EVERY_S
+                return None
+            del self._sizes[steps[0]]
+            names = [f"folding_{self._summary().folds + 1}_{steps[0]}"]
+            os.rename(self._directory / steps[0], self._directory / names[0])
+        return self._fold(self._directory / names[0])
+
+    def _fold(self, folding: Path) -> Iterator[bool]:
+        """Add a directory to the summary, and delete it. Yields true after every piece."""
+        summary = self._summary()
+        _, number, step = folding.name.split("_", 2)
+        if int(number) > summary.folds:
+            first = int(step.removeprefix("step_"))
+            span: StepSpan | None = None
+            sums: dict[str, EventSum] = {}
+            for file in sorted(folding.glob("*.jsonl")):
+                with file.open("rb") as opened:
+                    while lines := opened.readlines(PIECE_BYTES):
+                        for event in filter(None, map(parse_event, lines)):
+                            span = span or StepSpan(first, first, event["timestamp"], event["timestamp"])
+                            span.add(event)
+                            name = event["event"] if event["event"] in EVENTS else UNKNOWN
+                            sums.setdefault(name, EventSum()).add(max(0.0, event["duration_s"]))
+                        yield True
+            if span is not None:
+                summary.add(span, sums)
+                content = asdict(summary) | {"schema": _SCHEMA}
+                replace_file(self._directory / SUMMARY, json.dumps(content, separators=(",", ":")))
+        shutil.rmtree(folding)
+
+    def _summary(self) -> EventSummary:
+        return _read(self._directory / SUMMARY) or EventSummary()
+
+
+def _number(event: Mapping[str, Any], name: str) -> float:
+    value = event.get(name)
+    return float(value) if is_number(value) else 0.0

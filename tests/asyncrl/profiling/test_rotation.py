@@ -1,0 +1,178 @@
+"""The events of a long run stay below a size; those of the oldest steps become sums."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.profiling import Profiler, ProfilerSettings
+from asyncrl.profiling import rotation as module
+from asyncrl.profiling.files import EventFiles, EventLine, event_files
+from asyncrl.profiling.rotation import MAX_SPANS, NEWEST_STEPS, EventRotation, EventSummary, StepSpan, read_event_summary
+
+START = 1_790_000_000.0
+
+
+def line(part: str, step: int, event: str, at: float = 0.0, took: float = 0.0, **fields: Any) -> EventLine:
+    return EventLine(part, {"timestamp": START + at, "event": event, "duration_s": took, "step": step, **fields})
+
+
+def write_steps(run_dir: Path, steps: range) -> None:
+    """Write the events of steps of 10 s, each over two samples with three requests, one of which was dropped."""
+    files = EventFiles(run_dir / "events")
+    for step in steps:
+        at = 10.0 * step
+        samples = {"samples": 2, "tokens": 100, "reward": 0.5, "wait_samples_s": 2.0}
+        lines = [line("trainer", step, "step", at, 8.0, **samples)]
+        lines += [line("trainer", step, "sample.trained", at + 8, staleness=1) for _ in range(2)]
+        lines += [line("replica-a", step, "request", at, float(number)) for number in range(3)]
+        lines.append(line("rollouter", step, "sample.dropped", at, reason="stale"))
+        assert files.write(lines) == []
+    files.close()
+
+
+def step_sizes(run_dir: Path) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for file in event_files(run_dir):
+        step = int(file.parent.name.removeprefix("step_"))
+        sizes[step] = sizes.get(step, 0) + file.stat().st_size
+    return sizes
+
+
+def fold_all(rotation: EventRotation) -> int:
+    """Work until nothing is left to do; return the number of calls that did something."""
+    calls = 0
+    while rotation.work():
+        calls += 1
+    return calls
+
+
+def test_the_oldest_steps_are_replaced_by_sums(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 101))
+    whole = step_sizes(tmp_path)
+    keep = sum(whole[step] for step in range(71, 101))
+    fold_all(EventRotation(tmp_path / "events", keep))
+    assert list(step_sizes(tmp_path)) == list(range(71, 101))
+    assert not list((tmp_path / "events").glob("folding_*"))
+    summary = read_event_summary(tmp_path)
+    assert summary is not None
+    assert [(span.first_step, span.last_step) for span in summary.spans] == [(step, step) for step in range(1, 71)]
+    assert summary.spans[4] == StepSpan(
+        5, 5, START + 50, START + 58, steps=1, duration_s=8.0, wait_samples_s=2.0, samples=2, tokens=100, reward=1.0,
+        staleness=2.0, requests=3, dropped=1,
+    )  # fmt: skip
+    requests = summary.events["request"]
+    assert (requests.count, requests.duration_s, requests.max_s) == (210, 210.0, 2.0)
+
+
+def test_a_run_below_the_size_keeps_its_events(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 30))
+    before = step_sizes(tmp_path)
+    assert fold_all(EventRotation(tmp_path / "events", sum(before.values()))) == 0
+    assert step_sizes(tmp_path) == before
+    assert read_event_summary(tmp_path) is None
+
+
+def test_the_newest_steps_are_never_replaced(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 30))
+    fold_all(EventRotation(tmp_path / "events", 1))
+    assert list(step_sizes(tmp_path)) == list(range(30 - NEWEST_STEPS, 30))
+
+
+def test_a_call_reads_a_bounded_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 100)
+    write_steps(tmp_path, range(1, NEWEST_STEPS + 2))
+    [size] = [size for step, size in step_sizes(tmp_path).items() if step == 1]
+    assert fold_all(EventRotation(tmp_path / "events", 1)) > size / 300
+
+
+def test_a_killed_process_folds_each_step_exactly_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is killed after each step of the work: each piece, the summary, and the deletion."""
+    monkeypatch.setattr(module, "PIECE_BYTES", 100)
+    write_steps(tmp_path, range(1, NEWEST_STEPS + 4))
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    for calls in range(1, 40):
+        rotation = EventRotation(tmp_path / "events", 1)
+        with monkeypatch.context() as patched:
+            if calls % 3 == 0:
+                patched.setattr(module.shutil, "rmtree", killed)
+            try:
+                for _ in range(calls % 7):
+                    rotation.work()
+            except KeyboardInterrupt:
+                assert list((tmp_path / "events").glob("folding_*"))
+    fold_all(EventRotation(tmp_path / "events", 1))
+    summary = read_event_summary(tmp_path)
+    assert summary is not None
+    assert (summary.folds, summary.events["request"].count) == (3, 9)
+    assert sum(span.samples for span in summary.spans) == 6
+
+
+def test_the_summary_has_a_bounded_size() -> None:
+    summary = EventSummary()
+    for step in range(1, 10 * MAX_SPANS):
+        summary.add(StepSpan(step, step, START + step, START + step + 1, steps=1, samples=2), {})
+        assert len(summary.spans) <= MAX_SPANS
+    assert sum(span.steps for span in summary.spans) == 10 * MAX_SPANS - 1
+    places = [(span.first_step, span.last_step) for span in summary.spans]
+    assert places[0][0] == 1 and places[-1][1] == 10 * MAX_SPANS - 1
+    assert all(before[1] + 1 == after[0] for before, after in zip(places, places[1:], strict=False))
+
+
+def test_damaged_lines_and_a_damaged_summary_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_steps(tmp_path, range(1, NEWEST_STEPS + 2))
+    with (tmp_path / "events" / "step_000001" / "trainer.jsonl").open("a") as file:
+        file.write('{"timestamp": "x"}\n\xff\n[1]\n{"timestamp": 1790000000, "event": "new", "duration_s": 1}\n')
+    (tmp_path / "events" / "summary.json").write_text("{")
+    fold_all(EventRotation(tmp_path / "events", 1))
+    summary = read_event_summary(tmp_path)
+    assert summary is not None and "sums over deleted events are lost" in caplog.text
+    assert {name: each.count for name, each in summary.events.items()} == {
+        "step": 1, "sample.trained": 2, "request": 3, "sample.dropped": 1, "unknown": 1,
+    }  # fmt: skip
+
+
+def test_a_failing_disk_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_steps(tmp_path, range(1, NEWEST_STEPS + 2))
+    now = 0.0
+    rotation = EventRotation(tmp_path / "events", 1, lambda: now)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "replace_file", full)
+        for _ in range(3):
+            fold_all(rotation)
+            now += 60
+    assert caplog.text.count("No space left on device") == 1
+    fold_all(rotation)
+    summary = read_event_summary(tmp_path)
+    assert summary is not None and summary.folds == 1
+
+
+def test_the_process_that_rotates_deletes_old_events_while_it_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.01)
+    monkeypatch.setattr("asyncrl.profiling.profiler.ROTATE_EVERY_S", 0.0)
+    write_steps(tmp_path, range(1, 40))
+    profiler = Profiler()
+    profiler.configure("driver", ProfilerSettings("summary", tmp_path / "events", keep_bytes=1))
+    profiler.set_position(step=40)
+    profiler.note("part.restarted", part="rollouter", cause="killed")
+    deadline = module.time.monotonic() + 30
+    while len(list((tmp_path / "events").glob("step_*"))) > NEWEST_STEPS and module.time.monotonic() < deadline:
+        profiler.flush()
+    profiler.close()
+    assert list(step_sizes(tmp_path)) == list(range(41 - NEWEST_STEPS, 41))
+    [last] = (tmp_path / "events" / "step_000040" / "driver.jsonl").read_text().splitlines()
+    assert json.loads(last)["event"] == "part.restarted"
