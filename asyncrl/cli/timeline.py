@@ -7,6 +7,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import click
@@ -14,10 +15,23 @@ import click
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.status.run_files import explain_missing_events, read_liveness
 from asyncrl.observe.timeline.details import conversation_of
+from asyncrl.observe.timeline.reader import ALL_STEPS, StepRange
 from asyncrl.observe.timeline.server import Timeline, create_app, listen, serve
 from asyncrl.observe.timeline.trace import export_trace
 from asyncrl.profiling.files import EVENTS_DIRECTORY, event_files
 from asyncrl.storage.run_dir import find_run
+
+
+class StepsOption(click.ParamType[StepRange]):
+    name = "steps"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> StepRange:
+        if isinstance(value, StepRange):
+            return value
+        first, dash, last = str(value).partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(first) > int(last or first):
+            self.fail(f"{value!r} is no range of steps: give e.g. 100-200, or one step, e.g. 100", param, ctx)
+        return StepRange(int(first), int(last or first))
 
 
 @click.command()
@@ -28,9 +42,16 @@ from asyncrl.storage.run_dir import find_run
     metavar="FILE",
     help="Write a trace for Perfetto instead.",
 )
+@click.option(
+    "--steps",
+    type=StepsOption(),
+    default=ALL_STEPS,
+    metavar="FIRST-LAST",
+    help="Steps to show or write; by default all, and on the page the newest 64 MiB of events.",
+)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the page; by default, a free one.")
 @click.option("--open/--no-open", "opened", default=None, help="Open a browser; by default, if there is a display.")
-def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None) -> int:
+def timeline(run: str | None, trace: Path | None, steps: StepRange, port: int, opened: bool | None) -> int:
     """Serve a page on loopback with the events of a live or ended run over time, or write them as a trace.
 
     RUN is a run directory, or the name of an experiment, which selects its newest run. The default is the newest run in
@@ -41,6 +62,7 @@ def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None
       asyncrl timeline
       asyncrl timeline quickstart --port 8700 --no-open
       asyncrl timeline runs/quickstart/20260101-120000 --trace quickstart.json.gz
+      asyncrl timeline quickstart --steps 100-200
 
     The Trainer, its ranks, the Rollouter and every replica have a track. A request is a bar with a colour for each of
     its phases; click it to see its conversation, if rollout.dump_dir is set. The page follows a live run. Runs record
@@ -57,9 +79,10 @@ def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None
     if next(event_files(run_dir), None) is None:
         raise ConfigError(explain_missing_events(run_dir))
     if trace is not None:
-        return _export(run_dir, trace)
+        return _export(run_dir, trace, steps)
     name = run_dir.name if run_dir.parent.name in ("", "runs") else f"{run_dir.parent.name}/{run_dir.name}"
-    served = create_app(name, Timeline(run_dir, partial(read_liveness, run_dir)), partial(conversation_of, run_dir))
+    shown = Timeline(run_dir, partial(read_liveness, run_dir), steps)
+    served = create_app(name, shown, partial(conversation_of, run_dir))
     if opened is None:
         opened = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     with listen(port) as listening:
@@ -69,10 +92,10 @@ def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None
     return 0
 
 
-def _export(run_dir: Path, target: Path) -> int:
+def _export(run_dir: Path, target: Path, steps: StepRange) -> int:
     begun = time.perf_counter()
     try:
-        result = export_trace(run_dir, target)
+        result = export_trace(run_dir, target, steps)
     except OSError as error:
         raise ConfigError(
             f"--trace={target} cannot be written: {error.strerror or error}. Name a file in an existing directory "

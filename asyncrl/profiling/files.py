@@ -171,7 +171,9 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     Name, time, duration and the `INTEGER_FIELDS` are valid; other fields may hold anything. All text is valid UTF-8.
     """
     try:
-        event = _without_surrogates(line) if b"\\ud" in line.lower() else json.loads(line)
+        # Most lines have no escape, and `json` takes time to guess the encoding of bytes.
+        has_escape = b"\\u" in line and b"\\ud" in line.lower()
+        event = _without_surrogates(line) if has_escape else json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and _is_event(event) else None
@@ -183,10 +185,11 @@ def _is_event(event: dict[str, Any]) -> bool:
         return False
     if start < EARLIEST_S or start + duration > LATEST_S:
         return False
-    return all(
-        _is_integer(event.get(name)) or (name == "trajectory" and isinstance(event[name], str))
-        for name in INTEGER_FIELDS
-    )
+    for field in INTEGER_FIELDS:
+        value = event.get(field)
+        if not (_is_integer(value) or (field == "trajectory" and isinstance(value, str))):
+            return False
+    return True
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -1,7 +1,7 @@
 """Read the new events in the event files of a run. Blocking; one thread at a time.
 
 An incomplete last line is read once it is complete. Any other torn line, or a line that is no event, is counted and
-left out.
+left out. Of a long run, a reader with a limit reads only the newest steps.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,16 @@ FULL_SCAN_S = 60.0
 training went back to them."""
 _NUM_NEWEST = 4
 _WATCH_S = 1.5 * FULL_SCAN_S
+
+
+class StepRange(NamedTuple):
+    """The steps whose events are read, both ends included."""
+
+    first: int = 0
+    last: int = sys.maxsize
+
+
+ALL_STEPS = StepRange()
 
 
 class TimelineEvent(NamedTuple):
@@ -66,9 +77,25 @@ class _File:
 class EventReader:
     """Reads the new events at each call. Of thousands of directories, it scans only those that may have changed."""
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        steps: StepRange = ALL_STEPS,
+        max_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            max_bytes: size of the events that exist at the first scan above which the oldest steps are left out, except
+                for the newest step; None: everything is read.
+        """
         self._directory = run_dir / EVENTS_DIRECTORY
         self._clock = clock
+        self._steps = steps
+        self._max_bytes = max_bytes
+        self.left_out_before: int | None = None
+        """The first step that is read, if earlier ones are left out because of `max_bytes`."""
         self._next_full_scan = -math.inf
         self._modified: dict[str, int] = {}
         """Directory → its modification time."""
@@ -143,6 +170,9 @@ class EventReader:
         except FileNotFoundError:
             return []
         names = sorted(modified, key=lambda name: (len(name), name))
+        names = [name for name in names if self._steps.first <= _step_of(name) <= self._steps.last]
+        if not self._modified and self._max_bytes is not None:
+            names = self._newest(names, self._max_bytes)
         if not is_full:
             self._watched = {name: until for name, until in self._watched.items() if until > now}
             active = {step_dir(self._directory, 0).name, *names[-_NUM_NEWEST:], *self._watched}
@@ -150,16 +180,31 @@ class EventReader:
         self._modified = modified
         return names
 
-    def _scan(self, name: str) -> list[int]:
-        """Update the sizes of the files in a directory, and return their numbers by name."""
+    def _newest(self, names: list[str], max_bytes: int) -> list[str]:
+        """Return the newest directories with at most `max_bytes` of events, at least one, and read no earlier ones."""
+        size, place = 0, len(names)
+        while place and (size := size + sum(self._sizes(names[place - 1]).values())) <= max_bytes:
+            place -= 1
+        place = min(place, len(names) - 1)
+        if place > 0:
+            self.left_out_before = _step_of(names[place])
+            self._steps = self._steps._replace(first=self.left_out_before)
+        return names[max(0, place) :]
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Return the sizes of the files in a directory."""
         sizes: dict[str, int] = {}
         with contextlib.suppress(OSError), os.scandir(self._directory / name) as entries:
             for entry in entries:
                 if entry.name.endswith(".jsonl"):
                     with contextlib.suppress(OSError):
                         sizes[entry.name] = entry.stat().st_size
+        return sizes
+
+    def _scan(self, name: str) -> list[int]:
+        """Update the sizes of the files in a directory, and return their numbers by name."""
         numbers = []
-        for file, size in sorted(sizes.items()):
+        for file, size in sorted(self._sizes(name).items()):
             path = self._directory / name / file
             number = self._numbers.setdefault(path, len(self._files))
             if number == len(self._files):
@@ -197,3 +242,8 @@ class EventReader:
                     events.append(TimelineEvent(start, end, fields["event"], fields, offset, len(line)))
             offset += len(line) + 1
         return events
+
+
+def _step_of(directory: str) -> int:
+    digits = directory.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else 0

@@ -44,10 +44,12 @@ from asyncrl.observe.timeline.details import (
 )
 from asyncrl.observe.timeline.index import Index
 from asyncrl.observe.timeline.page import page
-from asyncrl.observe.timeline.reader import EventReader
+from asyncrl.observe.timeline.reader import ALL_STEPS, EventReader, StepRange
 from asyncrl.observe.timeline.view import Window, select_bars, view
 
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
+MAX_BYTES = 64 << 20
+"""Size of the events that are read at the start, about 250,000 events. Reading them takes some seconds."""
 _READ_EVERY_S = 1.0
 _MAX_PIXELS = 20_000
 _STOP_S = 1
@@ -66,10 +68,14 @@ _HEADERS = {
 class Timeline:
     """The events of one run. Its methods block, and may be called from any thread."""
 
-    def __init__(self, run_dir: Path, liveness: Callable[[], RunLiveness]) -> None:
-        """`liveness`: returns whether the run is live, and its state. Blocking."""
+    def __init__(self, run_dir: Path, liveness: Callable[[], RunLiveness], steps: StepRange = ALL_STEPS) -> None:
+        """
+        Args:
+            liveness: returns whether the run is live, and its state. Blocking.
+            steps: the steps to show; of these, the newest ones with about `MAX_BYTES` of events are shown.
+        """
         self._liveness = liveness
-        self._reader = EventReader(run_dir)
+        self._reader = EventReader(run_dir, steps=steps, max_bytes=MAX_BYTES)
         self._index = Index()
         self._lock = threading.Lock()
         self._origin: int | None = None
@@ -123,6 +129,7 @@ class Timeline:
                 "admitted_ms": None if admitted is None else (admitted - origin) / 1000,
                 "trouble": self._trouble,
                 "read": 1.0 if self._has_caught_up else self._reader.read_share,
+                "left_out_before": self._reader.left_out_before,
                 "phase": "state not known" if liveness.how == "unknown" else liveness.phase,
                 "live": liveness.how == "live",
                 **{name: getattr(state, name, None) for name in ("step", "total_steps", "version")},

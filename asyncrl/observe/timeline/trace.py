@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from asyncrl.observe.timeline.layout import REQUEST, STATES, PlacedEvent, TrackAssigner, block_order, group_order
-from asyncrl.observe.timeline.reader import EventReader
+from asyncrl.observe.timeline.reader import ALL_STEPS, EventReader, StepRange
 
 _GZIP_LEVEL = 1
 _FLOWS = {"sample.ready": "s", "sample.trained": "f"}
@@ -31,12 +31,12 @@ class ExportResult(NamedTuple):
     """Files left out, each with the reason."""
 
 
-def export_trace(run_dir: Path, target: Path) -> ExportResult:
+def export_trace(run_dir: Path, target: Path, steps: StepRange = ALL_STEPS) -> ExportResult:
     """Write the trace of a run, compressed if the name of `target` ends in `.gz`.
 
     Only the times of events stay in memory once they are written. Raises `OSError`.
     """
-    reader, count = EventReader(run_dir), 0
+    reader, count = EventReader(run_dir, steps=steps), 0
     assigner, pids, tids = TrackAssigner(), dict[str, int](), dict[tuple[str, str, int], int]()
     with _open_atomically(target) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')

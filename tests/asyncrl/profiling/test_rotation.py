@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 from asyncrl.profiling import Profiler, ProfilerSettings
 from asyncrl.profiling import rotation as module
 from asyncrl.profiling.files import EventFiles, EventLine, event_files
-from asyncrl.profiling.rotation import MAX_SPANS, NEWEST_STEPS, EventRotation, EventSummary, StepSpan, read_event_summary
+from asyncrl.profiling.rotation import (
+    MAX_SPANS,
+    NEWEST_STEPS,
+    EventRotation,
+    EventSummary,
+    StepSpan,
+    read_event_summary,
+)
 
 START = 1_790_000_000.0
 
@@ -122,7 +130,7 @@ def test_the_summary_has_a_bounded_size() -> None:
     assert sum(span.steps for span in summary.spans) == 10 * MAX_SPANS - 1
     places = [(span.first_step, span.last_step) for span in summary.spans]
     assert places[0][0] == 1 and places[-1][1] == 10 * MAX_SPANS - 1
-    assert all(before[1] + 1 == after[0] for before, after in zip(places, places[1:], strict=False))
+    assert all(before[1] + 1 == after[0] for before, after in pairwise(places))
 
 
 def test_damaged_lines_and_a_damaged_summary_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -148,7 +148,9 @@
     $("step").textContent = state.step === null ? "" :
       `step ${state.step}${state.total_steps ? ` of ${state.total_steps}` : ""} · version ${state.version}`;
     $("trouble").textContent = $("trouble").title = state.trouble;
-    $("reading").textContent = state.read < 1 ? `reading events: ${Math.floor(state.read * 100)} %` : "";
+    $("reading").textContent = state.read < 1 ? `reading events: ${Math.floor(state.read * 100)} %` :
+      state.left_out_before === null ? "" :
+      `from step ${state.left_out_before}: for earlier ones, use asyncrl timeline --steps`;
   }
 
   async function refresh() {

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.observe.status.run_files import read_liveness
 from asyncrl.observe.timeline.details import Conversation
 from asyncrl.observe.timeline.index import Index
-from asyncrl.observe.timeline.reader import EventChunk, EventReader, LinePosition, TimelineEvent
+from asyncrl.observe.timeline.reader import EventChunk, EventReader, LinePosition, StepRange, TimelineEvent
 from asyncrl.observe.timeline.server import Timeline
 from tests.fakes.timeline_run import FakeRun, FileAccess, read, shown, timeline_of
 
@@ -54,6 +54,31 @@ def test_new_events_of_old_and_new_steps_are_read_once(run: FakeRun) -> None:
     after = shown(timeline)
     assert after["events"] == before * 3 // 2 + 1
     assert set(shown(read(run))["bars"]["event"]) == set(range(after["events"]))
+
+
+def step_numbers(reader: EventReader) -> list[int]:
+    return sorted({event.fields["step"] for chunk in reader.read_new() for event in chunk.events})
+
+
+def test_of_a_long_run_only_the_newest_steps_are_read(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = run.write(9)
+    sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in sorted(run.path.glob("events/step_*"))]
+    access = FileAccess(monkeypatch)
+    reader = EventReader(run.path, max_bytes=sum(sizes[-3:]))
+    assert step_numbers(reader) == [7, 8, 9]
+    assert reader.left_out_before == 7
+    assert {name.partition("/")[0] for name in access.files} == {"step_000007", "step_000008", "step_000009"}
+    run.write(1, first=10, at=at)
+    run.add("driver", "part.restarted", 9.0, step=2, part="trainer")
+    run.flush()
+    assert step_numbers(reader) == [10], "earlier steps stay out"
+    one = EventReader(run.path, max_bytes=1)
+    assert (step_numbers(one), one.left_out_before) == ([10], 10), "the newest step is read in any case"
+    everything = EventReader(run.path, max_bytes=10**9)
+    assert (step_numbers(everything), everything.left_out_before) == (list(range(1, 11)), None)
+    assert step_numbers(EventReader(run.path, steps=StepRange(3, 5))) == [3, 4, 5]
+    some = EventReader(run.path, steps=StepRange(3, 5), max_bytes=sizes[4])
+    assert (step_numbers(some), some.left_out_before) == ([5], 5)
 
 
 def test_an_event_with_odd_values_is_shown(run: FakeRun) -> None:

@@ -262,6 +262,20 @@ def test_the_trace_is_valid_and_nested(
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]
 
 
+def test_steps_can_be_selected(run: FakeRun, tmp_path: Path) -> None:
+    run.write(4)
+    assert main(["timeline", str(run.path), "--steps", "2-3", "--trace", str(tmp_path / "t.json")]) == 0
+    bars = [each for each in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if each["ph"] == "X"]
+    assert {bar["args"]["step"] for bar in bars if bar["cat"] == "step"} == {2, 3}
+
+
+def test_the_page_of_a_long_run_says_where_it_begins(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write(3)
+    assert read(run).status()["left_out_before"] is None
+    monkeypatch.setattr("asyncrl.observe.timeline.server.MAX_BYTES", 1)
+    assert read(run).status()["left_out_before"] == 3
+
+
 def test_a_trace_reports_missing_events(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,6 +316,8 @@ def test_bad_arguments_are_refused(
             ([str(run.path), "--trace", "t.json", "--port", "99"], "--port=99 would have no effect"),
             ([str(run.path), "--trace", "t.json", "--open"], "no page that could be opened"),
             ([str(run.path), "--trace", "nowhere/t.json"], "nowhere/t.json cannot be written"),
+            ([str(run.path), "--steps", "7-3"], "'7-3' is no range of steps"),
+            ([str(run.path), "--steps", "all"], "give e.g. 100-200, or one step"),
             ([str(run.path), "--port", str(port), "--no-open"], f"--port={port} is in use"),
         ):
             assert main(["timeline", *arguments]) == 2
