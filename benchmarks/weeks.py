@@ -8,10 +8,12 @@ seconds of `asyncrl report`.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from asyncrl.queue.journal_reader import read_head
 from asyncrl.queue.operations import OfferSamples, QueueOptions
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueuedSample
 from asyncrl.queue.turn_log import FileTurns
-from asyncrl.storage.run_dir import JOURNAL
+from asyncrl.storage.run_dir import JOURNAL, SAMPLES
 from asyncrl.storage.sample_bytes import FileRef
 from benchmarks.report import Table, arguments, positive, report
 from benchmarks.running import print_progress, run_asyncrl
@@ -165,9 +167,9 @@ async def simulate(run_dir: Path, options: Any) -> Table:
                 "us": 1e6 * took / (options.samples // POINTS),
                 "cpu_us": 1e6 * cpu / (options.samples // POINTS),
                 "memory_mb": process.memory_info().rss / 1e6,
-                "journal_mb": _size(run_dir, f"{JOURNAL}*"),
-                "turns_mb": _size(run_dir, "samples/*"),
-                "events_mb": _size(run_dir, f"{EVENTS_DIRECTORY}/**/*"),
+                "journal_mb": _megabytes(run_dir, JOURNAL),
+                "turns_mb": _megabytes(run_dir / SAMPLES),
+                "events_mb": _megabytes(run_dir / EVENTS_DIRECTORY),
                 "call_p50_ms": call_ms[0],
                 "call_p99_ms": call_ms[1],
                 "call_max_ms": call_ms[2],
@@ -181,9 +183,14 @@ async def simulate(run_dir: Path, options: Any) -> Table:
     return rows
 
 
-def _size(run_dir: Path, pattern: str) -> float:
-    """Return the megabytes of the matching files."""
-    return sum(path.stat().st_size for path in run_dir.glob(pattern) if path.is_file()) / 1e6
+def _megabytes(directory: Path, prefix: str = "") -> float:
+    """Return the size of the files in and below the directory whose names begin with `prefix`."""
+    size = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):  # events are deleted meanwhile
+                size += (Path(parent) / name).stat().st_size if name.startswith(prefix) else 0
+    return size / 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> None:

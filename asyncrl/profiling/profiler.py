@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 BUFFER_EVENTS = 100_000
 WRITE_EVERY_S = 0.5
-ROTATE_EVERY_S = 0.1
+ROTATE_EVERY_S = 0.02
 """Pause between two pieces of work of `EventRotation`."""
 CLOSE_S = 5.0
 """Limit for writing the remaining events when the profiler closes."""

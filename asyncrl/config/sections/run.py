@@ -25,7 +25,7 @@ _BYTES_PER_TOKEN = 9
 """Size of a token on disk: id, log-prob and mask."""
 _MANY_GIB = 20
 _MANY_SAMPLES = 50_000
-"""Number of samples without a checkpoint from which rebuilding the queue takes several seconds."""
+"""Number of samples without a checkpoint from which rebuilding the queue may take several seconds."""
 _FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints")
 
 
