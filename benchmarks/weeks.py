@@ -117,6 +117,7 @@ class SimulatedRun:
             await queue.mark(step)
             self._kept.append(step)
             await queue.cover(step, self._kept[0])
+            queue.state.take_idle_files()
         await anyio.to_thread.run_sync(profile.flush)
 
     def _queued(self, ids: Sequence[SampleId], step: int) -> list[QueuedSample]:

@@ -1,6 +1,6 @@
 """Keep the event files of a run below a size: add those of the oldest steps to a summary, then delete them.
 
-    events/step_000001/ ─▶ events/folding_1_step_000001/ ─ read in pieces ─▶ added to events/summary.json, then deleted
+    events/step_000001/ ─▶ events/folding_1/step_000001/ ─ read in pieces ─▶ added to events/summary.json, then deleted
 
 The summary has sums by event, and by span of steps. Neighbouring spans are merged when there are many, so its size is
 bounded. It counts its additions, so that what a killed process leaves is added exactly once.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,11 +31,12 @@ SCAN_EVERY_S = 5.0
 NEWEST_STEPS = 16
 """Steps whose events are never folded. A process may have files of its last steps open
 (`asyncrl.profiling.files.MAX_OPEN_FILES`)."""
+MAX_STEPS = 64
+"""Steps that are added to the summary at once, at most."""
 MAX_SPANS = 512
 UNKNOWN = "unknown"
 """The name under which events of other versions of asyncrl are added up."""
 _SCHEMA = 1
-_FOLDING = re.compile(r"folding_(\d+)_step_\d+")
 
 
 @dataclass(slots=True)
@@ -101,34 +101,30 @@ class EventSum:
     duration_s: float = 0.0
     max_s: float = 0.0
 
-    def add(self, duration_s: float) -> None:
-        self.count += 1
-        self.duration_s += duration_s
-        self.max_s = max(self.max_s, duration_s)
-
 
 @dataclass(slots=True)
 class EventSummary:
     """The events of a run that were deleted."""
 
     folds: int = 0
-    """Number of directories that were added."""
+    """Number of the last `folding_<number>` that was added."""
     spans: list[StepSpan] = field(default_factory=list)
     events: dict[str, EventSum] = field(default_factory=dict)
     """By name of the event."""
 
-    def add(self, span: StepSpan, events: Mapping[str, EventSum]) -> None:
-        self.folds += 1
+    def add_span(self, span: StepSpan) -> None:
         self.spans.append(span)
         if len(self.spans) > MAX_SPANS:
             self.spans = [one.merged(other) for one, other in zip(self.spans[::2], self.spans[1::2], strict=False)] + (
                 self.spans[-1:] if len(self.spans) % 2 else []
             )
-        for name, added in events.items():
-            known = self.events.setdefault(name, EventSum())
-            known.count += added.count
-            known.duration_s += added.duration_s
-            known.max_s = max(known.max_s, added.max_s)
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        name, duration_s = event["event"], max(0.0, event["duration_s"])
+        known = self.events.setdefault(name if name in EVENTS else UNKNOWN, EventSum())
+        known.count += 1
+        known.duration_s += duration_s
+        known.max_s = max(known.max_s, duration_s)
 
 
 def read_event_summary(run_dir: Path) -> EventSummary | None:
@@ -163,6 +159,7 @@ class EventRotation:
         self._next_scan = 0.0
         self._sizes: dict[str, int] = {}
         self._folding: Iterator[bool] | None = None
+        self._summary: EventSummary | None = None
         self._warned = False
 
     def work(self) -> bool:
@@ -175,7 +172,8 @@ class EventRotation:
             if not next(self._folding, False):
                 self._folding = None
         except OSError as error:
-            self._folding, self._next_scan = None, self._clock() + SCAN_EVERY_S
+            # The summary in memory contains more than the file.
+            self._folding, self._summary, self._next_scan = None, None, self._clock() + SCAN_EVERY_S
             if not self._warned:
                 logger.warning("old events in %s stay on disk: %s", self._directory, error)
             self._warned = True
@@ -185,45 +183,58 @@ class EventRotation:
     def _next_fold(self) -> Iterator[bool] | None:
         if self._clock() < self._next_scan:
             return None
-        names = sorted(path.name for path in self._directory.glob("folding_*") if _FOLDING.fullmatch(path.name))
-        if not names:
-            steps = sorted((path.name for path in self._directory.glob("step_*")), key=lambda name: (len(name), name))
-            for place, name in enumerate(steps):
-                if name not in self._sizes or place >= len(steps) - NEWEST_STEPS:
-                    self._sizes[name] = sum(file.stat().st_size for file in (self._directory / name).iterdir())
-            if sum(self._sizes.values()) <= self._keep_bytes or len(steps) <= NEWEST_STEPS:
-                self._next_scan = self._clock() + SCAN_EVERY_S
-                return None
-            del self._sizes[steps[0]]
-            names = [f"folding_{self._summary().folds + 1}_{steps[0]}"]
-            os.rename(self._directory / steps[0], self._directory / names[0])
-        return self._fold(self._directory / names[0])
+        if leftover := self._numbered("folding_"):
+            return self._fold(self._directory / leftover[0])
+        steps = self._numbered("step_")
+        for place, name in enumerate(steps):
+            if name not in self._sizes or place >= len(steps) - NEWEST_STEPS:
+                self._sizes[name] = sum(file.stat().st_size for file in (self._directory / name).iterdir())
+        excess = sum(self._sizes.values()) - self._keep_bytes
+        if excess <= 0 or len(steps) <= NEWEST_STEPS:
+            self._next_scan = self._clock() + SCAN_EVERY_S
+            return None
+        folding = self._directory / f"folding_{self._summary_so_far().folds + 1}"
+        folding.mkdir()
+        for name in steps[: min(MAX_STEPS, len(steps) - NEWEST_STEPS)]:
+            os.rename(self._directory / name, folding / name)
+            excess -= self._sizes.pop(name)
+            if excess <= 0:
+                break
+        return self._fold(folding)
 
     def _fold(self, folding: Path) -> Iterator[bool]:
-        """Add a directory to the summary, and delete it. Yields true after every piece."""
-        summary = self._summary()
-        _, number, step = folding.name.split("_", 2)
-        if int(number) > summary.folds:
-            first = int(step.removeprefix("step_"))
-            span: StepSpan | None = None
-            sums: dict[str, EventSum] = {}
-            for file in sorted(folding.glob("*.jsonl")):
-                with file.open("rb") as opened:
-                    while lines := opened.readlines(PIECE_BYTES):
-                        for event in filter(None, map(parse_event, lines)):
-                            span = span or StepSpan(first, first, event["timestamp"], event["timestamp"])
-                            span.add(event)
-                            name = event["event"] if event["event"] in EVENTS else UNKNOWN
-                            sums.setdefault(name, EventSum()).add(max(0.0, event["duration_s"]))
-                        yield True
-            if span is not None:
-                summary.add(span, sums)
-                content = asdict(summary) | {"schema": _SCHEMA}
-                replace_file(self._directory / SUMMARY, json.dumps(content, separators=(",", ":")))
+        """Add the steps in a directory to the summary, and delete it. Yields true after every piece."""
+        summary = self._summary_so_far()
+        if int(folding.name.removeprefix("folding_")) > summary.folds:
+            for step in sorted(folding.iterdir()):
+                first = int(step.name.removeprefix("step_"))
+                span: StepSpan | None = None
+                for file in sorted(step.glob("*.jsonl")):
+                    with file.open("rb") as opened:
+                        while lines := opened.readlines(PIECE_BYTES):
+                            for event in filter(None, map(parse_event, lines)):
+                                span = span or StepSpan(first, first, event["timestamp"], event["timestamp"])
+                                span.add(event)
+                                summary.add_event(event)
+                            yield True
+                if span is not None:
+                    summary.add_span(span)
+            summary.folds += 1
+            content = asdict(summary) | {"schema": _SCHEMA}
+            replace_file(self._directory / SUMMARY, json.dumps(content, separators=(",", ":")))
         shutil.rmtree(folding)
 
-    def _summary(self) -> EventSummary:
-        return _read(self._directory / SUMMARY) or EventSummary()
+    def _numbered(self, prefix: str) -> list[str]:
+        """Return the names that consist of the prefix and a number, in ascending order."""
+        names = (path.name for path in self._directory.glob(f"{prefix}*"))
+        return sorted(
+            (name for name in names if name.removeprefix(prefix).isdecimal()), key=lambda name: (len(name), name)
+        )
+
+    def _summary_so_far(self) -> EventSummary:
+        if self._summary is None:
+            self._summary = _read(self._directory / SUMMARY) or EventSummary()
+        return self._summary
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:
