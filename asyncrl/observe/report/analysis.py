@@ -36,7 +36,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
     histories = trace_samples(events, requests)
     requests["step"] = histories.step_of(requests["index"].where(requests["of_last_generation"], 0), requests["step"])
     done = requests[~requests["aborted"]]
-    figures = {
+    figures: dict[str, Any] = {
         "requests": request_figures(requests),
         "shares": share_figures(histories),
         "turns": turn_figures(events, requests),
