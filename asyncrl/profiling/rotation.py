@@ -137,6 +137,8 @@ def _read(path: Path) -> EventSummary | None:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["schema"] != _SCHEMA:
             raise ValueError(f"it has schema {raw['schema']}")
+        if not all(is_number(value) for each in (*raw["spans"], *raw["events"].values()) for value in each.values()):
+            raise ValueError("it has something else than numbers")
         events = {str(name): EventSum(**each) for name, each in raw["events"].items()}
         return EventSummary(int(raw["folds"]), [StepSpan(**each) for each in raw["spans"]], events)
     except FileNotFoundError:
@@ -204,8 +206,8 @@ class EventRotation:
 
     def _fold(self, folding: Path) -> Iterator[bool]:
         """Add the steps in a directory to the summary, and delete it. Yields true after every piece."""
-        summary = self._summary_so_far()
-        if int(folding.name.removeprefix("folding_")) > summary.folds:
+        summary, number = self._summary_so_far(), int(folding.name.removeprefix("folding_"))
+        if number > summary.folds:
             for step in sorted(folding.iterdir()):
                 first = int(step.name.removeprefix("step_"))
                 span: StepSpan | None = None
@@ -219,7 +221,7 @@ class EventRotation:
                             yield True
                 if span is not None:
                     summary.add_span(span)
-            summary.folds += 1
+            summary.folds = number
             content = asdict(summary) | {"schema": _SCHEMA}
             replace_file(self._directory / SUMMARY, json.dumps(content, separators=(",", ":")))
         shutil.rmtree(folding)

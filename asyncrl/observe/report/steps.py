@@ -128,7 +128,7 @@ def folded_figures(folded: EventSummary) -> dict[str, Any]:
             for span in spans
         ],
         "by_event": [
-            {"event": name, "count": each.count, "mean_s": each.duration_s / each.count, "max_s": each.max_s}
+            {"event": name, "count": each.count, "mean_s": each.duration_s / max(1, each.count), "max_s": each.max_s}
             for name, each in sorted(folded.events.items())
         ],
     }

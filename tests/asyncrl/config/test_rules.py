@@ -253,6 +253,7 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
     ("rollout.agent.max_concurrency", 3, {}),
     ("rollout.over_sample.unfinished", "keep_partial", {}),
     ("profiler.buffer_events", 5, {"profiler.level": "off"}),
+    ("profiler.keep_gb", 0.5, {"profiler.level": "off"}),
     ("profiler.synchronize", True, {"profiler.level": "off"}),
     (OTLP, URL, {"profiler.level": "off"}),
     ("profiler.ranks", [1], {}),

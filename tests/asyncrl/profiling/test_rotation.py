@@ -138,7 +138,8 @@ def test_damaged_lines_and_a_damaged_summary_are_left_out(tmp_path: Path, caplog
     write_steps(tmp_path, range(1, NEWEST_STEPS + 2))
     with (tmp_path / "events" / "step_000001" / "trainer.jsonl").open("a") as file:
         file.write('{"timestamp": "x"}\n\xff\n[1]\n{"timestamp": 1790000000, "event": "new", "duration_s": 1}\n')
-    (tmp_path / "events" / "summary.json").write_text("{")
+    sums = '{"schema": 1, "folds": 3, "spans": [], "events": {"step": {"count": "x", "duration_s": 1, "max_s": 1}}}'
+    (tmp_path / "events" / "summary.json").write_text(sums)
     fold_all(EventRotation(tmp_path / "events", 1))
     summary = read_event_summary(tmp_path)
     assert summary is not None and "sums over deleted events are lost" in caplog.text
