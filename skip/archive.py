@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.storage.array_bytes import DamageError
-from asyncrl.storage.untrusted import checked_path, parse_json, shown
+from asyncrl.storage.untrusted import checked_path, parse_file, shown
 from skip.record import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -187,7 +187,7 @@ def _members(tar: tarfile.TarFile) -> _Members:
     if last is None:
         raise tarfile.ReadError(f"it has no {LAST} at its end")
     try:
-        content = parse_json(_bytes(tar, last))
+        content = parse_file(_bytes(tar, last))
     except ValueError as error:
         raise MalformedRecordError(f"the member {LAST} cannot be interpreted: {error}") from error
     if content != {"records": len(found)}:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.core.text import check_depth
 from asyncrl.storage.array_bytes import DamageError, decode, encode
-from asyncrl.storage.untrusted import check_depth, parse_json, shown
+from asyncrl.storage.untrusted import MAX_DEPTH, parse_file, shown
 from skip.fingerprint import Fingerprint
 
 SCHEMA = 1
@@ -91,7 +92,7 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
         "content": dict(record.content.data),
         "tensors": {"bytes": tensors_bytes, "crc32": f"{zlib.crc32(buffers[0]):08x}"},
     }
-    check_depth(manifest)
+    check_depth(manifest, MAX_DEPTH)
     # Each key has a line. `indent` would take ten times as long, as it is not implemented in C.
     lines = [f' "{key}": {_encode(value)}' for key, value in manifest.items()]
     body = ("{\n" + ",\n".join(lines)).encode()
@@ -127,7 +128,7 @@ def _read_manifest(manifest: bytes) -> dict[str, Any]:
     if not mark or seal != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
         raise DamageError(f"{MANIFEST} is torn or damaged")
     try:
-        parsed = parse_json(manifest)
+        parsed = parse_file(manifest)
     except ValueError as error:
         raise MalformedRecordError(f"{MANIFEST} cannot be interpreted: {error}") from error
     if parsed.get("schema") != SCHEMA:

@@ -36,7 +36,7 @@ from asyncrl.core.failures import ConfigError
 from asyncrl.core.skip_steps import StepSet
 from asyncrl.storage.array_bytes import DamageError
 from asyncrl.storage.segments import read_segment, write_all
-from asyncrl.storage.untrusted import parse_json
+from asyncrl.storage.untrusted import parse_file
 from skip.record import MANIFEST, TENSORS, Record, from_files, to_files
 
 ABANDONED_S = 3600.0
@@ -358,8 +358,8 @@ def _write(path: Path, buffers: Sequence[memoryview], *, directory: int | None =
 
 
 def parse_note(data: bytes) -> Mapping[str, Any]:
-    """Return the values of a note. Raises `ValueError`: it is not one, see `parse_json`."""
-    if not isinstance(values := parse_json(data), dict):
+    """Return the values of a note. Raises `ValueError`: it is not one, see `parse_file`."""
+    if not isinstance(values := parse_file(data), dict):
         raise ValueError("it is not a JSON object")
     return values
 

@@ -8,7 +8,8 @@ requests of agents, and the messages of errors. A row of a data set is refused i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 64
@@ -43,23 +44,54 @@ def encodable_values(value: Any, depth: int = 0) -> Any:
     return [encodable_values(item, depth + 1) for item in value]
 
 
-def parse_json(text: str, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Parse JSON, which may contain lone surrogates. `parse_constant` is called for NaN and infinity.
+def parse_json(
+    data: str | bytes, *, finite: bool = False, max_depth: int = MAX_DEPTH, max_digits: int = MAX_DIGITS
+) -> Any:
+    """Parse JSON, which may contain lone surrogates; bytes are UTF-8.
+
+    Args:
+        finite: refuse NaN, infinity, and numbers that are too large for a float.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply to be parsed, or contains an integer of more than
-            `MAX_DIGITS` digits; or `parse_constant` raises it.
+        ValueError: `data` is not JSON or not UTF-8, it is nested more than `max_depth` levels deep, or it contains a
+            number that is not allowed. The message is a clause such as "it is nested …".
     """
+
+    def integer(digits: str) -> int:
+        if (count := len(digits.lstrip("-"))) > max_digits:
+            raise ValueError(f"it contains an integer of {count} digits; at most {max_digits} are allowed")
+        return int(digits)
+
+    def number(text: str) -> float:
+        value = float(text)
+        if finite and not math.isfinite(value):
+            raise ValueError(f"it contains the number {text[:40]}, which is not finite")
+        return value
+
     try:
-        return json.loads(text, parse_int=_parse_int, parse_constant=parse_constant)
+        text = data.decode() if isinstance(data, bytes) else data
+        value = json.loads(text, parse_int=integer, parse_float=number, parse_constant=number)
     except RecursionError:
-        raise ValueError(TOO_DEEP) from None
+        raise _too_deep(max_depth) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    check_depth(value, max_depth)
+    return value
 
 
-def _parse_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"it contains an integer of {len(digits)} digits; at most {MAX_DIGITS} are allowed")
-    return int(digits)
+def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> None:
+    """Raise `ValueError` if JSON values are nested more than `max_depth` levels deep."""
+    level = [value]
+    for _ in range(max_depth + 1):
+        containers = [each for each in level if isinstance(each, dict | list | tuple)]
+        if not containers:
+            return
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    raise _too_deep(max_depth)
+
+
+def _too_deep(max_depth: int) -> ValueError:
+    return ValueError(f"it is nested more than {max_depth} levels deep")
 
 
 def safe_repr(value: Any) -> str:

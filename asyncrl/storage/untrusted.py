@@ -8,16 +8,16 @@ of its own names (`asyncrl.storage.segments`), and its error names the file and 
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
+
+from asyncrl.core.text import parse_json
 
 MAX_NAME_BYTES = 255
 """The limit of Linux's file systems."""
 MAX_DEPTH = 100
 """Maximum nesting of JSON values. Python cannot write JSON that is nested about ten times deeper."""
 _NAME = re.compile(r"[^/\x00-\x1f\x7f\ud800-\udfff]+")
-_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 _MAX_SHOWN = 100
 
 
@@ -55,42 +55,16 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def parse_json(data: bytes) -> Any:
-    """Parse JSON whose value can be written again.
+def parse_file(data: bytes) -> Any:
+    """Parse the JSON of a file whose value can be written again.
 
     Raises:
-        ValueError: `data` is not JSON in UTF-8; it contains NaN, infinity or half of a character; or it is nested more
-            than `MAX_DEPTH` levels deep.
+        ValueError: see `parse_json` with finite numbers; or it contains half of a character.
     """
-    try:
-        value = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_finite)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    check_depth(value)
+    value = parse_json(data, finite=True, max_depth=MAX_DEPTH)
     if b"\\ud" in data.lower():
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("it contains half of a character (a lone surrogate)") from None
     return value
-
-
-def check_depth(value: Any) -> None:
-    """Raise `ValueError` if a JSON value is nested more than `MAX_DEPTH` levels deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        containers = [each for each in level if isinstance(each, dict | list | tuple)]
-        if not containers:
-            return
-        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
-    raise ValueError(_TOO_DEEP)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"it contains {name}, which is not a number in JSON")
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"it contains the number {shown(text)}, which is too large")
-    return number

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollouter.gateway.body import parse_json
+from asyncrl.core.text import parse_json
 from rollouter.gateway.protocol import GatewayResponse, RequestError, events
 from rollouter.gateway.session import incarnation_of
 
@@ -27,6 +27,8 @@ Call = Callable[[str, str, Mapping[str, Any]], Awaitable[GatewayResponse]]
 MAX_BODY_BYTES = 32 << 20
 BODY_S = 60.0
 """How long a client may take to send a body."""
+MAX_DIGITS = 18
+"""Limit for the digits of an integer in a body, which therefore fits into 64 bits."""
 MAX_KNOWN_KEYS = 10_000
 _FINAL = {"x-should-retry": "false"}
 """Stops the official clients from retrying requests that would be refused again."""
@@ -112,7 +114,7 @@ def check_json(data: bytes) -> Any:
         RequestError: see `parse_json`.
     """
     try:
-        return parse_json(data)
+        return parse_json(data, finite=True, max_digits=MAX_DIGITS)
     except ValueError as error:
         raise RequestError(f"the body cannot be used: {error}") from None
 

@@ -250,7 +250,7 @@ class _JsonLines(_DataFile):
         try:
             row = parse_json(raw["text"])
         except ValueError as error:
-            raise DataError(f"{self.where(index)}: not JSON: {error}") from error
+            raise DataError(f"{self.where(index)}: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{self.where(index)}: {_shown(row)} is not a JSON object")
         return row

@@ -64,16 +64,12 @@ def parse_arguments(text: str) -> dict[str, Any]:
         BadJsonError: the text is not a JSON object.
     """
     try:
-        parsed = encodable_values(parse_json(text or "{}", parse_constant=_refuse))
+        parsed = encodable_values(parse_json(text or "{}", finite=True))
     except ValueError as error:
         raise BadJsonError(str(error)) from None
     if not isinstance(parsed, dict):
         raise BadJsonError(f"they are {shorten(json.dumps(parsed))}; write an object with the arguments by name")
     return parsed
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _checked(given: Mapping[str, Any]) -> Mapping[str, Any]:

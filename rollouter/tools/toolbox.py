@@ -129,7 +129,7 @@ class ToolSession:
         try:
             parsed = parse_arguments(arguments)
         except BadJsonError as error:
-            return ToolOutcome(f"Error: the arguments of {name} are no JSON object: {error}", status="bad_json")
+            return ToolOutcome(f"Error: the arguments of {name} cannot be read: {error}", status="bad_json")
         try:
             problem = self._tools[name].loaded.schema.problem(parsed)
         except Exception as error:

@@ -56,6 +56,20 @@ def test_errors_of_json_name_their_reason() -> None:
     with pytest.raises(ValueError, match="nested more than"):
         parse_json(DEEP)
     assert parse_json('{"a": "\\ud83d", "b": NaN}')["a"] == LONE
+    for text in ("NaN", "-Infinity", "1e999"):
+        with pytest.raises(ValueError, match="which is not finite"):
+            parse_json(text, finite=True)
+    with pytest.raises(ValueError, match="it is not JSON"):
+        parse_json(b"\xff")
+
+
+def test_json_within_the_limits_is_parsed() -> None:
+    nested = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert json.dumps(parse_json(nested, finite=True)) == nested
+    assert parse_json('{"a": [1, -2, 0.5, "é", null, true]}'.encode()) == {"a": [1, -2, 0.5, "é", None, True]}
+    assert parse_json("-" + "9" * 18, max_digits=18) == 1 - 10**18
+    with pytest.raises(ValueError, match="more than 64 levels deep"):
+        parse_json(f"[{nested}]")
 
 
 def test_a_repr_that_raises_is_described() -> None:

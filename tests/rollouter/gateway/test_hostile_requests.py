@@ -13,7 +13,6 @@ from starlette.types import Message
 
 from asyncrl.config.schema import Config
 from rollouter.gateway import http as http_module
-from rollouter.gateway.body import MAX_DEPTH, parse_json
 from rollouter.gateway.protocol import ChatRequest, RequestError, RequestReader, read_reward
 from rollouter.gateway.task import AgentTask
 from tests.fakes.gateway_agent import MODEL, QUESTION, TOOLS, GatewayRig
@@ -83,8 +82,8 @@ async def test_a_template_in_a_request_is_not_run() -> None:
         (json.dumps(chat())[:-1] + ', "metadata": ' + "[" * 65 + "]" * 65 + "}", "nested more than 64 levels"),
         ('{"max_tokens": ' + "9" * 5000 + "}", "an integer of 5000 digits"),
         ('{"max_tokens": -' + "9" * 19 + "}", "an integer of 19 digits"),
-        ('{"temperature": NaN}', "NaN is not finite"),
-        ('{"temperature": 1e999}', "1e999 is not finite"),
+        ('{"temperature": NaN}', "NaN, which is not finite"),
+        ('{"temperature": 1e999}', "1e999, which is not finite"),
         (b'{"model": "\xff"}', "not JSON: 'utf-8' codec"),
         (json.dumps(chat()).encode("utf-16"), "not JSON"),
         ("", "not JSON"),
@@ -104,13 +103,6 @@ async def test_bodies_that_are_no_plain_json_are_refused(body: str | bytes, why:
         return 1.0
 
     assert len((await rig.converse(agent)).turns) == 1
-
-
-def test_json_within_the_limits_is_parsed() -> None:
-    nested = "[" * MAX_DEPTH + "]" * MAX_DEPTH
-    assert json.dumps(parse_json(nested)) == nested
-    assert parse_json('{"a": [1, -2, 0.5, "é", null, true]}'.encode()) == {"a": [1, -2, 0.5, "é", None, True]}
-    assert parse_json("9" * 18) == 10**18 - 1
 
 
 async def test_deep_arguments_of_a_call_stay_text() -> None:

@@ -270,7 +270,10 @@ def test_errors_name_a_missing_tokenizer_or_template(tmp_path: Path) -> None:
             question("1", extra_info={"sampling_params": {"stop": 5}}),
             r"sampling_params\.stop' is 5; expected a text or",
         ),
-        *((text or " {", "not JSON|not a JSON object|nested more than") for text in BROKEN_JSON),
+        *(
+            (text or " {", "not JSON|not a JSON object|nested more than|an integer of 5000 digits")
+            for text in BROKEN_JSON
+        ),
     ],
 )
 def test_a_row_with_unusable_text_is_a_data_error_with_its_line(

@@ -120,7 +120,7 @@ def test_jsonl_and_parquet_give_the_same_results(path: str, tmp_path: Path) -> N
         ("a.jsonl", "", ConfigError, r"a\.jsonl is empty"),
         ("a.jsonl", "\n", ConfigError, "has no documents"),
         ("a.txt", "x", ConfigError, r"suffix '\.txt'; expected \.parquet or \.jsonl"),
-        ("a.jsonl", '{"text": "a"}\n{"text"\n', DataError, r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", '{"text": "a"}\n{"text"\n', DataError, r"a\.jsonl, line 2: it is not JSON"),
         ("a.jsonl", '{"text": "a"}\n\n[1]\n', DataError, r"a\.jsonl, line 3: .* is not a JSON object"),
         ("a.jsonl", '{"title": "a"}\n', DataError, r"line 1: field 'text' is missing"),
         ("a.jsonl", '{"text": 7}\n', DataError, r"line 1: field 'text' is 7; expected a string"),

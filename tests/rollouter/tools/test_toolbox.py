@@ -71,11 +71,11 @@ async def test_a_call_returns_and_records_its_result() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ('{"query": ', "bad_json", "no JSON object: Expecting value"),
+        ('{"query": ', "bad_json", "cannot be read: it is not JSON: Expecting value"),
         ('["a"]', "bad_json", 'they are ["a"]; write an object'),
-        ('{"query": NaN}', "bad_json", "NaN is not JSON"),
-        ("[" * 100_000, "bad_json", "no JSON object"),
-        ('{"query": ' + "1" * 5000 + "}", "bad_json", "no JSON object"),
+        ('{"query": NaN}', "bad_json", "NaN, which is not finite"),
+        ("[" * 100_000, "bad_json", "cannot be read: it "),
+        ('{"query": ' + "1" * 5000 + "}", "bad_json", "cannot be read: it "),
         ("{}", "bad_arguments", "'query' is a required property"),
         ("", "bad_arguments", "'query' is a required property"),
         ('{"query": "a", "limit": "x"}', "bad_arguments", "limit: 'x' is not of type 'integer'"),
