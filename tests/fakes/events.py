@@ -8,7 +8,7 @@ from typing import Any
 from asyncrl.observe.report.analysis import analyse
 from asyncrl.observe.report.load import load
 from asyncrl.profiling.files import EVENTS_DIRECTORY, EventFiles, EventLine
-from benchmarks.profiling.synthetic import START
+from benchmarks.synthetic_run import START
 
 EventTuple = tuple[str, float, float, dict[str, Any]]
 """Name, seconds since `START`, duration, other fields."""

@@ -18,7 +18,7 @@ from asyncrl.observe.report.plots import PLOTS
 from asyncrl.observe.status.run_files import RunLiveness
 from asyncrl.profiling.files import EVENTS_DIRECTORY, step_dir
 from asyncrl.profiling.rotation import NEWEST_STEPS, EventRotation
-from benchmarks.profiling.synthetic import PlantedFaults, RunPlan, write_run
+from benchmarks.synthetic_run import PlantedFaults, RunPlan, write_run
 from tests.fakes.events import write_events
 
 SMALL = RunPlan(steps=6, samples=4, n=3)

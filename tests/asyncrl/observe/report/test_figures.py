@@ -18,7 +18,7 @@ from asyncrl.observe.report.plots import figures
 from asyncrl.observe.report.samples import KINDS
 from asyncrl.observe.report.statistics import spans, total
 from asyncrl.profiling.files import event_files
-from benchmarks.profiling.synthetic import START, PlantedFaults, RunPlan, write_run
+from benchmarks.synthetic_run import START, PlantedFaults, RunPlan, write_run
 from tests.fakes.events import EventTuple, report_of
 
 SAMPLE: dict[str, Any] = {"step": 1, "sample": "sample_0_1"}

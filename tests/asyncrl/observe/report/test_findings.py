@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.profiling.synthetic import PlantedFaults, RunPlan, write_run
+from benchmarks.synthetic_run import PlantedFaults, RunPlan, write_run
 from tests.fakes.events import EventTuple, report_of
 
 SMALL = RunPlan(steps=6, samples=5, n=2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.profiling.synthetic import START
+from benchmarks.synthetic_run import START
 from tests.fakes.events import EventTuple, report_of
 
 

@@ -12,7 +12,7 @@ from asyncrl.observe.report import load as loading
 from asyncrl.observe.report.load import load, read_json
 from asyncrl.observe.timeline.reader import EventReader
 from asyncrl.profiling.files import EVENTS_DIRECTORY, event_files, step_dir
-from benchmarks.profiling.synthetic import START
+from benchmarks.synthetic_run import START
 from tests.fakes.events import write_events
 
 
