@@ -184,7 +184,9 @@ PLANTED = {
         ((RewindTraining, "perform", lambda self, queue, *, retried: None),), ("of lineage 1 applied in lineage 0",)
     ),
     "the queue forgets its answers": PlantedBug(
-        ((operations, "_remember", lambda answers, request_id, answer: None),), ("no progress",), ("queue", "answer")
+        ((operations, "_remember", lambda answers, request_id, answer: None),),
+        ("no progress", "the run ended at step"),
+        ("queue", "answer"),
     ),
     "the queue answers before the commit": PlantedBug(
         ((FuzzJournal, "flushed", do_nothing),), ("is in the surviving model, but not TRAINED in the journal",)
@@ -200,7 +202,8 @@ PLANTED = {
         ((client, "join_turns", lambda head, tail: tail),), ("tokens outlive their engine",)
     ),
     "a crashing sample is never blamed": PlantedBug(
-        ((CrashBlame, "_blame", lambda self, session, last: None),), ("poison that has crashed more than",)
+        ((CrashBlame, "_blame", lambda self, session, last: None),),
+        ("poison that has crashed more than", "virtual seconds without an end"),
     ),
     "innocent samples are blamed": PlantedBug(
         ((CrashBlame, "assess", blame_every_session),), ("innocent samples were dropped", "no prompt gets through")
