@@ -158,10 +158,9 @@ class WeightStoreActor:
             raise InfraError(f"the weight store does not hold version {_name(weights_version)} (it holds: {held})")
         return self._versions[weights_version][1]
 
-    async def report(self, report: ReplicaReport) -> WeightsVersion | None:
-        """Record a replica's report about itself; return the newest weights version."""
+    async def report(self, report: ReplicaReport) -> None:
+        """Record a replica's report about itself."""
         self._replicas.add(report, self._wall_clock())
-        return self._newest()
 
     async def status(self) -> StoreStatus:
         now = self._wall_clock()

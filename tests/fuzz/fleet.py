@@ -111,6 +111,9 @@ class FuzzReplica:
         self.paused = False
         """True while it generates no tokens."""
         self.end = anyio.Event()
+        self.joined = False
+        """See `WeightUpdates.join`."""
+        self.joining = anyio.Lock()
         self.generated_tokens = 0
 
     async def sleep(self, seconds: float) -> None:
@@ -215,19 +218,37 @@ class Engines:
     async def _live(self, replica: FuzzReplica) -> None:
         store = self._store.handle(replica.gate)
         await replica.sleep(0.01)
-        newest = await object_store._ask(
-            lambda _: store.start_with.remote(60.0, None), 100.0, "the version to start with"
-        )
+        await self._catch_up(replica)
+        # Serve does not know the replica yet.
         await replica.sleep(self._world.some(0.05))
-        if newest is not None:
-            self._fetch(replica, newest)
-            replica.weights_version = newest.weights_version
         self._phase(replica, "serving")
         number = int(replica.name.partition("-")[2])
         while True:
             with suppress(InfraError):  # the store is being restarted
                 await object_store._ask(lambda _: store.report.remote(replica.report(number)), 5.0, "reporting")
             await replica.sleep(REPORT_S)
+
+    async def _catch_up(self, replica: FuzzReplica) -> None:
+        """See `WeightUpdates._catch_up`."""
+        store, lost = self._store.handle(replica.gate), None
+        while True:
+            newest = await object_store._ask(
+                lambda _, lost=lost: store.start_with.remote(60.0, lost), 100.0, "the version to start with"
+            )
+            if newest is None or newest.weights_version <= replica.weights_version:
+                return
+            await replica.sleep(self._world.some(0.05))
+            if self.owners[newest.weights_version].dead:
+                lost = newest.weights_version
+            else:
+                replica.weights_version = newest.weights_version
+
+    async def _join(self, replica: FuzzReplica) -> None:
+        """See `WeightUpdates.join`."""
+        async with replica.joining:
+            if not replica.joined:
+                await self._catch_up(replica)
+                replica.joined = True
 
     def _phase(self, replica: FuzzReplica, phase: ReplicaPhase) -> None:
         replica.phase, replica.phase_since = phase, anyio.current_time()
@@ -243,7 +264,7 @@ class Engines:
         replica, call = await self._choose(), OpenCall()
         replica.calls.append(call)
         try:
-            await anyio.lowlevel.checkpoint()
+            await self._join(replica)
             yield Accepted(replica.name)
             pending = list(range(len(requests)))
             made = [0 if request.so_far is None else len(request.so_far.response_ids) for request in requests]

@@ -46,8 +46,6 @@ class StatusReporter:
 
     def __init__(self, store: Any, describe: Callable[[], ReplicaReport]) -> None:
         """`describe` is called in the reporter's thread."""
-        self.newest: WeightsVersion | None = None
-        """The newest published version, according to the store's last answer."""
         self._store = store
         self._describe = describe
         self._changed = threading.Event()
@@ -60,7 +58,7 @@ class StatusReporter:
     def _run(self) -> None:
         while True:
             try:
-                self.newest = ray.get(self._store.report.remote(self._describe()), timeout=REPORT_ANSWER_S)
+                ray.get(self._store.report.remote(self._describe()), timeout=REPORT_ANSWER_S)
             except Exception as error:  # noqa: BLE001  the next report replaces a lost one
                 logger.debug("the weight store did not accept a report: %r", error)
             self._changed.wait(REPORT_EVERY_S)
@@ -93,11 +91,6 @@ class ReplicaHealth:
         self._process = ProcessMonitor(f"replica-{replica}")
         self._engine_meter = ProcessMeter()
         self._reporter = None if store is None else StatusReporter(store, self._describe)
-
-    @property
-    def newest(self) -> WeightsVersion | None:
-        """The newest published version, according to the weight store."""
-        return None if self._reporter is None else self._reporter.newest
 
     async def attach(self, engine: OpenAIEngine) -> None:
         """Begin to watch a started engine."""

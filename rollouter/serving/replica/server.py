@@ -63,7 +63,11 @@ class RolloutServer(LLMServer):
     async def generate_tokens(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[Accepted | EventBatch | list[Delta], None]:
-        """See `TokenGeneration.run`. The stream also contains this replica's profiler events."""
+        """See `TokenGeneration.run`. The stream also contains this replica's profiler events.
+
+        The first call waits until the replica serves the newest version.
+        """
+        await self._weights.join()
         async with aclosing(self._forwarder.attach(self._generation.run(requests))) as items:
             async for item in items:
                 yield item

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
@@ -46,8 +45,6 @@ PROBE_S = 30.0
 ASK_STORE_S = 5.0
 """Time for which a replica that cannot fetch a version waits for another version before it tries again."""
 RETRY_S = 1.0
-FRESH_S = 15.0
-"""Time after its start in which a replica follows the store by itself, because Serve may not know it yet."""
 
 
 class _Swap(NamedTuple):
@@ -79,6 +76,9 @@ class WeightUpdates:
         self._verified = False
         self._timeouts = options.timeouts
         self._lock = asyncio.Lock()
+        self._joined = store is None
+        """Whether broadcasts of new versions reach this replica: Serve has sent it a request."""
+        self._joining = asyncio.Lock()
 
     async def start(self) -> None:
         """Serve the newest published version.
@@ -91,8 +91,22 @@ class WeightUpdates:
         source = (ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
         await self._llm.collective_rpc("connect_store", args=source)
         await self._catch_up(self._store)
-        if self._health.weights_version > WeightsVersion(0, 0):
-            self._health.in_background(self._follow(self._store))
+
+    async def join(self) -> None:
+        """Serve the newest published version before the first request.
+
+        A version that was published after `start` was broadcast without this replica if Serve did not know it yet. As
+        Serve knows it at its first request, all later broadcasts reach it.
+
+        Raises:
+            InfraError, BugError: see `_catch_up`.
+        """
+        if self._joined:
+            return
+        async with self._joining:
+            if not self._joined:
+                await self._catch_up(self._store)
+                self._joined = True
 
     async def apply(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
         """Update the engine to `publication`. A replica that serves it already, or a newer version, answers at once.
@@ -175,16 +189,6 @@ class WeightUpdates:
             f"replica {self._health.replica} found no version that it could fetch within {self._timeouts.start_s:g} s "
             f"(timeouts.start_s): {problem}"
         )
-
-    async def _follow(self, store: Any) -> None:
-        """Apply versions that were published before Serve knew this replica; broadcasts did not reach it then."""
-        until = time.monotonic() + FRESH_S
-        while time.monotonic() < until and not self._health.broken:
-            await asyncio.sleep(RETRY_S)
-            newest = self._health.newest
-            if newest is not None and newest > self._health.weights_version:
-                with suppress(InfraError):
-                    await self._catch_up(store)
 
     async def _fetch(self, weights_version: WeightsVersion, until: float) -> float:
         """Map the version's bytes into the workers, while they decode. Return the duration in seconds.

@@ -260,9 +260,9 @@ async def test_the_store_converts_reports_to_its_own_clock(store: Any) -> None:
     for name, off_s in (("a", -1000.0), ("b", 1000.0)):
         at = time.time() + off_s
         report = reported(name, at, phase_since=at - 5)
-        assert await ask(store.report.remote(report)) is None
+        await ask(store.report.remote(report))
     await publish(store, 1)
-    assert await ask(store.report.remote(reported("a", 0.0))) == plain(1)
+    await ask(store.report.remote(reported("a", 0.0)))
     status = await ask(store.status.remote())
     assert [report.replica for report in status.replicas] == ["b", "a"]
     for report in status.replicas:

@@ -1,0 +1,71 @@
+"""The weights version with which a replica answers its first requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+
+from asyncrl.config.sections.run import TimeoutsConfig
+from asyncrl.core.ports import Publication
+from rollouter.serving.replica.event_forwarding import EventForwarder
+from rollouter.serving.replica.health import ReplicaHealth
+from rollouter.serving.replica.server import RolloutServer
+from rollouter.serving.replica.weights import WeightUpdates
+
+
+class Store:
+    """The handle of a weight store whose newest version is `version`."""
+
+    def __init__(self) -> None:
+        self.version = 2
+        self.num_asked = 0
+        self.start_with = SimpleNamespace(remote=self._start_with)
+
+    async def _start_with(self, timeout_s: float, lost: Any) -> Publication:
+        self.num_asked += 1
+        await anyio.lowlevel.checkpoint()
+        return Publication(self.version, 1, 0, {})
+
+
+class Updates(WeightUpdates):
+    """The updates of a replica without an engine."""
+
+    def __init__(self, store: Store) -> None:
+        self.health = ReplicaHealth(replica="one", node_id="node", engine_s=30.0, store=None)
+        engine: Any = SimpleNamespace(client=None, gauges=None)
+        options: Any = SimpleNamespace(namespace="run", verify="off", timeouts=TimeoutsConfig())
+        super().__init__(engine, self.health, store, options)
+
+    async def apply(self, publication: Publication, *mode: Any) -> Any:
+        await anyio.lowlevel.checkpoint()
+        self.health.weights_version = publication.weights_version
+
+
+async def test_the_first_requests_of_a_replica_get_the_newest_version() -> None:
+    """The version was published after the replica had loaded its first one, and before Serve knew the replica."""
+    store = Store()
+    updates = Updates(store)
+    served: list[int] = []
+
+    async def run(requests: Any) -> AsyncGenerator[Any, None]:
+        served.append(updates.health.weights_version.version)
+        yield "accepted"
+
+    server: Any = SimpleNamespace(
+        _weights=updates, _forwarder=EventForwarder("one"), _generation=SimpleNamespace(run=run)
+    )
+
+    async def generate() -> None:
+        assert [item async for item in RolloutServer.generate_tokens(server, [])] == ["accepted"]
+
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(generate)
+    asked = store.num_asked
+    store.version = 3  # Serve knows the replica now, so this version is broadcast to it
+    await generate()
+    assert served == [2] * 4
+    assert store.num_asked == asked
