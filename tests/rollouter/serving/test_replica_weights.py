@@ -36,7 +36,7 @@ class Updates(WeightUpdates):
     def __init__(self, store: Store) -> None:
         self.health = ReplicaHealth(replica="one", node_id="node", engine_s=30.0, store=None)
         engine: Any = SimpleNamespace(client=None, gauges=None)
-        options: Any = SimpleNamespace(namespace="run", verify="off", timeouts=TimeoutsConfig())
+        options: Any = SimpleNamespace(namespace="run", verify="off", max_mismatch_kl=None, timeouts=TimeoutsConfig())
         super().__init__(engine, self.health, store, options)
 
     async def apply(self, publication: Publication, *mode: Any) -> Any:
