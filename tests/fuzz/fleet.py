@@ -137,7 +137,8 @@ class FuzzReplica:
 class OpenCall:
     """A generate call on a replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: str) -> None:
+        self.session = session
         self.aborted = False
         self.error: EngineCrashError | None = None
         self.woken = anyio.Event()
@@ -261,7 +262,7 @@ class Engines:
     # ------------------------------------------------------------------------------------------------ calls
 
     async def call(self, requests: Sequence[GenerateRequest], session: str) -> AsyncGenerator[Any, None]:
-        replica, call = await self._choose(), OpenCall()
+        replica, call = await self._choose(), OpenCall(session)
         replica.calls.append(call)
         try:
             await self._join(replica)
@@ -273,8 +274,8 @@ class Engines:
                 if call.aborted:
                     yield [Delta(number, _turn([], replica, FinishReason.ABORTED), True) for number in pending]
                     return
-                if poisonous := [number for number in pending if self._world.is_poison(requests[number])]:
-                    self._world.poisoned(requests[poisonous[0]])
+                if any(self._world.is_poison(requests[number]) for number in pending):
+                    self._world.poisoned(session, [call.session for call in replica.calls])
                     self.crash(replica, "poison")
                     continue
                 deltas = [self._next_delta(replica, number, requests[number], made) for number in pending]

@@ -12,8 +12,8 @@ them.
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -52,7 +52,9 @@ class FuzzWorld:
         self.validations: list[ValidationRecord] = []
         """All validations, including those of abandoned weights."""
         self.poisoned_by: Counter[str] = Counter()
-        """The number of crashes that poisonous requests caused, by session."""
+        """The number of crashes that poisonous requests caused, by sample."""
+        self.crashed_with: defaultdict[str, set[str]] = defaultdict(set)
+        """The poisonous samples that crashed an engine while a sample was in flight there, by sample."""
         self.late_samples: set[SampleId] = set()
         """Samples that were finished just after the queue was closed; the next launch generates them again."""
         self.records: RecordFiles | None = None
@@ -87,5 +89,9 @@ class FuzzWorld:
     def is_poisonous(self, sample_id: SampleId) -> bool:
         return (sample_id.index - 1) % self.setup.num_prompts == self.setup.poison
 
-    def poisoned(self, request: GenerateRequest) -> None:
-        self.poisoned_by[request.request_id.partition("/")[0]] += 1
+    def poisoned(self, session: str, in_flight: Sequence[str]) -> None:
+        """Record a crash that a poisonous session has caused, with the sessions in flight."""
+        poison = session.partition("/")[0]
+        self.poisoned_by[poison] += 1
+        for other in in_flight:
+            self.crashed_with[other.partition("/")[0]].add(poison)
