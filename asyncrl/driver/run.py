@@ -36,6 +36,7 @@ from asyncrl.core.ports import PartName, QueueStatus, SampleCounts, WeightsVersi
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.core.retry import RestartBudget
 from asyncrl.core.staleness import Pacing
+from asyncrl.core.tasks import task_group
 from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
 from asyncrl.driver.health_monitor import HealthMonitor
 from asyncrl.driver.resume import journal_identity
@@ -410,15 +411,17 @@ class Run:
 
         async def ask(part: PartName, status: Awaitable[Any], on_status: Callable[[Any], None]) -> None:
             try:
-                if answer := await status:
-                    on_status(answer)
-            except Exception:
+                answer = await status
+            except Exception:  # whatever ended the run may have ended this part, too
                 logger.info("the %s did not report its last status", part, exc_info=True, extra=ALREADY_SHOWN)
+                return
+            if answer:
+                on_status(answer)
 
         def on_queue_status(status: QueueStatus) -> None:
             self._status.queue = status
 
-        async with anyio.create_task_group() as asking:
+        async with task_group() as asking:
             if (handle := self._services.queue.handle) is not None:
                 asking.start_soon(ask, "queue", QueueClient(handle, limit_s).status(), on_queue_status)
             if self._status.phase != "starting":  # until then, parts that load answer late, and have done nothing
