@@ -363,7 +363,8 @@ class TrainLoop:
                 f"rollout/mismatch_kl is {mismatch_kl:.2g} nats per token in step {progress.step + 1}, and "
                 f"weight_sync.max_mismatch_kl allows {limit:g}: the engines sample from another distribution than the "
                 f"Trainer computes with the same weights (version {progress.version}), so every policy ratio is wrong. "
-                "Raise the limit if the dtypes of rollout and trainer explain the difference, else report the model"
+                "Raise the limit if the dtypes of rollout and trainer, a quantized rollout, or a truncated sampling "
+                "(top_p, top_k, min_p) explain the difference, else report the model"
             )
 
     # ------------------------------------------------------------------------------------------------ versions

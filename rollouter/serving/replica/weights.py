@@ -338,8 +338,8 @@ class WeightUpdates:
             self._health.give_up(
                 f"with the weights of version {publication.version}, the engine computes other log-probs than the "
                 f"Trainer: the KL divergence is {mismatch_kl:.2g} nats per token, and weight_sync.max_mismatch_kl "
-                f"allows {limit:g}. Raise the limit if the dtypes of rollout and trainer explain the difference, else "
-                "report the model"
+                f"allows {limit:g}. Raise the limit if the dtypes of rollout and trainer or a quantized rollout "
+                "explain the difference, else report the model"
             )
             raise BugError(self._health.broken)
         self._verified = True
