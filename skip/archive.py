@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.text import checked_path, parse_file, shown
 from asyncrl.storage.array_bytes import DamageError
-from asyncrl.storage.untrusted import checked_path, parse_file, shown
 from skip.record import (
     MANIFEST,
     MAX_MANIFEST_BYTES,

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.core.text import check_depth
+from asyncrl.core.text import MAX_FILE_DEPTH, check_depth, parse_file, shown
 from asyncrl.storage.array_bytes import DamageError, decode, encode
-from asyncrl.storage.untrusted import MAX_DEPTH, parse_file, shown
 from skip.fingerprint import Fingerprint
 
 SCHEMA = 1
@@ -92,7 +91,7 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
         "content": dict(record.content.data),
         "tensors": {"bytes": tensors_bytes, "crc32": f"{zlib.crc32(buffers[0]):08x}"},
     }
-    check_depth(manifest, MAX_DEPTH)
+    check_depth(manifest, MAX_FILE_DEPTH)
     # Each key has a line. `indent` would take ten times as long, as it is not implemented in C.
     lines = [f' "{key}": {_encode(value)}' for key, value in manifest.items()]
     body = ("{\n" + ",\n".join(lines)).encode()

@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.skip_steps import StepSet
+from asyncrl.core.text import parse_file
 from asyncrl.storage.array_bytes import DamageError
 from asyncrl.storage.segments import read_segment, write_all
-from asyncrl.storage.untrusted import parse_file
 from skip.record import MANIFEST, TENSORS, Record, from_files, to_files
 
 ABANDONED_S = 3600.0

@@ -10,7 +10,7 @@ from typing import Any, Self
 import anyio
 from anyio import to_thread
 
-from asyncrl.config.model_files import model_config
+from asyncrl.config.environment import model_config
 from asyncrl.config.plan import validation_due
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import first_failure

@@ -12,7 +12,7 @@ import click
 from asyncrl.cli.main import BAD_CONFIG
 from asyncrl.config import plan
 from asyncrl.config.compose import CheckedConfig, Mode, check_config, to_yaml
-from asyncrl.config.model_files import num_parameters
+from asyncrl.config.environment import num_parameters
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts

@@ -1,6 +1,7 @@
 """What checks of several sections ask of this machine: files, models, code, packages, GPUs, environment variables.
 
-The checks take milliseconds. They do not import what they look for, and run before Ray, torch or vLLM is imported.
+The checks take milliseconds. They do not import what they look for, and run before Ray, torch or vLLM is imported. Of
+a model they read config.json and the headers of its safetensors files, and never its weights.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 import ast
 import ctypes
 import importlib.util
+import json
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from asyncrl import assets
-from asyncrl.config.model_files import local_path
 from asyncrl.config.problems import ConfigProblem
 
+_LONGEST_HEADER = 100 * 2**20
+"""Maximum size of a header that safetensors accepts, in bytes."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -114,6 +119,44 @@ def is_importable(module: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ models
+
+
+def local_path(path: str) -> Path | None:
+    """Return the location of `path` on this machine, or None for an `asyncrl://` name that is not shipped."""
+    try:
+        return Path(assets.resolve(path))
+    except FileNotFoundError:
+        return None
+
+
+def model_config(path: str) -> Mapping[str, Any]:
+    """Return the config.json of a model; empty if it is not on this machine or not readable."""
+    local = local_path(path)
+    try:
+        loaded = json.loads((local / "config.json").read_text(encoding="utf-8")) if local is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a model; empty if its files are not on this machine or not readable."""
+    local = local_path(path)
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        for file in sorted(local.glob("*.safetensors")) if local is not None else ():
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+            shapes |= {name: tuple(item["shape"]) for name, item in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # the library that loads the file reports what is wrong with it
+    return shapes
+
+
+def num_parameters(path: str) -> int | None:
+    """Return the number of parameters of a model, or None if it is not on this machine."""
+    return sum(math.prod(shape) for shape in tensor_shapes(path).values()) or None
 
 
 def check_model_path(key: str, path: str, otherwise: str = "", *, is_model: bool = True) -> Iterator[ConfigProblem]:

@@ -16,7 +16,7 @@ from anyio import to_thread
 from asyncrl.config.interpolation import hide_secrets
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
-from asyncrl.core.interrupts import Interrupts
+from asyncrl.core.tasks import Interrupts
 from asyncrl.driver.cluster import cluster, link_logs
 from asyncrl.driver.run_directory import RunLocks, already_completed, check_run_dir, find_locked_resume, open_run_dir
 from asyncrl.driver.run_status_writer import RunStatus

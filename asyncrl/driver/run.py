@@ -31,12 +31,10 @@ from anyio.abc import TaskGroup
 from asyncrl.config.plan import training_steps
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, DeadlineError, InfraError
-from asyncrl.core.interrupts import Interrupts
 from asyncrl.core.ports import PartName, QueueStatus, SampleCounts, WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
-from asyncrl.core.retry import RestartBudget
 from asyncrl.core.staleness import Pacing
-from asyncrl.core.tasks import task_group
+from asyncrl.core.tasks import Interrupts, task_group
 from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
 from asyncrl.driver.health_monitor import HealthMonitor
 from asyncrl.driver.resume import journal_identity
@@ -44,7 +42,7 @@ from asyncrl.driver.run_directory import already_finished
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.service_watch import PART_TITLES, UNLIMITED, ServiceWatch
 from asyncrl.driver.stall_watchdog import StallError, Watchdog
-from asyncrl.driver.supervision import TICK_S, Supervisor, probe
+from asyncrl.driver.supervision import TICK_S, RestartBudget, Supervisor, probe
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import ProcessInfo
 from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to

@@ -20,11 +20,10 @@ from anyio.abc import TaskGroup
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DeadlineError, InfraError
 from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, StoreStatus
-from asyncrl.core.retry import RestartBudget
 from asyncrl.driver.actors import call, kill_process_of, local_nodes
 from asyncrl.driver.processes import end_known
 from asyncrl.driver.run_status_writer import RunStatus
-from asyncrl.driver.supervision import ReplicaWatch, probe
+from asyncrl.driver.supervision import ReplicaWatch, RestartBudget, probe
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import Restart
 from asyncrl.observe.status.summary import attribute_failure_to

@@ -27,8 +27,8 @@ from pydantic import TypeAdapter
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.text import checked_path
 from asyncrl.core.types import SampleId
-from asyncrl.storage.untrusted import checked_path
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config

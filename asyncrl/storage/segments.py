@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.core.text import shown
 from asyncrl.storage.array_bytes import DamageError
 from asyncrl.storage.run_dir import SAMPLES, sync
-from asyncrl.storage.untrusted import shown
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from asyncrl.config.plan import total_samples, validation_due
 from asyncrl.core.failures import AsyncRLError, DeadlineError, InfraError, first_failure
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
-from asyncrl.core.retry import RestartBudget
 from asyncrl.core.staleness import Pacing
-from asyncrl.driver.supervision import Supervisor
+from asyncrl.driver.supervision import RestartBudget, Supervisor
 from asyncrl.queue.actor import QueueActor, QueueClient
 from asyncrl.queue.operations import OfferSamples, Operation, QueueOptions, ReadStatus
 from asyncrl.queue.sample_queue import QueueCaller

@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.cli.main import FAILED, main
 from asyncrl.core.failures import ConfigError, DataError
-from asyncrl.storage.untrusted import MAX_DEPTH
+from asyncrl.core.text import MAX_FILE_DEPTH
 from skip import archive as archives
 from skip.archive import LAST, export, restore
 from skip.record import MANIFEST, MAX_MANIFEST_BYTES, TENSORS, Content, Origin, Record, to_files
@@ -194,13 +194,13 @@ def test_other_files_of_an_archive_are_not_imported(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ JSON
 
-DEEP = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)
+DEEP = "[" * (MAX_FILE_DEPTH + 1) + "]" * (MAX_FILE_DEPTH + 1)
 BAD_VALUES = [
     ("NaN", "it contains the number NaN"),
     ("-Infinity", "it contains the number -Infinity"),
     ("1e999", "it contains the number 1e999"),
-    (DEEP, f"more than {MAX_DEPTH} levels deep"),
-    ("[" * 100_000 + "]" * 100_000, f"more than {MAX_DEPTH} levels deep"),
+    (DEEP, f"more than {MAX_FILE_DEPTH} levels deep"),
+    ("[" * 100_000 + "]" * 100_000, f"more than {MAX_FILE_DEPTH} levels deep"),
     (r'"\ud800"', "half of a character"),
     ("9" * 5000, "an integer of 5000 digits"),
     ('"', "Unterminated string"),

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.core.text import MAX_FILE_DEPTH
 from asyncrl.storage.array_bytes import DamageError
-from asyncrl.storage.untrusted import MAX_DEPTH
 from skip import store as store_module
 from skip.fingerprint import SHORT, differing, field
 from skip.record import MANIFEST, TENSORS, Content, Origin, Record, from_files, to_files
@@ -197,7 +197,7 @@ def test_a_note_that_is_no_json_is_not_shown(tmp_path: Path, note: bytes) -> Non
 
 def test_content_that_could_not_be_read_again_is_not_recorded() -> None:
     deep: Any = "x"
-    for _ in range(MAX_DEPTH - 2):
+    for _ in range(MAX_FILE_DEPTH - 2):
         deep = [deep]
     assert same(from_files(*as_bytes(record := Record("role", 1, {}, ORIGIN, Content({}, {"a": deep})))), record)
     for data in ({"a": [deep]}, {"a": "\ud800"}, {"a": float("inf")}):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.environment import check_model_path, not_there
-from asyncrl.config.model_files import local_path, model_config, tensor_shapes
+from asyncrl.config.environment import check_model_path, local_path, model_config, not_there, tensor_shapes
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive
 

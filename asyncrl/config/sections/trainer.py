@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl.config.environment import check_model_path, is_installed, visible_gpus
-from asyncrl.config.model_files import model_config, tensor_shapes
+from asyncrl.config.environment import check_model_path, is_installed, model_config, tensor_shapes, visible_gpus
 from asyncrl.config.problems import (
     ConfigProblem,
     ConfigRule,

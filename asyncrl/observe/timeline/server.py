@@ -32,7 +32,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.core.interrupts import Interrupts
+from asyncrl.core.tasks import Interrupts
 from asyncrl.observe.status.run_files import RunLiveness
 from asyncrl.observe.timeline.details import (
     MAX_EVENTS,

@@ -16,8 +16,7 @@ import pytest
 from asyncrl.assets import resolve
 from asyncrl.config import environment
 from asyncrl.config.compose import check_config
-from asyncrl.config.environment import visible_gpus
-from asyncrl.config.model_files import model_config, num_parameters, tensor_shapes
+from asyncrl.config.environment import model_config, num_parameters, tensor_shapes, visible_gpus
 from asyncrl.config.sections import observe, reward, rollout, trainer
 from tests.fakes.configurations import machine_problems, single
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.compose import load_config
-from asyncrl.config.model_files import num_parameters as count_parameters
+from asyncrl.config.environment import num_parameters as count_parameters
 from asyncrl.config.plan import (
     GIB,
     MachineResources,

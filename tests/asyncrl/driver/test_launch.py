@@ -17,7 +17,7 @@ import yaml
 from asyncrl.config.compose import load_config
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError, DiskFullError, InfraError, UserCodeError
-from asyncrl.core.interrupts import Interrupts
+from asyncrl.core.tasks import Interrupts
 from asyncrl.driver import launch as launch_module
 from asyncrl.driver import run as run_module
 from asyncrl.driver.resume import journal_identity

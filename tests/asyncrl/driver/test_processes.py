@@ -23,8 +23,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
-from asyncrl.core.interrupts import Interrupts
 from asyncrl.core.staleness import Pacing
+from asyncrl.core.tasks import Interrupts
 from asyncrl.driver import cluster as cluster_module
 from asyncrl.driver.actors import translate
 from asyncrl.driver.cluster import _in_permanent_thread

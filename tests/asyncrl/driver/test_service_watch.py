@@ -12,10 +12,10 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DeadlineError, InfraError
 from asyncrl.core.ports import StoreStatus
-from asyncrl.core.retry import RestartBudget
 from asyncrl.driver import service_watch as watch_module
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.service_watch import PART_TITLES, ServiceWatch
+from asyncrl.driver.supervision import RestartBudget
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.terminal.live import View
 from asyncrl.storage.run_dir import RunDir

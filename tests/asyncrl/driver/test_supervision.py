@@ -12,8 +12,7 @@ import pytest
 from asyncrl.core.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
 from asyncrl.core.ports import PartName
 from asyncrl.core.records import RunRecord, StepRecord
-from asyncrl.core.retry import RestartBudget
-from asyncrl.driver.supervision import Supervisor
+from asyncrl.driver.supervision import RestartBudget, Supervisor
 from asyncrl.observe.status.run_status import Restart
 from tests.fakes.parts import ManualClock
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.storage.untrusted import checked_name
+from asyncrl.core.text import checked_name
 from trainer.engines.compute.optim import local_part
 
 INDEX = "index.json"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.core.failures import DeadlineError, DiskFullError, InfraError
-from asyncrl.core.retry import RestartBudget
+from asyncrl.driver.supervision import RestartBudget
 
 
 def test_a_spent_budget_raises_the_last_cause() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.storage.untrusted import MAX_DEPTH, checked_name, checked_path, parse_file, shown
+from asyncrl.core.text import MAX_FILE_DEPTH, checked_name, checked_path, parse_file, shown
 
 ROOT = Path("/some/root")
 
@@ -68,7 +68,7 @@ def test_json_is_parsed_as_it_was_written(value: Any, ascii_only: bool) -> None:
         (b"1" * 5000, "an integer of 5000 digits"),
         (b'{"\\uD800": 1}', "half of a character"),
         (b'"\xed\xa0\x80"', "not JSON: 'utf-8' codec can't decode"),
-        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "more than 100 levels deep"),
+        (b"[" * (MAX_FILE_DEPTH + 1) + b"]" * (MAX_FILE_DEPTH + 1), "more than 100 levels deep"),
         (b'{"a":' * 100_000, "more than 100 levels deep"),
         (b"", "Expecting value"),
         (b"{}{}", "Extra data"),
@@ -81,5 +81,5 @@ def test_json_that_cannot_be_written_again_is_refused(text: bytes, reason: str) 
 
 def test_json_may_be_nested_up_to_the_limit() -> None:
     for leaf in (b"", b"1"):
-        assert parse_file(b"[" * MAX_DEPTH + leaf + b"]" * MAX_DEPTH)
+        assert parse_file(b"[" * MAX_FILE_DEPTH + leaf + b"]" * MAX_FILE_DEPTH)
     assert parse_file(b'"\\ud83d\\ude00"') == "\U0001f600"
