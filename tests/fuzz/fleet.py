@@ -292,7 +292,7 @@ class Engines:
 
     async def _pace(self, session: str, replica: FuzzReplica, call: OpenCall) -> None:
         """Wait for the next tokens, or for the end of the call or the replica."""
-        if not session.startswith("val") and self._world.rng.random() < self._world.setup.stragglers:
+        if not session.startswith("val") and self._world.straggles(session):
             self._world.log(f"{session} does not end")
             await call.sleep(None)
         await call.sleep(self._world.some(self._world.setup.mean_s))

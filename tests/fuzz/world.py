@@ -61,6 +61,8 @@ class FuzzWorld:
         """The records of generated samples, if the run has any."""
         self.recorded: dict[int, Any] = {}
         """The tokens in the record of each step."""
+        self._stragglers: set[int] = set()
+        """Indices of the samples whose sessions never continue."""
         self.broken: list[str] = []
         """Promises that were broken during the run."""
 
@@ -88,6 +90,19 @@ class FuzzWorld:
 
     def is_poisonous(self, sample_id: SampleId) -> bool:
         return (sample_id.index - 1) % self.setup.num_prompts == self.setup.poison
+
+    def straggles(self, session: str) -> bool:
+        """Draw whether a training session never continues.
+
+        At most half an epoch of samples in a row have such sessions, because a run ends when a whole epoch is dropped.
+        """
+        if self.rng.random() >= self.setup.stragglers:
+            return False
+        index = SampleId.parse(session.partition("/")[0]).index
+        if self._stragglers.issuperset(range(index - self.setup.num_prompts // 2, index)):
+            return False
+        self._stragglers.add(index)
+        return True
 
     def poisoned(self, session: str, in_flight: Sequence[str]) -> None:
         """Record a crash that a poisonous session has caused, with the sessions in flight."""
