@@ -279,12 +279,12 @@ class GatewaySession:
         )  # fmt: skip
 
     async def _chat(self, request: ChatRequest) -> Body:
+        self._check_room([*request.messages, *request.tools])
         try:
             chat_format = await self._cache.get(request)
         except ConfigError as error:
             raise self._fail(error) from error
         self._chats[request.scheme] = chat_format.chat
-        self._check_room(request.messages)
         position = self._find(chat_format, request)
 
         def finish(turn: Turn, info: TurnInfo) -> Body:
@@ -301,6 +301,8 @@ class GatewaySession:
         request = self._reader.completion(body)
         self._check_room([{"content": request.text}])
         ids = list(request.ids) if request.ids is not None else self._cache.tokens(request.text or "")
+        if len(ids) >= self._budget.max_model_len:
+            raise self._no_room(len(ids))
         prompt = request.text if request.text is not None else self._cache.text(ids)
         context = np.asarray(ids, dtype=np.int32)
         position = TurnPosition(None, ({"role": "user", "content": prompt},), None, None, context)
@@ -313,12 +315,15 @@ class GatewaySession:
         return await self._turn(position, request.options, finish)
 
     def _check_room(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse messages that are far too long, because tokenizing them would take seconds of the event loop."""
+        """Refuse messages or tools that are far too long, because tokenizing them would take seconds of the event
+        loop."""
         if exceeds(messages, self._budget.max_model_len):
-            self.full = True
-            raise no_room(
-                f"more than {self._budget.max_model_len}", self._budget.max_model_len, self._budget.response_length
-            )
+            raise self._no_room(f"more than {self._budget.max_model_len}")
+
+    def _no_room(self, context_tokens: int | str) -> RequestError:
+        """Return the refusal of a turn after these tokens, and remember that there was no room."""
+        self.full = True
+        return no_room(context_tokens, self._budget.max_model_len, self._budget.response_length)
 
     def _find(self, chat_format: ChatFormat, request: ChatRequest) -> TurnPosition:
         """Return the position of the turn that `request` asks for."""
@@ -360,8 +365,7 @@ class GatewaySession:
             self.recording.tokens_left(position, self._budget.response_length),
         )
         if limit < 1:
-            self.full = True
-            raise no_room(len(position.context), self._budget.max_model_len, self._budget.response_length)
+            raise self._no_room(len(position.context))
         if options.max_tokens is not None:
             limit = min(limit, options.max_tokens)
         request = TurnRequest(self._asked, position.context, limit, options.stop)

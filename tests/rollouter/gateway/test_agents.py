@@ -505,13 +505,27 @@ async def test_lone_surrogates_in_requests_and_calls_are_replaced() -> None:
     assert made["function"]["arguments"] == '{"x": "?"}'
 
 
-async def test_a_request_that_is_far_too_long_is_refused_before_it_is_tokenized() -> None:
+async def test_a_request_that_is_far_too_long_is_refused_before_it_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": LONG_TEXT}}]
     requests = [
         ("chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT}]}),
+        ("chat/completions", {"messages": [QUESTION], "tools": tools}),
         ("completions", {"prompt": LONG_TEXT}),
+        ("completions", {"prompt": [1] * 100_000}),
     ]
-    responses = await answered(GatewayRig("12"), requests)
-    assert [(one.status, one.body["error"]["code"]) for one in responses] == [(400, "context_length_exceeded")] * 2
+    rig = GatewayRig("12")
+    decode = rig.cache.text
+
+    def text(ids: Sequence[int], **options: Any) -> str:
+        assert len(ids) < 1000, "decoding many ids takes seconds of the event loop"
+        return decode(ids, **options)
+
+    monkeypatch.setattr(rig.cache, "text", text)
+    responses = await answered(rig, requests)
+    assert [(one.status, one.body["error"]["code"]) for one in responses] == [(400, "context_length_exceeded")] * 4
+    assert all(len(key) < 1000 for key in rig.cache._known), "the cache of formats keeps its keys"
 
 
 async def test_tools_that_the_parser_refuses_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
