@@ -187,6 +187,7 @@ class ConfinedProcess:
                 self._directory,
                 self._process.pid,
                 self._limits.disk_mib << 20,
+                self._limits.file_mib << 20,
                 abandon_on_cancel=True,
                 limiter=self._threads,
             )

@@ -25,19 +25,21 @@ _BLOCK_BYTES = 512
 
 
 def make() -> str:
-    return tempfile.mkdtemp(prefix="asyncrl-code-")
+    """Create a directory, and return its path without links, as `/proc` shows it."""
+    return os.path.realpath(tempfile.mkdtemp(prefix="asyncrl-code-"))
 
 
-def exceeds(directory: str, pid: int, max_bytes: int) -> bool:
+def exceeds(directory: str, pid: int, max_bytes: int, max_file_bytes: int) -> bool:
     """Return whether there are more than `max_bytes` bytes or `MAX_FILES` files.
 
-    Deleted files count while the process `pid` or a descendant has them open, provided that `/proc` shows its
-    descriptors to this process. A directory that cannot be listed counts as too large: it may hide files.
+    Deleted files count while the process `pid` or a descendant has them open or mapped, provided that `/proc` shows
+    its descriptors and mappings to this process. A directory that cannot be listed counts as too large: it may hide
+    files. For the same reason, a deleted file that is only mapped counts as `max_file_bytes`, the limit of a file.
     """
     used_bytes, files = 0, 0
     try:
-        for entry in chain(_deleted_files(pid), _entries(directory)):
-            used_bytes += entry.st_blocks * _BLOCK_BYTES
+        for size in chain(_deleted_files(pid, directory, max_file_bytes), _sizes(directory)):
+            used_bytes += size
             files += 1
             if used_bytes > max_bytes or files > MAX_FILES:
                 return True
@@ -46,8 +48,8 @@ def exceeds(directory: str, pid: int, max_bytes: int) -> bool:
     return False
 
 
-def _entries(directory: str) -> Iterator[os.stat_result]:
-    """Yield the status of everything below the directory. What is deleted meanwhile is left out.
+def _sizes(directory: str) -> Iterator[int]:
+    """Yield the bytes that each entry below the directory occupies. What is deleted meanwhile is left out.
 
     Raises:
         OSError: a directory cannot be listed, or its path is too long.
@@ -59,12 +61,12 @@ def _entries(directory: str) -> Iterator[os.stat_result]:
                 with suppress(FileNotFoundError):
                     if entry.is_dir(follow_symlinks=False):
                         directories.append(entry.path)
-                    yield entry.stat(follow_symlinks=False)
+                    yield entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
 
 
-def _deleted_files(pid: int) -> list[os.stat_result]:
-    """Return the status of the deleted files that the process or a descendant has open."""
-    found: dict[tuple[int, int], os.stat_result] = {}
+def _deleted_files(pid: int, directory: str, max_file_bytes: int) -> list[int]:
+    """Return the bytes of each deleted file that the process or a descendant has open or mapped."""
+    sizes: dict[int, int] = {}  # by inode: the process can write to one file system only
     pids = [pid]
     while pids:
         process = f"/proc/{pids.pop()}"
@@ -73,11 +75,17 @@ def _deleted_files(pid: int) -> list[os.stat_result]:
                 with suppress(OSError):
                     status = os.stat(f"{process}/fd/{name}")
                     if stat.S_ISREG(status.st_mode) and not status.st_nlink:
-                        found[status.st_dev, status.st_ino] = status
+                        sizes[status.st_ino] = status.st_blocks * _BLOCK_BYTES
+            with open(f"{process}/maps", errors="surrogateescape") as maps:
+                for line in maps:
+                    if line.endswith(" (deleted)\n"):
+                        _, _, _, _, inode, path = line.split(maxsplit=5)  # range, rights, offset, device
+                        if path.startswith(f"{directory}/"):
+                            sizes.setdefault(int(inode), max_file_bytes)
             for thread in os.listdir(f"{process}/task"):
                 with open(f"{process}/task/{thread}/children") as children:
                     pids.extend(map(int, children.read().split()))
-    return list(found.values())
+    return list(sizes.values())
 
 
 def remove(directory: str) -> None:

@@ -394,6 +394,17 @@ for i in range(12):
     files[-1].write(bytes(1_000_000)); files[-1].flush()
     os.unlink(str(i))
 """,
+    "deleted files that are only mapped": """
+import ctypes
+mmap = ctypes.CDLL(None).mmap
+mmap.restype = ctypes.c_void_p
+mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+for i in range(12):
+    with open(str(i), 'w+b') as file:
+        file.write(bytes(1_000_000)); file.flush()
+        mmap(None, 4096, 1, 2, file.fileno(), 0)
+    os.unlink(str(i))
+""",
     "empty files": "for i in range(5000): open(str(i), 'w').close()",
     "deep directories": """
 for i in range(3000):
@@ -413,8 +424,9 @@ async def test_files_of_a_session_are_bounded(session: ConfinedProcess, code: st
     assert not await anyio.Path(session._directory).exists()
 
 
-async def test_deleted_files_of_a_process_namespace_are_found() -> None:
-    outcome = await run(with_namespaces(("namespaces", *FILTERS)), f"import os\n{FILL_DISK['deleted files']}")
+@pytest.mark.parametrize("code", ["deleted files", "deleted files that are only mapped"])
+async def test_deleted_files_of_a_process_namespace_are_found(code: str) -> None:
+    outcome = await run(with_namespaces(("namespaces", *FILTERS)), f"import os\n{FILL_DISK[code]}")
     assert outcome.ending == "disk"
 
 
@@ -429,6 +441,20 @@ while True: os.sched_yield()
     assert outcome.ending == "disk"
 
 
+async def test_a_deleted_file_that_is_mapped_counts_once(session: ConfinedProcess) -> None:
+    code = """
+import mmap, os
+kept = []
+for i in range(3):
+    with open(str(i), 'w+b') as file:
+        file.write(bytes(1_000_000)); file.flush()
+        kept.append(mmap.mmap(file.fileno(), 0))
+    os.unlink(str(i))
+"""
+    for _ in range(2):
+        assert (await session.run(code)).ending == "ok"
+
+
 async def test_files_that_were_deleted_do_not_count(session: ConfinedProcess) -> None:
     for _ in range(3):
         outcome = await session.run("import os\nfor i in range(3): open(str(i), 'wb').write(bytes(1_000_000))")
@@ -437,7 +463,7 @@ async def test_files_that_were_deleted_do_not_count(session: ConfinedProcess) ->
 
 
 def test_a_directory_that_cannot_be_listed_counts_as_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not work_dir.exceeds(str(tmp_path), os.getpid(), 1 << 30)
+    assert not work_dir.exceeds(str(tmp_path), os.getpid(), 1 << 30, 1 << 20)
     (tmp_path / "hidden").mkdir()
     listed = os.scandir
 
@@ -447,7 +473,7 @@ def test_a_directory_that_cannot_be_listed_counts_as_too_large(tmp_path: Path, m
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    assert work_dir.exceeds(str(tmp_path), os.getpid(), 1 << 30)
+    assert work_dir.exceeds(str(tmp_path), os.getpid(), 1 << 30, 1 << 20)
 
 
 def test_nothing_outside_of_a_working_directory_is_removed(tmp_path: Path) -> None:
