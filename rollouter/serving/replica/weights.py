@@ -76,9 +76,7 @@ class WeightUpdates:
         self._verified = False
         self._timeouts = options.timeouts
         self._lock = asyncio.Lock()
-        self._joined = store is None
-        """Whether broadcasts of new versions reach this replica: Serve has sent it a request."""
-        self._joining = asyncio.Lock()
+        self._joining: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Serve the newest published version.
@@ -96,17 +94,18 @@ class WeightUpdates:
         """Serve the newest published version before the first request.
 
         A version that was published after `start` was broadcast without this replica if Serve did not know it yet. As
-        Serve knows it at its first request, all later broadcasts reach it.
+        Serve knows it at its first request, all later broadcasts reach it. If this fails, the next request tries again.
 
         Raises:
             InfraError, BugError: see `_catch_up`.
         """
-        if self._joined:
+        if self._store is None:
             return
-        async with self._joining:
-            if not self._joined:
-                await self._catch_up(self._store)
-                self._joined = True
+        joining = self._joining
+        if joining is None or (joining.done() and (joining.cancelled() or joining.exception() is not None)):
+            self._joining = joining = asyncio.create_task(self._catch_up(self._store))
+        # Requests may be cancelled, and a load that is interrupted breaks the replica.
+        await asyncio.shield(joining)
 
     async def apply(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
         """Update the engine to `publication`. A replica that serves it already, or a newer version, answers at once.

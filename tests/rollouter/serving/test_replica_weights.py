@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import pytest
 
 from asyncrl.config.sections.run import TimeoutsConfig
+from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import Publication
 from rollouter.serving.replica.event_forwarding import EventForwarder
 from rollouter.serving.replica.health import ReplicaHealth
@@ -38,9 +40,15 @@ class Updates(WeightUpdates):
         engine: Any = SimpleNamespace(client=None, gauges=None)
         options: Any = SimpleNamespace(namespace="run", verify="off", max_mismatch_kl=None, timeouts=TimeoutsConfig())
         super().__init__(engine, self.health, store, options)
+        self.loading, self.loaded = anyio.Event(), anyio.Event()
+        self.loaded.set()
+        self.failure: InfraError | None = None
 
     async def apply(self, publication: Publication, *mode: Any) -> Any:
-        await anyio.lowlevel.checkpoint()
+        if self.failure is not None:
+            raise self.failure
+        self.loading.set()
+        await self.loaded.wait()
         self.health.weights_version = publication.weights_version
 
 
@@ -69,3 +77,27 @@ async def test_the_first_requests_of_a_replica_get_the_newest_version() -> None:
     await generate()
     assert served == [2] * 4
     assert store.num_asked == asked
+
+
+async def test_a_first_request_that_is_cancelled_does_not_interrupt_the_load() -> None:
+    store = Store()
+    updates = Updates(store)
+    updates.loaded = anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(updates.join)
+        await updates.loading.wait()
+        group.cancel_scope.cancel()
+    updates.loaded.set()
+    await updates.join()
+    assert updates.health.weights_version.version == 2
+    assert store.num_asked == 2, "once before the load and once after it"
+
+
+async def test_after_a_failure_the_next_request_asks_again() -> None:
+    updates = Updates(Store())
+    updates.health.broken, updates.failure = "broken", InfraError("the load failed")
+    with pytest.raises(InfraError, match="the load failed"):
+        await updates.join()
+    updates.failure = None
+    await updates.join()
+    assert updates.health.weights_version.version == 2
