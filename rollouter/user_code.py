@@ -12,7 +12,7 @@ import pydantic
 
 from asyncrl.config.import_path import load_object, nearest
 from asyncrl.config.sections.base import ConfigSection
-from asyncrl.core.failures import AsyncRLError, ConfigError
+from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
 from asyncrl.core.text import safe_repr
 from asyncrl.core.types import SampleId
 
@@ -127,4 +127,6 @@ def shown(value: Any, most: int = 120) -> str:
 
 
 def shorten(text: str, most: int = 200) -> str:
+    """Return the text in at most `most` characters, and without the beginning of a secret at the cut."""
+    text = conceal(text)
     return text if len(text) <= most else text[: most - 3] + "..."

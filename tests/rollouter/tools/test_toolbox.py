@@ -17,6 +17,7 @@ from anyio import to_thread
 from hypothesis import given, settings
 
 from asyncrl.config.sections.rollout import ToolConfig
+from asyncrl.core import failures
 from asyncrl.core.failures import BugError, ConfigError, DataError, UserCodeError
 from asyncrl.core.trajectory import CallStatus
 from asyncrl.core.types import SampleId
@@ -102,6 +103,14 @@ async def test_an_unknown_tool_is_reported_with_the_nearest_name() -> None:
     assert called.call.status == "unknown_tool" and "there is search, search_1" in called.call.result
     assert len(called.call.result) < 300
     assert "no tool 'search'" in (await once(Toolbox(()))).call.result
+
+
+async def test_a_long_error_that_is_cut_within_a_secret_shows_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_hidden", {})
+    secret = "c4n4ry" * 10
+    failures.hide(secret, "${secret:NAME}")
+    tool = RememberingTool(lambda query: fail(ValueError("x" * 140 + secret)))
+    assert "c4n4ry" not in (await once(toolbox_of(tool))).call.result
 
 
 @pytest.mark.parametrize(
