@@ -133,7 +133,7 @@ def restore(archive: Path, directory: Path, *, replace: bool = False) -> Transfe
                 num_bytes += _files(directory, name).write(_stem(name), record) or 0
                 if note:
                     _files(directory, name).note(_stem(name), note)
-            except (OSError, DamageError) as error:
+            except (OSError, DamageError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(
                     f"{directory}: {name} cannot be written: {reason}. Earlier records have been imported"

@@ -12,15 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from asyncrl.core.failures import ConfigError, hide
+from asyncrl.core.failures import SHORTEST_HIDDEN, ConfigError, hide
 
 ValuePath = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
 
 HIDDEN = "…"
 """Stands for a secret that the configuration contains as plain text."""
-SHORTEST_HIDDEN = 4
-"""Minimum length of a variable's value that messages hide. Shorter ones are parts of other words."""
 _REFERENCE = re.compile(r"\$\{secret:([A-Za-z_]\w*)\}", re.ASCII)
 _SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIALS|(TOKEN|KEY)$|(^|_)(TOKEN|KEY)_", re.IGNORECASE)
 _NOT_SECRET_NAME = re.compile(r"_(FILE|PATH|DIR|ENV|URL|NAME)$", re.IGNORECASE)

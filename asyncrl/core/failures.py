@@ -18,13 +18,13 @@ _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Warning|Exit|Interrupt)\b(:|$)"
 
 _hidden: dict[str, str] = {}
 """References by the secrets that this process has read."""
-_SHORTEST_SECRET = 4
-"""Minimum length of a secret that texts hide. Shorter ones are parts of other words."""
+SHORTEST_HIDDEN = 4
+"""Minimum length of a value that texts hide. Shorter ones are parts of other words."""
 
 
 def hide(secret: str, reference: str) -> None:
     """Make `conceal`, and all errors that this process raises from now on, show `reference` instead of `secret`."""
-    if len(secret) >= _SHORTEST_SECRET:
+    if len(secret) >= SHORTEST_HIDDEN:
         _hidden[secret] = reference
 
 

@@ -70,7 +70,11 @@ class TrajectoryKeyMiddleware:
         if len(self._known) > MAX_KNOWN_KEYS:
             self._known.popitem(last=False)
         body = _object(await read_body(request)) if request.method == "POST" else {}
-        answer = await self._call(key, path, body)
+        try:
+            answer = await self._call(key, path, body)
+        except RequestError:
+            self._known.pop(key, None)  # its Rollouter has ended, or cannot be reached
+            raise
         if answer.status in (401, 409):
             self._known.pop(key, None)  # the trajectory is over
         if answer.status >= 400:
@@ -84,8 +88,8 @@ class TrajectoryKeyMiddleware:
 
 
 def refused(refusal: RequestError) -> JSONResponse:
-    """Return the response for a request that a client should not repeat."""
-    return JSONResponse(refusal.body, refusal.status, headers=_FINAL)
+    """Return the response for a refused request. Clients repeat it only if the cause is here (status 5xx)."""
+    return JSONResponse(refusal.body, refusal.status, headers=_FINAL if refusal.status < 500 else None)
 
 
 async def read_body(request: Request) -> bytes:

@@ -172,7 +172,9 @@ class ChatCache:
                 end_ids=self._end_ids,
             )
             return ChatFormat(chat, ToolCallParser(format, self._tokenizer, request.tools, end_ids=chat.end_ids))
-        except Exception as error:  # the parser fits the model, so the cause is in the request
+        except Exception as error:
+            if isinstance(error, ConfigError) and not (request.tools or request.template_kwargs):
+                raise  # the model's template is the cause
             why = shorten(describe(error), 500)
             raise RequestError(
                 f"the chat template or the tool parser refuses the request's tools: {why}", param="tools"

@@ -16,6 +16,7 @@ import anyio
 
 from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraError
 from asyncrl.core.text import encodable, safe_repr
+from rollouter.user_code import shorten
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_RETRY_AFTER_S = 60.0
@@ -182,4 +183,4 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_REPLY else f"{text[: _LONGEST_REPLY - 1]}…"
+    return shorten(text, _LONGEST_REPLY)

@@ -79,7 +79,7 @@ def checked_app(app: ASGIApp, access: HttpAccess) -> ASGIApp:
             _check_host(headers, access.hosts)
             _check_key(headers, access.api_key)
             body = await read_body(request)
-            if body and "json" in headers.get("content-type", "").lower():
+            if body and "json" in headers.get("content-type", "json").lower():
                 check_json(body)
         except RequestError as refusal:
             await refused(refusal)(scope, receive, send)

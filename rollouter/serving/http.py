@@ -104,6 +104,8 @@ class RolloutCalls:
             except asyncio.CancelledError:
                 ray.cancel(answer)  # the client has disconnected, so the engine stops its turn
                 raise
+            except ray.exceptions.ActorUnavailableError as error:
+                raise engines_failed() from error  # it may be reachable again
             except ray.exceptions.RayActorError as error:
                 self._actors.pop(incarnation, None)
                 raise unknown_key() from error

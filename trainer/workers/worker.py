@@ -205,12 +205,15 @@ class TrainingWorker:
 
 
 def _first_tokens(batch: TensorDict) -> tuple[tuple[int, ...], ...]:
-    """Return the first tokens of the first rows of a batch; none if it has images or videos."""
+    """Return the first tokens of the first rows of a batch; none if it has images or videos.
+
+    The last token of a row is left out: an engine accepts only texts that it could continue within `max_model_len`.
+    """
     if "media" in batch:
         return ()
-    lengths = (batch["prompt_lens"] + batch["response_lens"]).clamp(max=PROBE_TOKENS).tolist()
+    lengths = (batch["prompt_lens"] + batch["response_lens"] - 1).clamp(max=PROBE_TOKENS).tolist()
     rows = batch["input_ids"][:PROBE_ROWS].tolist()
-    return tuple(tuple(ids[:length]) for ids, length in zip(rows, lengths, strict=False))
+    return tuple(tuple(ids[:length]) for ids, length in zip(rows, lengths, strict=False) if length > 1)
 
 
 class PublishedVersion(NamedTuple):

@@ -16,6 +16,7 @@ from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import num_prompts
 from asyncrl.config.sections.trainer import epoch_samples
+from asyncrl.core.ports import PROBE_LIMIT_S
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -61,7 +62,8 @@ class WeightSyncConfig(ConfigSection):
     """How versions travel from the Trainer to the engines."""
     verify: Literal["every", "first", "off"] = "every"
     """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
-    after every load, after the first load only, or never."""
+    after every load; once (checksums after a replica's first load, log-probs after the first version of a launch); or
+    never."""
     max_mismatch_kl: Annotated[float, Field(gt=0)] | None = 1e-3
     """The run stops if log-probs of the engines and of the Trainer for the same weights differ by more than this KL
     divergence, in nats per token. It is measured as `verify` says and, on-policy (`async_training=mode_a`), in every
@@ -104,8 +106,9 @@ class TimeoutsConfig(ConfigSection):
     @property
     def apply_call_s(self) -> float:
         """Deadline of a call to all replicas to load a version: a replica takes up to `apply_s` to load, as long to
-        verify, and `engine_s` for an answer of its engine (`rollouter.serving.replica.weights`)."""
-        return 2 * self.apply_s + self.engine_s + self.call_s
+        compare checksums, `PROBE_LIMIT_S` to compute log-probs, and `engine_s` for an answer of its engine
+        (`rollouter.serving.replica.weights`)."""
+        return 2 * self.apply_s + PROBE_LIMIT_S + self.engine_s + self.call_s
 
 
 class RecoveryConfig(ConfigSection):

@@ -24,7 +24,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.core.failures import BugError, InfraError
-from asyncrl.core.ports import ApplyReport, Publication, WeightsProbe, WeightsVersion
+from asyncrl.core.ports import PROBE_LIMIT_S, ApplyReport, Publication, WeightsProbe, WeightsVersion
 from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME
@@ -40,8 +40,6 @@ VERIFY_BYTES_PER_CALL = 64 << 20
 """Number of bytes that one checksum call reads. Decoding stops for about 10 ms during each call."""
 FETCH_SLICE_S = 0.02
 """Maximum time for which a worker stops decoding while it waits for the bytes of a version."""
-PROBE_S = 30.0
-"""An engine with as many requests as it can run computes a probe when one of them has ended."""
 ASK_STORE_S = 5.0
 """Time for which a replica that cannot fetch a version waits for another version before it tries again."""
 RETRY_S = 1.0
@@ -110,7 +108,7 @@ class WeightUpdates:
     async def apply(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
         """Update the engine to `publication`. A replica that serves it already, or a newer version, answers at once.
 
-        The replica answers within twice `timeouts.apply_s` plus `timeouts.engine_s`.
+        The replica answers within twice `timeouts.apply_s` plus `timeouts.engine_s` plus `PROBE_LIMIT_S`.
 
         Args:
             mode: Requests in flight continue (`keep`), return ABORTED (`abort`), or finish first (`wait`).
@@ -321,7 +319,7 @@ class WeightUpdates:
                     # A few groups at a time, so that decoding continues.
                     for groups in _batches(merge(await self._llm.collective_rpc("group_sizes"))):
                         served |= merge(await self._llm.collective_rpc("group_checksums", args=(groups,)))
-                mismatch_kl = await self._mismatch(publication.probe) if publication.probe is not None else None
+            mismatch_kl = await self._mismatch(publication.probe) if publication.probe is not None else None
         except Exception as error:
             self._health.give_up(
                 f"its weights of version {publication.version} could not be verified: {error!r}", crash=True
@@ -346,9 +344,9 @@ class WeightUpdates:
 
     async def _mismatch(self, probe: WeightsProbe) -> float | None:
         """Return the KL divergence between the engine's and the Trainer's log-probs, in nats per token, or None if the
-        engine is too full to compute them within `PROBE_S`."""
+        engine is too full to compute them within `PROBE_LIMIT_S`."""
         try:
-            async with asyncio.timeout(PROBE_S):
+            async with asyncio.timeout(PROBE_LIMIT_S):
                 served = await asyncio.gather(*(self._log_probs(list(ids)) for ids in probe.token_ids))
         except TimeoutError:
             return None

@@ -74,7 +74,7 @@ class CodeLimits(ConfigSection):
     wall_s: Seconds = 10.0
     cpu_s: Positive = 5
     memory_mib: Positive = 512
-    """Address space, including 30 MiB for Python, and the buffers of pipes and sockets."""
+    """Address space, including 32 MiB for Python, and the buffers of pipes and sockets."""
     file_mib: Positive = 16
     """Size of the largest file."""
     disk_mib: Positive = 64
@@ -325,17 +325,20 @@ class CodeSandbox:
 
     def _probe(self, mechanisms: list[str]) -> ConfinementReport:
         with tempfile.TemporaryDirectory(prefix="asyncrl-code-") as directory:
-            done = subprocess.run(
-                self._command(directory, mechanisms),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=directory,
-                env=_environment(directory),
-                start_new_session=True,
-                timeout=START_S,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    self._command(directory, mechanisms),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd=directory,
+                    env=_environment(directory),
+                    start_new_session=True,
+                    timeout=START_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise InfraError.wrap(f"a process for code did not start within {START_S:g} s", error) from error
         report, ended, _ = done.stdout.decode(errors="replace").partition("\n\n")
         if not ended:
             raise BugError(f"a process for code ended with {done.returncode} before it was ready", report)

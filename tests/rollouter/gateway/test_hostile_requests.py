@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from asyncrl.config.schema import Config
 from rollouter.gateway import http as http_module
-from rollouter.gateway.protocol import ChatRequest, RequestError, RequestReader, read_reward
+from rollouter.gateway.protocol import ChatRequest, RequestError, RequestReader, engines_failed, read_reward
 from rollouter.gateway.task import AgentTask
 from tests.fakes.gateway_agent import MODEL, QUESTION, TOOLS, GatewayRig
 
@@ -243,3 +243,26 @@ async def test_the_rollouter_is_asked_once_whether_a_key_is_known() -> None:
 
     await rig.converse(agent)
     assert asked == ["models", "chat/completions", "chat/completions", "reward", "reward", "models"]
+
+
+async def test_a_key_is_checked_again_after_its_rollouter_did_not_answer() -> None:
+    rig = GatewayRig("12")
+    asked: list[str] = []
+
+    async def agent(task: AgentTask) -> float:
+        async def call(key: str, path: str, body: Any) -> Any:
+            asked.append(path)
+            if asked == ["models", "chat/completions"]:
+                raise engines_failed()
+            return await rig.agent.gateway.answer(key, path, body)
+
+        app = http_module.TrajectoryKeyMiddleware(rig.app(), call=call)
+        async with rig.http(task, app) as http:
+            failed = await http.post("chat/completions", json=chat())
+            assert failed.status_code == 503
+            assert "x-should-retry" not in failed.headers
+            assert (await http.post("chat/completions", json=chat())).status_code == 200
+        return 1.0
+
+    await rig.converse(agent)
+    assert asked == ["models", "chat/completions"] * 2

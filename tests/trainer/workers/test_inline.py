@@ -85,7 +85,7 @@ async def test_a_probe_has_the_log_probs_of_the_published_weights_at_temperature
             table = model(row).logits[0, :-1].log_softmax(-1)
         torch.testing.assert_close(torch.tensor(log_probs), table.gather(-1, row[0, 1:, None])[:, 0])
     lengths = (BATCH["prompt_lens"] + BATCH["response_lens"])[: len(probe.token_ids)]
-    assert [len(ids) for ids in probe.token_ids] == lengths.tolist()
+    assert [len(ids) for ids in probe.token_ids] == (lengths - 1).tolist(), "an engine can continue every text"
     await group.close()
 
 
