@@ -45,7 +45,6 @@ class MachineHealth:
     memory_available_bytes: int
     cpu: float = 0.0
     """Share of all its CPUs that was busy since the last measurement."""
-    disk_bytes: int | None = None
     disk_free_bytes: int | None = None
 
 

@@ -112,7 +112,6 @@ class RunStatus:
             mode=config.mode,
             namespace=self.namespace,
             host=socket.gethostname(),
-            ray_address=config.ray.address,
             error=self.error,
             samples_per_lease=config.samples_per_lease,
             step=max(self.trainer.get("step", 0), self.resumed_at.step),

@@ -151,7 +151,7 @@ def measure_machine(directory: Path) -> MachineHealth | None:
         disk = shutil.disk_usage(directory)
     except OSError:
         return MachineHealth(total, available, cpu)
-    return MachineHealth(total, available, cpu, disk.total, disk.free)
+    return MachineHealth(total, available, cpu, disk.free)
 
 
 def _within_container(total: int, available: int, group: Path = CGROUP) -> tuple[int, int]:

@@ -103,8 +103,6 @@ class RunState(RunProgress):
     """The namespace in Ray."""
     host: str = ""
     """Host name of the driver's machine."""
-    ray_address: str | None = None
-    """None for a private cluster, which ends with the driver."""
     error: str = ""
     samples_per_lease: int = 0
     """The most samples that a lease of the Trainer has; 0 if it is unknown."""

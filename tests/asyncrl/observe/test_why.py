@@ -271,7 +271,7 @@ def test_a_state_with_other_keys_needs_another_schema_version() -> None:
         3,
         [
             "counts drops earlier_restarts error experiment generated_per_s generated_tokens health host "
-            "last_progress_at lineage mode namespace num_replicas phase pid processes published queue ray_address "
+            "last_progress_at lineage mode namespace num_replicas phase pid processes published queue "
             "replicas restarting restarts samples_per_lease schema_version silent_s staleness started_at step "
             "total_steps trained_per_s trained_tokens version waits written_at",
             "dropped fed leased ready replayed running substituted trained",

@@ -16,7 +16,7 @@ from asyncrl.observe.formats import size
 from asyncrl.observe.health.alarms import HealthNotice
 from asyncrl.observe.health.rules import GIB, GROWTH_OVER_S, HealthRules, HealthSettings, HealthSnapshot
 
-ROOM = MachineHealth(64 * GIB, 40 * GIB, 0.5, 1000 * GIB, 500 * GIB)
+ROOM = MachineHealth(64 * GIB, 40 * GIB, 0.5, 500 * GIB)
 WELL = RunHealth(
     {"driver": ProcessHealth(GIB, 0.1, 0.01), "rollouter": ProcessHealth(2 * GIB, 0.3, 0.02)},
     {"r1": EngineLoad(8, 0, 0.4, 0)},

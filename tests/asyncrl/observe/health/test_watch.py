@@ -38,7 +38,7 @@ from tests.fakes.metric_records import RecordingView
 from tests.fakes.run_states import NOW, queue_status, report, running
 
 PROCESS = ProcessHealth(2 * GIB, 0.5, 0.02)
-MACHINE = MachineHealth(64 * GIB, 40 * GIB, 0.5, 1000 * GIB, 500 * GIB)
+MACHINE = MachineHealth(64 * GIB, 40 * GIB, 0.5, 500 * GIB)
 HEALTH = RunHealth(
     {"driver": PROCESS, "rollouter": replace(PROCESS, lag_s=0.31), "engine-0": replace(PROCESS, lag_s=None)},
     {"0": EngineLoad(3, 1, 0.45, 2), "1": EngineLoad(4, 0, 0.9, 1)},
