@@ -17,7 +17,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.formats import seconds
 from asyncrl.observe.status.run_files import events_level, explain_missing_events, read_liveness
-from asyncrl.storage.run_dir import SUMMARY, SavedConfig, find_run
+from asyncrl.observe.status.summary import read_readable_summary
+from asyncrl.profiling.files import is_number
+from asyncrl.storage.run_dir import SavedConfig, find_run
 
 DIRECTORY = "report"
 
@@ -50,7 +52,7 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
         raise click.UsageError("--json prints report.json and writes no files, so it cannot be combined with --out")
     # Imported late, because importing pandas and matplotlib takes over a second, and `--help` needs neither.
     from asyncrl.observe.report.analysis import analyse
-    from asyncrl.observe.report.load import load, read_json
+    from asyncrl.observe.report.load import load
     from asyncrl.observe.report.page import check_directory, summary_lines, write_report
     from asyncrl.observe.report.plots import figures
 
@@ -62,13 +64,13 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
     began = time.monotonic()
     with _progress(console) as advance:
         events = load(run_dir, lambda done, total: advance("reading events", done, total))
-        about = _about(run_dir)
+        facts = about(run_dir)
         if not events.num_events or not events.frames:
             raise ConfigError(
                 explain_missing_events(run_dir, num_files=events.num_files, num_unknown=events.num_unknown)
             )
         advance("computing the figures", 0, 1)
-        found = analyse(events, about, read_json(run_dir / SUMMARY))
+        found = analyse(events, facts, read_readable_summary(run_dir))
         found["figures"] = figures(found)
         del events
         if not as_json:
@@ -89,21 +91,22 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
     return 0
 
 
-def _about(run_dir: Path) -> dict[str, Any]:
+def about(run_dir: Path) -> dict[str, Any]:
     """Return facts about the run from its configuration and its state; unknown ones are None."""
     from asyncrl.observe.report.analysis import LIVE
 
     config = SavedConfig(run_dir)
+    experiment, response_length = config.value("experiment_name"), config.value("rollout", "response_length")
     liveness = read_liveness(run_dir)
     ends = {"live": LIVE, "unknown": "unknown how it ended"}
     return {
         "name": run_dir.name,
         "run_dir": str(run_dir),
-        "experiment": config.value("experiment_name"),
+        "experiment": experiment if isinstance(experiment, str) else None,
         "status": ends.get(liveness.how, liveness.phase),
         "started_at": liveness.state.started_at if liveness.state is not None else None,
         "level": events_level(run_dir),
-        "response_length": config.value("rollout", "response_length"),
+        "response_length": response_length if is_number(response_length) else None,
     }
 
 

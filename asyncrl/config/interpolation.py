@@ -178,7 +178,7 @@ def texts_from_environment(node: Any, read: ReadVariables) -> dict[ValuePath, st
 
 def resolved(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
     """Return the value at `keys` in `tree`, a written configuration, with this process's environment; unresolved if a
-    variable is not set."""
+    variable is not set, or if the value is a list or mapping."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -192,4 +192,4 @@ def resolved(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
                 node = node[key]
     except OmegaConfBaseException:
         return found
-    return node
+    return found if OmegaConf.is_config(node) else node

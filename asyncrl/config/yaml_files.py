@@ -6,6 +6,7 @@ YAML's parser show both before any value is built.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ def read_yaml(file: Path) -> str:
     """Return the text of a YAML file after checking that its values are within the limits.
 
     Raises:
-        OSError, UnicodeDecodeError: the file cannot be read, or is not UTF-8.
+        OSError, UnicodeDecodeError: the file cannot be read, is not a regular file, or is not UTF-8.
         yaml.YAMLError: it is not YAML, or exceeds a limit; the message names the limit.
     """
+    if file.exists() and not file.is_file():  # to open a pipe could block forever
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
     with file.open("rb") as opened:
         data = opened.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -39,7 +42,12 @@ def read_yaml(file: Path) -> str:
 
 def load_yaml(file: Path) -> Any:
     """Return the values of a YAML file. Raises as `read_yaml` does."""
-    return yaml.safe_load(read_yaml(file))
+    text = read_yaml(file)
+    try:
+        return yaml.safe_load(text)
+    except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
+        # PyYAML raises errors of many types for a text that does not fit its tag, such as `!!bool maybe`.
+        raise yaml.YAMLError(f"{file}: a value cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _check(text: str, file: Path) -> None:

@@ -11,7 +11,6 @@ lineage, with the sample counts in that checkpoint.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -22,6 +21,7 @@ from asyncrl.assets import resolve
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.observe.status.run_status import read_readable_state
+from asyncrl.observe.status.summary import read_readable_summary
 from asyncrl.queue.journal_reader import JournalHead, incarnation_of_files, read_head
 from asyncrl.storage.checkpoint_manifest import (
     ABANDONED,
@@ -38,7 +38,7 @@ from asyncrl.storage.checkpoint_manifest import (
     read_lineage,
     run_identity,
 )
-from asyncrl.storage.run_dir import JOURNAL, RUNS, SavedConfig, runs_of
+from asyncrl.storage.run_dir import JOURNAL, RUNS, SavedConfig, read_json, runs_of
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -97,11 +97,8 @@ def resume_in_run(run_dir: Path, history: LineageHistory) -> Resume | None:
 
 def completed_at(run_dir: Path) -> int | None:
     """Return the step at which the run completed; None: it did not, or that is unknown."""
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        return int(summary["step"]) if summary["status"] == "completed" else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    summary = read_readable_summary(run_dir)
+    return summary.step if summary is not None and summary.status == "completed" else None
 
 
 # ------------------------------------------------------------------------------------------------ identity
@@ -341,11 +338,13 @@ def _check_critic(checkpoint: Path, manifest: Manifest, config: Config) -> None:
         )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_model_config(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content := read_json(file), dict):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}. Restore it, or start anew with resume=none.") from None
+    return content
 
 
 def _check_architecture(checkpoint: Path, model_path: str) -> None:
@@ -354,7 +353,7 @@ def _check_architecture(checkpoint: Path, model_path: str) -> None:
     if not present_file.is_file():
         return
     saved_file = checkpoint / HF_DIRECTORY / "config.json"
-    saved, present = _read_json(saved_file), _read_json(present_file)
+    saved, present = _read_model_config(saved_file), _read_model_config(present_file)
     for key in _ARCHITECTURE:
         if key in saved and key in present and saved[key] != present[key]:
             raise ConfigError(

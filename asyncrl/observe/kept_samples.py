@@ -6,6 +6,7 @@ Blocking; read-only.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncrl.assets import resolve
 from asyncrl.core.failures import AsyncRLError, ConfigError
 from asyncrl.core.ports import Score
+from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Row, Sample, SampleId, TokenIds
 from asyncrl.queue.journal_reader import SampleRecord, read_queue_state, read_samples
@@ -115,7 +117,7 @@ class ConfiguredRun(SavedConfig):
             return None
         below = Path(str(names[1])) / str(experiment) / "async_rollout" / str(index)
         found = (place / below for place in self._places(str(names[0])))
-        return next((path for path in found if path.is_dir()), None)
+        return next((path for path in found if os.path.isdir(path)), None)
 
     def decode_token(self) -> Callable[[int], str]:
         """Return a function that decodes one token. Raises `ConfigError`: no tokenizer can be loaded."""
@@ -145,7 +147,7 @@ class ConfiguredRun(SavedConfig):
             loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 local, trust_remote_code=False, local_files_only=True
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the library raises errors of many types for damaged files
             raise ConfigError.wrap(
                 f"{key}: no tokenizer can be loaded from {name!r} on this machine, so tokens cannot be decoded",
                 error,
@@ -155,7 +157,11 @@ class ConfiguredRun(SavedConfig):
     def _places(self, name: str) -> Iterator[Path]:
         """Yield the places to which a path of the configuration may refer. A relative path starts from the directory in
         which the run was launched: perhaps the working directory, perhaps a parent of the run directory."""
-        path = Path(name).expanduser()
+        if "\0" in name or encodable(name) != name:  # no path has these characters
+            return
+        path = Path(name)
+        with suppress(RuntimeError):  # there is no user of that name
+            path = path.expanduser()
         if path.is_absolute():
             yield path
             return
@@ -248,7 +254,7 @@ def _trained_in(run_dir: Path, sample_id: SampleId) -> Mapping[str, int] | None:
     try:
         lines = (line for line in read_trained(run_dir) if "rewound_to_step" in line or name in line["samples"])
         steps = [{key: int(line[key]) for key in ("step", "version")} for line in surviving_steps(lines)]
-    except (ConfigError, KeyError, TypeError, ValueError, OSError):
+    except (ConfigError, KeyError, TypeError, ValueError, OverflowError, OSError):
         return None
     return steps[-1] if steps else None
 

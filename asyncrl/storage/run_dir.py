@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,7 @@ import yaml
 from asyncrl.config.interpolation import resolved
 from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
+from asyncrl.core.text import encodable_values, parse_json
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -77,11 +79,12 @@ class SavedConfig:
         self.path = path
         try:
             self._values = load_yaml(RunDir(path).config)
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
             self._values = None
 
     def value(self, *keys: str) -> Any:
-        """Return a value of the configuration, or None if there is no such key.
+        """Return a value of the configuration, or None if there is no such key. It may have any type, because anybody
+        may have written the file.
 
         References to environment variables are resolved, unless a variable is not set here.
         """
@@ -114,6 +117,29 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file. Others, such as a pipe without a writer, could block forever.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON values of a regular file, with `?` for lone surrogates.
+
+    Raises:
+        OSError: see `read_file`.
+        ValueError: it is not JSON, nested too deeply, or has numbers that are not finite.
+    """
+    return encodable_values(parse_json(read_file(path), finite=True))
 
 
 def replace_file(path: Path, text: str, *, durable: bool = False) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from anyio import to_thread
 
 from asyncrl.core.failures import ConfigError
+from asyncrl.core.text import parse_json
 from asyncrl.core.types import SampleId
 from asyncrl.storage.run_dir import TRAINED, disk_error
 
@@ -83,7 +84,7 @@ def surviving_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     with suppress(ValueError):
-        if isinstance(content := json.loads(line), dict):
+        if isinstance(content := parse_json(line), dict):
             return content
     raise ConfigError(
         f"line {number} of {path} is damaged, so the samples of that step are unknown. The run does not need the file; "

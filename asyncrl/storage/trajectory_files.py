@@ -261,12 +261,12 @@ def _parse(raw: Mapping[str, Any]) -> DumpedTrajectory:
 
 
 def _parse_row(raw: Mapping[str, Any]) -> TokenRow:
-    runs = raw["response_mask"]
-    mask = np.repeat(np.array([bool(value) for value, _ in runs], np.bool_), [int(count) for _, count in runs])
+    runs = [(bool(value), int(count)) for value, count in raw["response_mask"]]
     log_probs = np.array([_number(value) for value in raw["rollout_log_probs"]], np.float32)
     prompt_ids, response_ids = (np.array(raw[name], np.int32).reshape(-1) for name in ("prompt_ids", "response_ids"))
-    if not len(response_ids) == len(mask) == len(log_probs):
+    if not len(response_ids) == sum(count for _, count in runs) == len(log_probs):
         raise ValueError("a row's tokens, mask and log-probs are of different lengths")
+    mask = np.repeat(np.array([value for value, _ in runs], np.bool_), [count for _, count in runs])
     spans = spans_from_json(raw["spans"])
     if len(response_ids) and (not spans or spans[0].first_token):
         raise ValueError("a row's first tokens have no version")
@@ -368,4 +368,7 @@ def _lines_of(file: Iterable[bytes], index: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _same_place(one: str, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+    try:
+        return os.path.realpath(one) == os.path.realpath(other)
+    except ValueError:  # no path has such a character
+        return False

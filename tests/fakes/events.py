@@ -7,6 +7,8 @@ from typing import Any
 
 from asyncrl.observe.report.analysis import analyse
 from asyncrl.observe.report.load import load
+from asyncrl.observe.status.run_status import load_values
+from asyncrl.observe.status.summary import SavedSummary
 from asyncrl.profiling.files import EVENTS_DIRECTORY, EventFiles, EventLine
 from benchmarks.synthetic_run import START
 
@@ -30,4 +32,5 @@ def write_events(run_dir: Path, *lines: EventTuple, part: str = "all") -> None:
 def report_of(run_dir: Path, *lines: EventTuple, summary: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
     """Write events, and return the run's report as in report.json."""
     write_events(run_dir, *lines)
-    return analyse(load(run_dir), {"name": "run", **about}, summary or {})
+    saved = load_values(SavedSummary, {"status": "completed", **summary}, "summary.json") if summary else None
+    return analyse(load(run_dir), {"name": "run", **about}, saved)

@@ -14,6 +14,7 @@ from asyncrl.observe.report.statistics import complement, to_json, total
 from asyncrl.observe.report.steps import find_outages, folded_figures, idle_figures, step_figures
 from asyncrl.observe.report.versions import limit_figures, staleness_figures, waste_figures, weight_sync_figures
 from asyncrl.observe.status.run_status import ENDED
+from asyncrl.observe.status.summary import SavedSummary
 
 FORMAT = 2
 """The version of report.json."""
@@ -21,14 +22,14 @@ LIVE = "running"
 """`about["status"]` of a run that has not ended."""
 
 
-def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+def analyse(events: Events, about: Mapping[str, Any], summary: SavedSummary | None) -> dict[str, Any]:
     """Return report.json without its plots.
 
     Args:
         events: the events of the run, at least one.
         about: `name, run_dir, experiment, status, level, response_length`, as far as known, and `started_at`, the
             wall-clock time of the launch or of the last resumption.
-        summary: the content of summary.json, or empty.
+        summary: summary.json; None: there is none.
     """
     completed = about.get("status") in ENDED
     start, end, down = find_outages(events, completed=completed, launched_at=about.get("started_at"))
@@ -49,7 +50,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
         "folded": folded_figures(events.folded) if events.folded is not None and events.folded.spans else None,
     }
     # `starting_s` is unknown without `started_at`, or if that is the time of a resumption.
-    started_at, run_s = about.get("started_at"), summary.get("wall_s")
+    started_at, run_s = about.get("started_at"), None if summary is None else summary.wall_s
     starting_s = start - started_at if started_at is not None and started_at <= start else None
     ending_s = max(0.0, started_at + run_s - end) if starting_s is not None and started_at and run_s else None
     run = {

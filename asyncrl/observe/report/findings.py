@@ -31,6 +31,7 @@ from asyncrl.observe.report.statistics import (
     union,
 )
 from asyncrl.observe.report.versions import waste_by_reason
+from asyncrl.observe.status.summary import Recovery, SavedSummary
 
 ALARM_S = (3.0, 10.0)
 ALARM_SHARE = 0.02
@@ -167,8 +168,7 @@ class RunData:
     """The result of `logical_requests`, with the `step` that trained the sample."""
     figures: Mapping[str, Any]
     """The figures of report.json."""
-    summary: Mapping[str, Any]
-    """summary.json, or empty."""
+    summary: SavedSummary | None
     up: Intervals
     """The time from the first sample to the last event, without outages."""
 
@@ -475,13 +475,13 @@ def _restarts(run: RunData) -> Iterator[Finding]:
     restarts, abandoned = run.events["part.restarted"], run.histories.abandoned
     only_in_summary = _recoveries_without_event(restarts, run.summary)
     repeated_s = run.lost(spans(abandoned))
-    more_s = sum(entry["recovered_s"] for entry in only_in_summary)
+    more_s = sum(entry.recovered_s or 0.0 for entry in only_in_summary)
     down_s = run.lost(spans(restarts)) + more_s
     lost = run.lost(spans(pd.concat([abandoned[_TIMES], restarts[_TIMES]]))) + more_s
     if lost <= 0:
         return
     causes = [(str(part), str(cause)) for part, cause in zip(restarts["part"], restarts["cause"], strict=True)]
-    causes += [(str(entry["part"]), str(entry["cause"])) for entry in only_in_summary]
+    causes += [(entry.part, entry.cause) for entry in only_in_summary]
     text = []
     if causes:
         replaced = ", ".join(
@@ -500,14 +500,13 @@ def _restarts(run: RunData) -> Iterator[Finding]:
     yield Finding("restarts", causes[0][0] if causes else "trainer", lost, " ".join(text), evidence)
 
 
-def _recoveries_without_event(restarts: pd.DataFrame, summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _recoveries_without_event(restarts: pd.DataFrame, summary: SavedSummary | None) -> list[Recovery]:
     known = [(str(part), float(took)) for part, took in zip(restarts["part"], restarts["duration_s"], strict=True)]
     missing = []
-    for entry in summary.get("recovery") or ():
-        if entry.get("recovered_s") is None:
+    for entry in summary.recovery if summary is not None else ():
+        if (took := entry.recovered_s) is None:
             continue
-        part, took = entry["part"], entry["recovered_s"]
-        same = next((one for one in known if one[0] == part and abs(one[1] - took) < _SAME_RECOVERY_S), None)
+        same = next((one for one in known if one[0] == entry.part and abs(one[1] - took) < _SAME_RECOVERY_S), None)
         if same is None:
             missing.append(entry)
         else:

@@ -7,14 +7,12 @@ frame has only the columns that its event can have. Of a longer run, the oldest 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -270,12 +268,3 @@ def _integer(text: str) -> int:
     except ValueError:
         return -1
     return int(number) if is_number(number) else -1
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object of a file; empty if the file is missing or has no JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

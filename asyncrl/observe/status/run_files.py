@@ -7,7 +7,6 @@ summary.json   how the run ended                             checkpoints/   the 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import sqlite3
 import time
@@ -21,7 +20,13 @@ import psutil
 from asyncrl.core.failures import AsyncRLError, ConfigError
 from asyncrl.core.ports import SampleCounts
 from asyncrl.observe.status.run_status import ENDED, STATE_FILE, RunState, dump, read_readable_state, read_state
-from asyncrl.observe.status.summary import recovery_summary, staleness_summary
+from asyncrl.observe.status.summary import (
+    SavedSummary,
+    read_readable_summary,
+    read_summary,
+    recovery_summary,
+    staleness_summary,
+)
 from asyncrl.observe.status.why import STALE_S, DriverState, WaitLink, chain_as_json, explain, render_chain
 from asyncrl.queue.journal_reader import read_counts
 from asyncrl.storage.checkpoint_manifest import checkpoint_steps
@@ -36,7 +41,7 @@ class RunFiles:
     now: float
     state: RunState | None
     driver: DriverState
-    summary: Mapping[str, Any] | None
+    summary: SavedSummary | None
     counts: SampleCounts
     trained_tokens: int | None
     """None: not known."""
@@ -65,11 +70,9 @@ def read_run(run_dir: Path) -> RunFiles:
     except ConfigError as error:
         notes.append(error.message)
     try:
-        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        notes.append(f"{run_dir / SUMMARY} cannot be read: {error}")
+        summary = read_summary(run_dir)
+    except ConfigError as error:
+        notes.append(error.message)
     now = time.time()
     if state is not None and summary is not None and state.phase not in ENDED:
         # The summary is written last, so this run has ended, even if its last state is older: on a full disk, only the
@@ -132,12 +135,8 @@ class RunLiveness(NamedTuple):
 
 def read_liveness(run_dir: Path) -> RunLiveness:
     """Return whether the run is live; cheaper than `read_run`, and raises nothing. Blocking."""
-    state = read_readable_state(run_dir)
-    try:
-        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
-        ended = str(summary["status"])
-    except (OSError, ValueError, KeyError, TypeError):
-        ended = ""
+    state, summary = read_readable_state(run_dir), read_readable_summary(run_dir)
+    ended = "" if summary is None else summary.status
     if state is None:
         return RunLiveness("ended", ended, None) if ended else RunLiveness("unknown", "unknown", None)
     if state.phase in ENDED or ended:
@@ -150,7 +149,7 @@ def read_liveness(run_dir: Path) -> RunLiveness:
 def events_level(run_dir: Path) -> str | None:
     """Return `profiler.level` of the run; None if its config.yaml does not contain it. Blocking."""
     level = SavedConfig(run_dir).value("profiler", "level")
-    return "off" if level is False else level and str(level)  # YAML reads a bare `off` as false
+    return "off" if level is False else str(level) if level else None  # YAML reads a bare `off` as false
 
 
 def explain_missing_events(run_dir: Path, *, num_files: int = 0, num_unknown: int = 0) -> str:
@@ -181,7 +180,7 @@ def wait_chain(files: RunFiles) -> tuple[WaitLink, ...]:
     if files.state is not None:
         return explain(files.state, files.now, driver=files.driver)
     if files.summary is not None:
-        status = files.summary["status"]
+        status = files.summary.status
         return (WaitLink("run", status, None, _error(files.summary), status),)
     return (WaitLink("run", "has left no state", None, "only its journal is there", "unknown"),)
 
@@ -190,27 +189,26 @@ def wait_chain_as_json(links: tuple[WaitLink, ...]) -> dict[str, Any]:
     return {"text": render_chain(links), "cause": links[-1].cause, "chain": chain_as_json(links)}
 
 
-def _with_summary(state: RunState, summary: Mapping[str, Any]) -> RunState:
+def _with_summary(state: RunState, summary: SavedSummary) -> RunState:
     """Return the state of a run that has ended with this summary."""
-    counts, tokens = SampleCounts(**summary["samples"]), summary["tokens"]
+    counts, generated, trained = summary.samples, summary.tokens.generated or 0, summary.tokens.trained or 0
     return replace(
         state,
-        phase=summary["status"],
+        phase=summary.status,
         error=_error(summary),
         counts=counts,
-        generated_tokens=tokens["generated"],
-        trained_tokens=tokens["trained"],
-        queue=state.queue and replace(state.queue, counts=counts, trained_tokens=tokens["trained"]),
+        generated_tokens=generated,
+        trained_tokens=trained,
+        queue=state.queue and replace(state.queue, counts=counts, trained_tokens=trained),
     )
 
 
-def _error(summary: Mapping[str, Any]) -> str:
-    error = summary["error"]
-    return f"{error['type']} in {error['part']}: {error['message']}" if error else ""
+def _error(summary: SavedSummary) -> str:
+    return "" if summary.error is None else summary.error.text
 
 
 def _counts(
-    run_dir: Path, state: RunState | None, summary: Mapping[str, Any] | None, now: float, notes: list[str]
+    run_dir: Path, state: RunState | None, summary: SavedSummary | None, now: float, notes: list[str]
 ) -> tuple[SampleCounts, int | None, str]:
     """Return the newest sample counts, the trained tokens, and the name of their file, which is empty if there is none.
 
@@ -230,7 +228,7 @@ def _counts(
         known = state.queue or state
         return known.counts, known.trained_tokens, STATE_FILE
     if summary is not None:
-        return SampleCounts(**summary["samples"]), summary["tokens"]["trained"], SUMMARY
+        return summary.samples, summary.tokens.trained, SUMMARY
     return SampleCounts(), None, ""
 
 
@@ -258,9 +256,12 @@ def _sizes(directory: Path) -> Iterator[int]:
 def status_report(files: RunFiles) -> dict[str, Any]:
     """Return what `asyncrl status --json` prints; the page is rendered from it, too."""
     state, summary, counts = files.state, files.summary, files.counts
-    recovery: Mapping[str, Any] = summary or {}
+    recovery: Mapping[str, Any] = {}
     if state is not None:
         recovery = recovery_summary(state.restarts, state.earlier_restarts)
+    elif summary is not None:
+        recovery = {"restarts": summary.restarts, "recovery": [asdict(each) for each in summary.recovery]}
+    staleness = state.staleness if state is not None else summary.staleness.histogram if summary is not None else {}
     known = dump(state) if state is not None else {}
     links = wait_chain(files)
     queue = known.get("queue") or {}
@@ -270,16 +271,16 @@ def status_report(files: RunFiles) -> dict[str, Any]:
         "run_dir": str(files.run_dir),
         "experiment": known.get("experiment"),
         "mode": known.get("mode"),
-        "phase": known.get("phase") or (summary["status"] if summary else "unknown"),
+        "phase": known.get("phase") or (summary.status if summary else "unknown"),
         "live": files.is_live,
         "driver": {"state": files.driver, "pid": known.get("pid"), "host": known.get("host")},
         "age_s": round(files.now - state.written_at, 3) if state else None,
         "wall_s": _wall_s(files),
         "error": (state.error if state else _error(summary) if summary else "") or None,
-        "step": known.get("step", summary["step"] if summary else None),
+        "step": known.get("step", summary.step if summary else None),
         "total_steps": known.get("total_steps"),
-        "version": known.get("version", summary["version"] if summary else None),
-        "lineage": known.get("lineage", summary["lineage"] if summary else None),
+        "version": known.get("version", summary.version if summary else None),
+        "lineage": known.get("lineage", summary.lineage if summary else None),
         "published": known.get("published"),
         "applied": {"lineage": queue["lineage"], "version": queue["version"]} if queue else None,
         "samples": {
@@ -290,9 +291,9 @@ def status_report(files: RunFiles) -> dict[str, Any]:
         "balanced": balanced,
         "total_samples": queue.get("total_samples"),
         "drops": known.get("drops", {}),
-        "staleness": staleness_summary(state.staleness) if state else (summary or {}).get("staleness"),
+        "staleness": staleness_summary(staleness),
         "tokens": {
-            "generated": known.get("generated_tokens", summary["tokens"]["generated"] if summary else None),
+            "generated": known.get("generated_tokens", summary.tokens.generated if summary else None),
             "trained": files.trained_tokens,
             "generated_per_s": known.get("generated_per_s"),
             "trained_per_s": known.get("trained_per_s"),
@@ -314,7 +315,7 @@ def status_report(files: RunFiles) -> dict[str, Any]:
 
 def _wall_s(files: RunFiles) -> float | None:
     if files.summary is not None and not files.is_live:
-        return float(files.summary["wall_s"])
+        return files.summary.wall_s
     if files.state is None:
         return None
     return round((files.now if files.is_live else files.state.written_at) - files.state.started_at, 3)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from anyio import to_thread
 from pydantic import TypeAdapter, ValidationError
@@ -23,9 +23,11 @@ from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, SampleCount
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics.rows import finite
-from asyncrl.storage.run_dir import replace_file
+from asyncrl.storage.run_dir import read_json, replace_file
 
 logger = logging.getLogger(__name__)
+
+Loaded = TypeVar("Loaded")
 
 SCHEMA_VERSION = 3
 STATE_FILE = "state.json"
@@ -162,17 +164,8 @@ def read_state(run_dir: Path) -> RunState | None:
         ConfigError: the file is torn, damaged or of another schema; the message names it.
     """
     path = run_dir / STATE_FILE
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    try:
-        raw = json.loads(text)
-    except ValueError:
-        raise ConfigError(f"{path} is torn, so the state of the run is not known") from None
-    return load(raw, str(path))
+    raw = read_values(path)
+    return None if raw is None else load(raw, str(path))
 
 
 def read_readable_state(run_dir: Path) -> RunState | None:
@@ -202,17 +195,42 @@ def load(raw: Any, where: str = STATE_FILE) -> RunState:
             f"{where} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}: inspect the run with the "
             "asyncrl that wrote it"
         )
+    return load_values(RunState, raw, where)
+
+
+def read_values(path: Path) -> Any:
+    """Return the JSON values of a file of a run; None: there is no such file. Blocking.
+
+    Raises:
+        ConfigError: it cannot be read, or is not JSON.
+    """
     try:
-        return _adapter().validate_python(raw)
+        return read_json(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is torn or damaged: {error}") from None
+
+
+def load_values(kind: type[Loaded], raw: Any, where: str) -> Loaded:
+    """Return the dataclass that is written as the JSON values `raw`. `where`: the file, for error messages.
+
+    Raises:
+        ConfigError: a value is missing or of another type.
+    """
+    try:
+        return _adapter(kind).validate_python(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{where} is damaged: {key}: {first['msg']}") from None
 
 
 @cache
-def _adapter() -> TypeAdapter[RunState]:
-    return TypeAdapter(RunState)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def as_text(content: Mapping[str, Any]) -> str:

@@ -12,22 +12,20 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
-from asyncrl.core.ports import PartName
+from asyncrl.core.ports import PartName, SampleCounts
 from asyncrl.core.records import Metrics
 from asyncrl.core.types import DropReason
 from asyncrl.observe.metrics.part_metrics import DownsampledSeries
 from asyncrl.observe.metrics.rows import MetricsRow, finite
-from asyncrl.observe.status.run_status import Restart, RunProgress
-from asyncrl.storage.run_dir import disk_error
+from asyncrl.observe.status.run_status import Restart, RunProgress, load_values, read_values
+from asyncrl.storage.run_dir import SUMMARY, disk_error
 
 RESERVED_BYTES = 64 * 1024
-
-
 _RAY_GUESSES = re.compile(r" There are some potential root causes\. .*")
 """A paragraph that Ray appends to the message of every process that died."""
 
@@ -51,6 +49,80 @@ class ResumePoint:
     """The path of the checkpoint; empty if there is none."""
     lineage: int = 0
     """The lineage that begins at the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunError:
+    """The error that ended a run."""
+
+    type: str
+    message: str
+    part: str
+    cause: str = ""
+    """The traceback."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.type} in {self.part}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    generated: int | None = None
+    trained: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    histogram: Mapping[int, int] = field(default_factory=dict)
+    """Trained samples by their staleness in versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A restart."""
+
+    part: str
+    incarnation: int = 0
+    cause: str = ""
+    detail: str = ""
+    recovered_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSummary:
+    """The values of summary.json that other commands read."""
+
+    status: RunOutcome
+    error: RunError | None = None
+    wall_s: float | None = None
+    step: int | None = None
+    version: int | None = None
+    lineage: int | None = None
+    samples: SampleCounts = field(default_factory=SampleCounts)
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    staleness: Staleness = field(default_factory=Staleness)
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    recovery: tuple[Recovery, ...] = ()
+
+
+def read_summary(run_dir: Path) -> SavedSummary | None:
+    """Return the summary of a run; None: it has none. Blocking.
+
+    Raises:
+        ConfigError: the file cannot be read, is torn, or has a value of another type.
+    """
+    path = run_dir / SUMMARY
+    raw = read_values(path)
+    return None if raw is None else load_values(SavedSummary, raw, str(path))
+
+
+def read_readable_summary(run_dir: Path) -> SavedSummary | None:
+    """Return the summary of a run; None: it has none that can be read. Blocking."""
+    try:
+        return read_summary(run_dir)
+    except ConfigError:
+        return None
 
 
 class SummaryBuilder:
@@ -313,7 +385,7 @@ class SummaryFile:
     """`summary.json` with reserved disk space, so that a run which dies of a full disk can still write it. Blocking."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "summary.json"
+        self.path = run_dir / SUMMARY
         self._reserve = run_dir / "summary.reserve"
 
     def reserve(self) -> None:

@@ -89,7 +89,7 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
             ("drop reason", Text.assemble(f"{kind} ", (f"{number:,}", "bold")))
             for kind, number in report["drops"].items()
         ),
-        *(("staleness", bar) for bar in _histogram(report["staleness"] or {})),
+        *(("staleness", bar) for bar in _histogram(report["staleness"])),
         ("tokens", items(**{name: number(report["tokens"][name], ",d") for name in ("generated", "trained")})),
         ("tokens", _token_rates(report["tokens"])),
         *(("replicas", _replica(replica)) for replica in report["replicas"]),
@@ -115,7 +115,7 @@ def _counts(report: Mapping[str, Any]) -> Text:
 
 def _histogram(staleness: Mapping[str, Any]) -> Iterator[Text]:
     """Yield the trained samples by staleness, as shares of all."""
-    shown = list(staleness.get("histogram", {}).items())
+    shown = [(versions, count) for versions, count in staleness["histogram"].items() if count > 0]
     total = sum(count for _, count in shown)
     if len(shown) > MAX_BARS:
         rest = sum(count for _, count in shown[MAX_BARS - 1 :])

@@ -491,7 +491,7 @@ def delayed(tmp_path_factory: pytest.TempPathFactory) -> Events:
 
 
 def live_report(events: Events) -> dict[str, Any]:
-    report = analyse(events, {"name": "run", "status": "running"}, {})
+    report = analyse(events, {"name": "run", "status": "running"}, None)
     json.dumps(report, allow_nan=False)
     figures(report)
     return report

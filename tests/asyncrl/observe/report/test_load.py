@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.report import load as loading
-from asyncrl.observe.report.load import load, read_json
+from asyncrl.observe.report.load import load
 from asyncrl.observe.timeline.reader import EventReader
 from asyncrl.profiling.files import EVENTS_DIRECTORY, event_files, step_dir
 from benchmarks.synthetic_run import START
@@ -138,15 +138,6 @@ def test_the_batch_size_does_not_change_the_loaded_events(tmp_path: Path, monkey
     assert load(tmp_path, lambda done, size: progress.append((done, size)))["step"].equals(steps)
     assert progress[-1][0] == progress[-1][1] > 0
     assert len(progress) > 5
-
-
-@pytest.mark.parametrize(
-    ("text", "content"), [(None, {}), ('{"status": "comp', {}), ("[]", {}), ('{"status": "ok"}', {"status": "ok"})]
-)
-def test_unreadable_json_is_read_as_empty(tmp_path: Path, text: str | None, content: dict[str, Any]) -> None:
-    if text is not None:
-        (tmp_path / "summary.json").write_text(text)
-    assert read_json(tmp_path / "summary.json") == content
 
 
 def test_files_that_a_live_run_deletes_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

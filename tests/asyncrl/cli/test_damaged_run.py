@@ -1,0 +1,170 @@
+"""`asyncrl status`, `why`, `report` and `show` end with a page or an error, whatever is in the files of a run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.cli.main import main
+from asyncrl.cli.report import about
+from asyncrl.core.process_health import EngineLoad, MachineHealth, Problem, ProcessHealth, RunHealth
+from asyncrl.core.waits import Wait
+from asyncrl.observe.status.run_status import STATE_FILE, Restart, RunProgress, dump
+from asyncrl.observe.status.summary import SummaryBuilder, describe_error, read_readable_summary
+from asyncrl.storage.trajectory_files import as_json, file_name
+from benchmarks.synthetic_run import RunPlan, write_run
+from rollouter.trajectory_dump import describe
+from tests.fakes import hostile
+from tests.fakes.command_line import CommandLine
+from tests.fakes.dumped import SCORES, decode, group, prompt, sample
+from tests.fakes.run_states import NOW, queue_status, report, running
+
+RESTARTS = (Restart("trainer", 2, NOW - 300, "rank actor/0 died", NOW - 288.6, "back to step 10"),)
+HEALTH = ProcessHealth(1 << 30, 0.5, 0.01)
+PROGRESS = RunProgress(
+    total_steps=200, counts=queue_status().counts, staleness={0: 288, 1: 90}, generated_tokens=10, trained_tokens=7,
+    generated_per_s=1.5, drops={"took too long": 2}, restarts=RESTARTS, earlier_restarts={"replica": 1},
+    health=RunHealth(
+        {"driver": HEALTH}, {"0": EngineLoad()}, MachineHealth(8, 4, 0.5, 2), 0.5, (Problem("lag", NOW, "slow"),)
+    ),
+)  # fmt: skip
+STATE = dump(
+    running(
+        written_at=time.time(), pid=os.getpid(), host=socket.gethostname(), staleness={0: 288, 1: 90},
+        restarts=RESTARTS, restarting={"trainer": NOW}, silent_s={"store": 7.0}, health=PROGRESS.health,
+        replicas=(report(health=HEALTH, load=EngineLoad()),),
+        waits={"trainer": (Wait("samples", 1, 93.5),), "rollouter": (Wait("permit", 1, 90.0),)},
+    )
+)  # fmt: skip
+SUMMARY = SummaryBuilder().build("failed", describe_error(OSError("no disk"), "driver"), PROGRESS, wall_s=201.0)
+CONFIG = {
+    "experiment_name": "quickstart", "project_name": "p", "profiler": {"level": "full"}, "model": {"path": "nowhere"},
+    "rollout": {"dump_dir": "dump", "response_length": 64},
+    "skip": {"async_rollout": {"enable": True, "dump_dir": "records"}},
+}  # fmt: skip
+LINE = as_json(describe(sample(), prompt(), group(), SCORES, decode, run="elsewhere", at=0.5)[0])
+TRAINED = {"lineage": 0, "step": 7, "version": 3, "samples": ["sample_0_42"]}
+ODD_YAML = (
+    "a: !!bool maybe", "a: !!int ''", "a: !!timestamp no", f"a: !!float {'1:' * 200}1.0", "{1: 2}: 3", "a: !!binary é",
+    "experiment_name: ${rollout}\nrollout: {response_length: '${experiment_name}'}", "a: 2020-13-45",
+    "model: {path: '${model}'}\nproject_name: ${secret:}\nexperiment_name: ${oc.decode:1..}",
+)  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside a JSON value."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def damaged(value: Any) -> st.SearchStrategy[Any]:
+    """Return copies of a JSON value in which some values are of another type, of another size, or missing."""
+    odd = hostile.values() | st.sampled_from([-1, 0, 1e308, 10**30, 2**63, float("nan"), float("inf"), "", {}, []])
+    changes = st.lists(st.tuples(st.sampled_from(sorted(places(value), key=repr)), odd | st.just(...)), max_size=3)
+    return changes.map(lambda chosen: with_changes(value, chosen)) | odd
+
+
+def with_changes(value: Any, changes: Sequence[tuple[tuple[Any, ...], Any]]) -> Any:
+    changed = copy.deepcopy(value)
+    for (*above, last), new in changes:
+        inner = changed
+        try:
+            for key in above:
+                inner = inner[key]
+            if new is ...:
+                del inner[last]
+            else:
+                inner[last] = new
+        except (KeyError, IndexError, TypeError):  # an earlier change has removed the place
+            pass
+    return changed
+
+
+def texts(value: Any) -> st.SearchStrategy[str]:
+    """Return files with a damaged JSON value, or without JSON."""
+    return damaged(value).map(json.dumps) | st.sampled_from(hostile.BROKEN_JSON)
+
+
+configurations = (
+    damaged(CONFIG).map(yaml.safe_dump)
+    | st.sampled_from(ODD_YAML)
+    | st.sampled_from(hostile.BROKEN_JSON)
+    | st.just(yaml.safe_dump(CONFIG))
+)
+
+
+def write(path: Path, text: str | None) -> None:
+    path.unlink(missing_ok=True)
+    if text is not None:
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+
+
+relaxed = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("status", "--json"), ("why",), ("why", "--json")], ids=" ".join)
+@relaxed
+@given(
+    state=texts(STATE) | st.just(json.dumps(STATE)) | st.none(),
+    summary=texts(SUMMARY) | st.just(json.dumps(SUMMARY)) | st.none(),
+)
+def test_status_of_any_state_and_summary(
+    run_dir: Path, arguments: tuple[str, ...], state: str | None, summary: str | None
+) -> None:
+    write(run_dir / STATE_FILE, state)
+    write(run_dir / "summary.json", summary)
+    assert main([*arguments[:1], str(run_dir), *arguments[1:]]) in (0, 2)
+
+
+@relaxed
+@given(state=texts(STATE) | st.none(), summary=texts(SUMMARY) | st.none(), config=configurations)
+def test_facts_about_any_run_in_a_report(run_dir: Path, state: str | None, summary: str | None, config: str) -> None:
+    write(run_dir / STATE_FILE, state)
+    write(run_dir / "summary.json", summary)
+    write(run_dir / "config.yaml", config)
+    facts = about(run_dir)
+    texts_of = {facts[name] for name in ("name", "run_dir", "experiment", "status", "level")}
+    assert all(isinstance(each, str | None) for each in texts_of)
+    assert all(isinstance(facts[name], float | int | None) for name in ("started_at", "response_length"))
+    read_readable_summary(run_dir)
+
+
+def test_report_of_a_damaged_run(run_dir: Path, cli: CommandLine) -> None:
+    """Times and lengths of the wrong size are in the report; nothing else of these files is."""
+    write_run(run_dir, RunPlan(steps=2, samples=2, n=1))
+    write(run_dir / STATE_FILE, json.dumps({**STATE, "started_at": -1e308, "phase": "failed"}))
+    write(run_dir / "summary.json", json.dumps({**SUMMARY, "wall_s": 1e308}))
+    write(run_dir / "config.yaml", "rollout: {response_length: -1.0e+15}\nexperiment_name: 2020-01-01\n")
+    cli("report", run_dir, "--json")
+
+
+@relaxed
+@given(config=configurations)
+def test_show_with_any_configuration(run_dir: Path, config: str) -> None:
+    show(run_dir, config, json.dumps(LINE), json.dumps(TRAINED))
+
+
+@relaxed
+@given(line=texts(LINE), trained=texts(TRAINED) | st.none())
+def test_show_of_any_record(run_dir: Path, line: str, trained: str | None) -> None:
+    show(run_dir, yaml.safe_dump(CONFIG), line, trained)
+
+
+def show(run_dir: Path, config: str, line: str, trained: str | None) -> None:
+    write(run_dir / "config.yaml", config)
+    Path("dump").mkdir(exist_ok=True)
+    write(Path("dump", file_name(42)), f"{line}\n")
+    write(run_dir / "trained.jsonl", None if trained is None else f"{trained}\n")
+    assert main(["show", str(run_dir), "sample_0_42"]) in (0, 2)
