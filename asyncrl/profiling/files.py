@@ -41,8 +41,16 @@ def event_files(run_dir: Path) -> Iterator[Path]:
     """Yield all event files of a run, by step and part. A live run may delete some of them meanwhile
     (`asyncrl.profiling.rotation`)."""
     for directory in sorted((run_dir / EVENTS_DIRECTORY).glob("step_*")):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            yield from sorted(directory / name for name in os.listdir(directory) if name.endswith(".jsonl"))
+        yield from files_of_step(directory)
+
+
+def files_of_step(directory: Path) -> list[Path]:
+    """Return the event files of one step, by part. A pipe is none, because to open it could block forever."""
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(directory / each.name for each in entries if each.name.endswith(".jsonl") and each.is_file())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 # ------------------------------------------------------------------------------------------------ writing

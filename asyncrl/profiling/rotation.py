@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.profiling.catalog import EVENTS
-from asyncrl.profiling.files import EVENTS_DIRECTORY, is_number, parse_event
-from asyncrl.storage.run_dir import replace_file
+from asyncrl.profiling.files import EVENTS_DIRECTORY, files_of_step, is_number, parse_event
+from asyncrl.storage.run_dir import read_json, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +132,18 @@ def read_event_summary(run_dir: Path) -> EventSummary | None:
     return _read(run_dir / EVENTS_DIRECTORY / SUMMARY)
 
 
+def unfolded_files(run_dir: Path, summary: EventSummary | None) -> Iterator[Path]:
+    """Yield the event files of steps that the run was about to add to `summary` when it ended."""
+    directory, folds = run_dir / EVENTS_DIRECTORY, summary.folds if summary is not None else 0
+    for folding in _numbered(directory, "folding_"):
+        if _number_of(folding) > folds:
+            for step in _numbered(directory / folding, "step_"):
+                yield from files_of_step(directory / folding / step)
+
+
 def _read(path: Path) -> EventSummary | None:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         if raw["schema"] != _SCHEMA:
             raise ValueError(f"it has schema {raw['schema']}")
         if not all(is_number(value) for each in (*raw["spans"], *raw["events"].values()) for value in each.values()):
@@ -143,7 +152,7 @@ def _read(path: Path) -> EventSummary | None:
         return EventSummary(int(raw["folds"]), [StepSpan(**each) for each in raw["spans"]], events)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s cannot be read (%s): sums over deleted events are lost", path, error)
         return None
 
@@ -185,12 +194,12 @@ class EventRotation:
     def _next_fold(self) -> Iterator[bool] | None:
         if self._clock() < self._next_scan:
             return None
-        if leftover := self._numbered("folding_"):
+        if leftover := _numbered(self._directory, "folding_"):
             return self._fold(self._directory / leftover[0])
-        steps = self._numbered("step_")
+        steps = _numbered(self._directory, "step_")
         for place, name in enumerate(steps):
             if name not in self._sizes or place >= len(steps) - NEWEST_STEPS:
-                self._sizes[name] = sum(file.stat().st_size for file in (self._directory / name).iterdir())
+                self._sizes[name] = sum(file.stat().st_size for file in files_of_step(self._directory / name))
         excess = sum(self._sizes.values()) - self._keep_bytes
         if excess <= 0 or len(steps) <= NEWEST_STEPS:
             self._next_scan = self._clock() + SCAN_EVERY_S
@@ -206,12 +215,12 @@ class EventRotation:
 
     def _fold(self, folding: Path) -> Iterator[bool]:
         """Add the steps in a directory to the summary, and delete it. Yields true after every piece."""
-        summary, number = self._summary_so_far(), int(folding.name.removeprefix("folding_"))
+        summary, number = self._summary_so_far(), _number_of(folding.name)
         if number > summary.folds:
-            for step in sorted(folding.iterdir()):
-                first = int(step.name.removeprefix("step_"))
+            for step in _numbered(folding, "step_"):
+                first = _number_of(step)
                 span: StepSpan | None = None
-                for file in sorted(step.glob("*.jsonl")):
+                for file in files_of_step(folding / step):
                     with file.open("rb") as opened:
                         while lines := opened.readlines(PIECE_BYTES):
                             for event in filter(None, map(parse_event, lines)):
@@ -226,17 +235,22 @@ class EventRotation:
             replace_file(self._directory / SUMMARY, json.dumps(content, separators=(",", ":")))
         shutil.rmtree(folding)
 
-    def _numbered(self, prefix: str) -> list[str]:
-        """Return the names that consist of the prefix and a number, in ascending order."""
-        names = (path.name for path in self._directory.glob(f"{prefix}*"))
-        return sorted(
-            (name for name in names if name.removeprefix(prefix).isdecimal()), key=lambda name: (len(name), name)
-        )
-
     def _summary_so_far(self) -> EventSummary:
         if self._summary is None:
             self._summary = _read(self._directory / SUMMARY) or EventSummary()
         return self._summary
+
+
+def _numbered(directory: Path, prefix: str) -> list[str]:
+    """Return the names of directories that consist of the prefix and a number, in ascending order."""
+    names = (path.name for path in directory.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink())
+    return sorted(
+        (name for name in names if name.removeprefix(prefix).isdecimal()), key=lambda name: (_number_of(name), name)
+    )
+
+
+def _number_of(name: str) -> int:
+    return int(name.partition("_")[2])
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:

@@ -31,7 +31,7 @@ from asyncrl.profiling.files import (
     is_number,
     parse_event,
 )
-from asyncrl.profiling.rotation import EventSummary, read_event_summary
+from asyncrl.profiling.rotation import EventSummary, read_event_summary, unfolded_files
 
 BATCH_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
@@ -95,11 +95,13 @@ def load(run_dir: Path, progress: Progress = lambda _done, _total: None) -> Even
     """Load `events/` of a run directory; a run without events has no frames. Raises `OSError`."""
     by_part: dict[str, list[Path]] = defaultdict(list)
     size = 0
-    for file in event_files(run_dir):
+    files = list(event_files(run_dir))
+    folded = read_event_summary(run_dir)
+    for file in (*unfolded_files(run_dir, folded), *files):
         with suppress(FileNotFoundError):  # a live run has deleted it
             size += file.stat().st_size
             by_part[file.stem].append(file)
-    events = Events(num_files=sum(map(len, by_part.values())), folded=read_event_summary(run_dir))
+    events = Events(num_files=sum(map(len, by_part.values())), folded=folded)
     tables: dict[str, list[pa.Table]] = defaultdict(list)
     done = 0
     for part, files in by_part.items():

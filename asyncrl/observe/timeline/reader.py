@@ -196,8 +196,8 @@ class EventReader:
         sizes: dict[str, int] = {}
         with contextlib.suppress(OSError), os.scandir(self._directory / name) as entries:
             for entry in entries:
-                if entry.name.endswith(".jsonl"):
-                    with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):
+                    if entry.name.endswith(".jsonl") and entry.is_file():
                         sizes[entry.name] = entry.stat().st_size
         return sizes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from asyncrl.profiling.rotation import (
     EventSummary,
     StepSpan,
     read_event_summary,
+    unfolded_files,
 )
 
 START = 1_790_000_000.0
@@ -121,6 +123,36 @@ def test_a_killed_process_folds_each_step_exactly_once(tmp_path: Path, monkeypat
     assert summary is not None
     assert summary.events["request"].count == 9
     assert sum(span.samples for span in summary.spans) == 6
+
+
+def test_a_run_that_ends_while_it_folds_loses_no_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment, the sums and the files that are not part of them have each event once."""
+    monkeypatch.setattr(module, "PIECE_BYTES", 300)
+    write_steps(tmp_path, range(1, NEWEST_STEPS + 4))
+    total = sum(len(file.read_bytes().splitlines()) for file in event_files(tmp_path))
+    rotation = EventRotation(tmp_path / "events", 1)
+    partly = 0
+    while rotation.work():
+        summary = read_event_summary(tmp_path)
+        unfolded = sum(len(file.read_bytes().splitlines()) for file in unfolded_files(tmp_path, summary))
+        rest = sum(len(file.read_bytes().splitlines()) for file in event_files(tmp_path))
+        folded = sum(each.count for each in summary.events.values()) if summary is not None else 0
+        assert folded + unfolded + rest == total
+        partly += unfolded > 0
+    assert partly > 2 and not list(unfolded_files(tmp_path, read_event_summary(tmp_path)))
+
+
+def test_pipes_and_other_names_are_not_read(tmp_path: Path) -> None:
+    """To open a pipe would block forever, and an unexpected name must not end the thread that writes events."""
+    write_steps(tmp_path, range(1, NEWEST_STEPS + 3))
+    os.mkfifo(tmp_path / "events" / "step_000001" / "rollouter.jsonl.jsonl")
+    os.mkfifo(tmp_path / "events" / "summary.json")
+    (tmp_path / "events" / "folding_1" / "notes").mkdir(parents=True)
+    (tmp_path / "events" / "folding_x").touch()
+    assert all(file.is_file() for file in event_files(tmp_path))
+    fold_all(EventRotation(tmp_path / "events", 1))
+    summary = read_event_summary(tmp_path)
+    assert summary is not None and summary.events["request"].count == 6
 
 
 def test_the_summary_has_a_bounded_size() -> None:

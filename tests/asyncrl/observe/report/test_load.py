@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,12 @@ def test_files_that_a_live_run_deletes_meanwhile_are_left_out(tmp_path: Path, mo
 
     monkeypatch.setattr(loading, "event_files", found_before)
     assert (load(tmp_path).num_events, load(tmp_path).num_files) == (2, 2)
+
+
+def test_pipes_are_no_event_files_and_unfinished_sums_are_read(tmp_path: Path) -> None:
+    put(tmp_path, "trainer", event("step", 1.0))
+    put(tmp_path, "trainer", event("step", 2.0), step=2)
+    os.mkfifo(tmp_path / "events" / "step_000002" / "pipe.jsonl")
+    (tmp_path / "events" / "folding_1").mkdir()
+    (tmp_path / "events" / "step_000001").rename(tmp_path / "events" / "folding_1" / "step_000001")
+    assert len(load(tmp_path)["step"]) == 2
