@@ -68,6 +68,7 @@ class FilePayloads:
 
         Raises:
             DiskFullError, ConfigError, InfraError: the segment cannot be written; the partial file is removed.
+            DataError: the texts of the samples in the segment exceed the limit of its header.
         """
         weight = max(MIN_WEIGHT_BYTES, sample_meta(sample).payload_bytes)
         return await self._puts.submit(sample, weight=weight)
