@@ -229,9 +229,10 @@ def _describe_forgotten(run_dir: Path, sample_id: SampleId) -> str:
 
 
 def _clock(at: float) -> str:
-    if not at:  # it was before the journal begins
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else "an unknown time"
+    except (ValueError, OverflowError, OSError):  # no calendar has the year
         return "an unknown time"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def describe_fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> str:

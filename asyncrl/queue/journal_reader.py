@@ -224,7 +224,7 @@ def _operations_after(
             crc = row_crc(crc, number, at, kind, body)
             if crc != written:
                 raise JournalDamage(f"the checksum of operation {seq} is wrong")
-            operation = from_row(JournalRow(kind, body), num_prompts)
+            at, operation = float(at), from_row(JournalRow(kind, body), num_prompts)
         except UNREADABLE as error:
             raise JournalDamage(f"operation {seq} cannot be read ({type(error).__name__}: {error})") from None
         yield at, seq, operation

@@ -68,7 +68,7 @@ def _decode(name: str, value: Any, prompts_per_epoch: int) -> Any:
             return tuple([sample_of(entry, prompts_per_epoch) for entry in value])
         case "reason":
             return DropReason(value)
-        case "incarnation" | "lineage" | "step" | "version":  # names of files contain most of these numbers
+        case "incarnation" | "lineage" | "step" | "trained_tokens" | "version":  # names of files contain most of them
             return integer(value)
     return value
 

@@ -360,7 +360,7 @@ class QueueState:
     def dump(self) -> dict[str, Any]:
         """Return the whole state; it consists of JSON values if the payloads do. Equal states give equal dumps."""
         return {
-            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self, name) for name in (*_NUMBERS, "total_samples", "last_rewind", "closed")},
             "history": self.history.dump(),
             "incarnations": dict(self.incarnations),
             "returned": sorted(indices(self.returned)),
@@ -382,12 +382,14 @@ class QueueState:
 
         Raises:
             BugError: its sample counts are inconsistent.
-            KeyError, IndexError, TypeError, ValueError: it is not a valid dump.
+            KeyError, IndexError, TypeError, ValueError, AttributeError: it is not a valid dump.
         """
         state = cls(prompts_per_epoch, keeps_payloads=keeps_payloads)
         id_of = state.id_of
-        for name in _PLAIN:
-            setattr(state, name, raw[name])
+        for name in _NUMBERS:
+            setattr(state, name, integer(raw[name]))
+        state.total_samples = None if raw["total_samples"] is None else integer(raw["total_samples"])
+        state.last_rewind, state.closed = raw["last_rewind"], bool(raw["closed"])
         state.history = LineageHistory.load(raw["history"])
         # The names of the next incarnation's files contain its number.
         state.incarnations = {part: integer(number) for part, number in raw["incarnations"].items()}
@@ -396,7 +398,7 @@ class QueueState:
         state.ready = {id_of(index): completion for index, completion in raw["ready"]}
         state.leased = {id_of(index): LeasedSample(*leased) for index, *leased in raw["leased"]}
         state.reversible = {id_of(index): ReversibleEnd(*end) for index, *end in raw["reversible"]}
-        state.dropped |= {DropReason(reason): count for reason, count in raw["dropped"].items()}
+        state.dropped |= {DropReason(reason): integer(count) for reason, count in raw["dropped"].items()}
         state.marks = dict(raw["marks"])
         state.admissions = {request_id: tuple(map(id_of, ids)) for request_id, ids in raw["admissions"]}
         state.leases = {
@@ -409,9 +411,9 @@ class QueueState:
         return state
 
 
-_PLAIN = (
-    "total_samples", "version", "last_rewind", "interrupted_rollouter", "next_index", "last_lease", "completions",
-    "num_commits", "fed", "trained", "trained_tokens", "replayed", "substituted", "closed", "covered_step",
+_NUMBERS = (
+    "version", "interrupted_rollouter", "next_index", "last_lease", "completions", "num_commits", "fed", "trained",
+    "trained_tokens", "replayed", "substituted", "covered_step",
 )  # fmt: skip
 
 

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import TypeAdapter
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.text import checked_path
 from asyncrl.core.types import SampleId
+from asyncrl.storage.run_dir import read_json
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -107,6 +108,7 @@ class Progress:
 
 
 _PROGRESS: TypeAdapter[Progress] = TypeAdapter(Progress)
+_SNAPSHOT: TypeAdapter[QueueSnapshot] = TypeAdapter(QueueSnapshot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +190,8 @@ def read_lineage(checkpoint: Path) -> int | None:
     """Return the lineage in which the checkpoint was written; None: its manifest is missing or damaged, see
     `load_manifest`."""
     try:
-        return int(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["lineage"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return index(read_json(checkpoint / MANIFEST)["lineage"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -218,7 +220,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST
     fix = _fix_for(checkpoint)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         if raw["schema_version"] != SCHEMA_VERSION:
             raise ConfigError(
                 f"{path} has schema version {raw['schema_version']}, this asyncrl reads {SCHEMA_VERSION}: it cannot "
@@ -227,7 +229,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
         manifest = _parse(raw)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): the checkpoint is not complete. {fix}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}). {fix}") from None
     for name, size in manifest.files.items():
         file = checkpoint / name
@@ -247,9 +249,8 @@ def _fix_for(checkpoint: Path) -> str:
 
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
-    queue = raw["queue"]
-    outstanding, counts = tuple(map(SampleId.parse, queue["outstanding"])), SampleCounts(**queue["counts"])
-    snapshot = QueueSnapshot(**queue | {"outstanding": outstanding, "counts": counts})
+    outstanding = tuple(map(SampleId.parse, raw["queue"]["outstanding"]))
+    snapshot = _SNAPSHOT.validate_python({**raw["queue"], "outstanding": outstanding})
     progress = _PROGRESS.validate_python(raw["progress"])
-    files = {checked_path(name): int(size) for name, size in raw["files"].items()}
-    return Manifest(progress, snapshot, dict(raw["identity"]), files, int(raw["lineage"]))
+    files = {checked_path(name): index(size) for name, size in raw["files"].items()}
+    return Manifest(progress, snapshot, dict(raw["identity"]), files, index(raw["lineage"]))

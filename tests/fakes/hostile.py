@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -52,6 +54,36 @@ def messages() -> st.SearchStrategy[Any]:
         },
     )
     return message | values()
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside a JSON value."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from _places(inner, (*path, key))
+
+
+def damaged(value: Any) -> st.SearchStrategy[Any]:
+    """Return copies of a JSON value in which some values are of another type, of another size, or missing."""
+    odd = values() | st.sampled_from([-1, 0, 1e308, 10**30, 2**63, float("nan"), float("inf"), "", {}, []])
+    changes = st.lists(st.tuples(st.sampled_from(sorted(_places(value), key=repr)), odd | st.just(...)), max_size=3)
+    return changes.map(lambda chosen: _with_changes(value, chosen)) | odd
+
+
+def _with_changes(value: Any, changes: Sequence[tuple[tuple[Any, ...], Any]]) -> Any:
+    changed = copy.deepcopy(value)
+    for (*above, last), new in changes:
+        inner = changed
+        try:
+            for key in above:
+                inner = inner[key]
+            if new is ...:
+                del inner[last]
+            else:
+                inner[last] = new
+        except (KeyError, IndexError, TypeError):  # an earlier change has removed the place
+            pass
+    return changed
 
 
 def _nested(depth: int) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given, settings
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig
@@ -33,6 +34,7 @@ from asyncrl.storage.checkpoint_manifest import (
     load_manifest,
     run_identity,
 )
+from tests.fakes import hostile
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import FakeGroup
 from trainer import checkpoints as checkpoint_module
@@ -362,6 +364,26 @@ def test_a_torn_checkpoint_is_named_with_its_fix(
     damage(path)
     with pytest.raises(ConfigError, match=f"(?s){message}.*resume=none"):
         load_manifest(path)
+
+
+def test_any_manifest_is_read_or_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 5) / "manifest.json"
+    raw = json.loads(path.read_text())
+
+    @settings(max_examples=200, deadline=None)
+    @given(hostile.damaged(raw) | hostile.damaged({**raw, "files": []}))
+    def check(content: Any) -> None:
+        path.write_text(json.dumps(content))
+        find_latest(tmp_path)
+        try:
+            manifest = load_manifest(path.parent)
+        except ConfigError as error:
+            assert "resume=none" in error.message
+        else:
+            sum_of_counts = manifest.queue.counts.trained + manifest.queue.counts.num_dropped
+            assert isinstance(sum_of_counts + manifest.progress.step + manifest.lineage, int)
+
+    check()
 
 
 def test_a_run_with_other_data_or_batches_is_refused(tmp_path: Path) -> None:

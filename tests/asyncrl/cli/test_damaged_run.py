@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,43 +60,13 @@ ODD_YAML = (
 )  # fmt: skip
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value inside a JSON value."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield (*path, key)
-        yield from places(inner, (*path, key))
-
-
-def damaged(value: Any) -> st.SearchStrategy[Any]:
-    """Return copies of a JSON value in which some values are of another type, of another size, or missing."""
-    odd = hostile.values() | st.sampled_from([-1, 0, 1e308, 10**30, 2**63, float("nan"), float("inf"), "", {}, []])
-    changes = st.lists(st.tuples(st.sampled_from(sorted(places(value), key=repr)), odd | st.just(...)), max_size=3)
-    return changes.map(lambda chosen: with_changes(value, chosen)) | odd
-
-
-def with_changes(value: Any, changes: Sequence[tuple[tuple[Any, ...], Any]]) -> Any:
-    changed = copy.deepcopy(value)
-    for (*above, last), new in changes:
-        inner = changed
-        try:
-            for key in above:
-                inner = inner[key]
-            if new is ...:
-                del inner[last]
-            else:
-                inner[last] = new
-        except (KeyError, IndexError, TypeError):  # an earlier change has removed the place
-            pass
-    return changed
-
-
 def texts(value: Any) -> st.SearchStrategy[str]:
     """Return files with a damaged JSON value, or without JSON."""
-    return damaged(value).map(json.dumps) | st.sampled_from(hostile.BROKEN_JSON)
+    return hostile.damaged(value).map(json.dumps) | st.sampled_from(hostile.BROKEN_JSON)
 
 
 configurations = (
-    damaged(CONFIG).map(yaml.safe_dump)
+    hostile.damaged(CONFIG).map(yaml.safe_dump)
     | st.sampled_from(ODD_YAML)
     | st.sampled_from(hostile.BROKEN_JSON)
     | st.just(yaml.safe_dump(CONFIG))

@@ -18,7 +18,7 @@ from asyncrl.core.failures import BugError, FencedError
 from asyncrl.core.ports import Admission, Lease, QueuedSample
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId, SampleMeta
-from asyncrl.queue.journal_reader import SampleHistories
+from asyncrl.queue.journal_reader import UNREADABLE, SampleHistories
 from asyncrl.queue.operation_rows import from_row, surviving_marks, to_row, trained_since
 from asyncrl.queue.operations import (
     AdmitSamples,
@@ -44,6 +44,7 @@ from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.sample_bytes import FileRef
 from asyncrl.storage.segments import segment_name
+from tests.fakes import hostile
 from tests.fakes.queues import CalledBy, MemoryLog, fill, meta, payload, rebuilt, train
 
 PROMPTS = 5
@@ -54,6 +55,35 @@ TOKENS = 10
 
 def make_queue(log: MemoryLog, size: int = 4, threshold: float = 0.0, total: int | None = None) -> LocalSampleQueue:
     return LocalSampleQueue(QueueOptions(PROMPTS, Pacing(size, threshold, total)), journal=log)
+
+
+def a_state() -> QueueState:
+    """Return a state in which every field has a value."""
+    state = QueueState(PROMPTS, keeps_payloads=True, total_samples=20)
+    ids = state.next_ids(6)
+    operations = (
+        AttachPart("rollouter", 1), PermitsGranted("a", ids),
+        OfferSamples(tuple(QueuedSample(meta(one), FileRef("1-1.safetensors", 0)) for one in ids[:5])),
+        LeaseGranted("b", 1, ids[:4], ended=False), CommitSamples(1, ids[:2], 20),
+        DropSamples(DropReason.STALE, ids[2:3]),
+        MarkCheckpoint(1), SetAppliedVersion(1, 0), RewindTraining(1, 1, 1, 20, trained_tokens=20),
+    )  # fmt: skip
+    for operation in operations:
+        operation.apply(state)
+    return state
+
+
+@settings(max_examples=300, deadline=None)
+@given(hostile.damaged(a_state().dump()))
+def test_a_damaged_state_is_refused_or_has_numbers_as_counts(raw: Any) -> None:
+    raw = json.loads(json.dumps(raw))
+    try:
+        state = QueueState.load(raw, PROMPTS, keeps_payloads=True)
+    except UNREADABLE:
+        return
+    counts = state.counts()
+    numbers = (counts.fed, counts.trained, counts.replayed, counts.num_dropped, state.trained_tokens, state.version)
+    assert all(isinstance(each, int) for each in numbers)
 
 
 # ------------------------------------------------------------------------------------------------ rows
