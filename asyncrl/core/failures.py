@@ -6,9 +6,11 @@ that decides what to do (retry, drop, stop) never has to import that library.
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from typing import Self
+from urllib.parse import quote
 
 from asyncrl.core.text import encodable
 
@@ -23,9 +25,11 @@ SHORTEST_HIDDEN = 4
 
 
 def hide(secret: str, reference: str) -> None:
-    """Make `conceal`, and all errors that this process raises from now on, show `reference` instead of `secret`."""
+    """Make `conceal`, and all errors that this process raises from now on, show `reference` instead of `secret`, also
+    where it is quoted as a literal of Python, in JSON or in a URL."""
     if len(secret) >= SHORTEST_HIDDEN:
-        _hidden[secret] = reference
+        quoted = (repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret), quote(secret, safe=""))
+        _hidden.update(dict.fromkeys((secret, *quoted), reference))
 
 
 def conceal(text: str) -> str:

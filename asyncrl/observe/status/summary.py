@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
 from asyncrl.core.ports import PartName, SampleCounts
 from asyncrl.core.records import Metrics
+from asyncrl.core.text import encodable
 from asyncrl.core.types import DropReason
 from asyncrl.observe.metrics.part_metrics import DownsampledSeries
 from asyncrl.observe.metrics.rows import MetricsRow, finite
@@ -354,7 +355,7 @@ def describe_error(error: BaseException, part: str) -> dict[str, str]:
         message, cause = str(error), ""
     if not cause and not isinstance(error, ConfigError):
         cause = "".join(traceback.format_exception(error))
-    message, cause = conceal(message), conceal(_RAY_GUESSES.sub("", cause))
+    message, cause = encodable(conceal(message)), encodable(conceal(_RAY_GUESSES.sub("", cause)))
     return {"type": type(error).__name__, "message": message, "part": part, "cause": cause}
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import yaml
@@ -138,6 +141,15 @@ def test_names_that_look_secret(name: str) -> None:
 )
 def test_names_that_do_not_look_secret(name: str) -> None:
     assert not looks_secret(name)
+
+
+@pytest.mark.parametrize("quoted", [repr, json.dumps, quote, lambda text: quote(text, safe=""), str])
+def test_quoted_secrets_are_hidden_too(monkeypatch: pytest.MonkeyPatch, quoted: Callable[[str], str]) -> None:
+    secret = 'p"ss\\w/rd é'
+    monkeypatch.setenv("QUOTED_SECRET", secret)
+    reveal("${secret:QUOTED_SECRET}", "reward.kwargs.key")
+    shown = ConfigError(f"a request for {quoted(secret)} failed").message
+    assert "${secret:QUOTED_SECRET}" in shown and "rd" not in shown
 
 
 def test_revealed_secrets_are_not_in_errors_and_conceal_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:
