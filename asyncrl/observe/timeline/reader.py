@@ -140,6 +140,8 @@ class EventReader:
                 before = file.read_to
                 try:
                     yield from self._read_file(number, file.size)
+                except FileNotFoundError:  # a live run has deleted it
+                    file.size = file.read_to
                 except OSError as error:
                     self._unreadable[number] = f"{file.path}: {error.strerror or error}"
                 else:

@@ -56,6 +56,17 @@ def test_new_events_of_old_and_new_steps_are_read_once(run: FakeRun) -> None:
     assert set(shown(read(run))["bars"]["event"]) == set(range(after["events"]))
 
 
+def test_files_that_a_live_run_deletes_are_not_reported(run: FakeRun) -> None:
+    run.write(3)
+    reader = EventReader(run.path)
+    new = reader.read_new()
+    next(new)
+    for file in run.path.glob("events/step_000003/*"):
+        file.unlink()
+    list(new)
+    assert (reader.unreadable, reader.read_share) == ([], 1.0)
+
+
 def step_numbers(reader: EventReader) -> list[int]:
     return sorted({event.fields["step"] for chunk in reader.read_new() for event in chunk.events})
 
