@@ -19,12 +19,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from asyncrl.core.ports import Score
 from asyncrl.core.text import MAX_DIGITS, safe_repr
@@ -45,6 +46,7 @@ MAX_DEPTH = 32
 _NO_SUCH_LINE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 _TOO_LONG = 10**MAX_DIGITS
 """The smallest integer that Python does not convert to text."""
+_TURN: TypeAdapter[TurnInfo] = TypeAdapter(TurnInfo)
 _MEASURED = ("generate_s", "user_s", "duration_s", "wait_s", "reward")
 
 
@@ -274,9 +276,9 @@ def _parse_row(raw: Mapping[str, Any]) -> TokenRow:
 
 
 def _parse_turn(raw: Mapping[str, Any], rows: Sequence[TokenRow]) -> TurnInfo:
-    calls = tuple(ToolCall(**{**_measured(call), "metrics": _numbers(call["metrics"])}) for call in raw["calls"])
-    values = {name: value for name, value in _measured(raw).items() if name != "text"}
-    turn = TurnInfo(**{**values, "calls": calls, "finish_reason": FinishReason(raw["finish_reason"])})
+    # An unknown field is a TypeError here; pydantic checks the types.
+    calls = [asdict(ToolCall(**{**_measured(call), "metrics": _numbers(call["metrics"])})) for call in raw["calls"]]
+    turn = _TURN.validate_python({**_measured(raw), "calls": calls})
     end = turn.first_token + turn.num_tokens
     if turn.row not in range(len(rows)) or not 0 <= turn.first_token <= end <= len(rows[turn.row].response_ids):
         raise ValueError("a turn exceeds its row")
