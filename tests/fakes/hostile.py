@@ -80,7 +80,7 @@ def _with_changes(value: Any, changes: Sequence[tuple[tuple[Any, ...], Any]]) ->
             if new is ...:
                 del inner[last]
             else:
-                inner[last] = new
+                inner[last] = copy.deepcopy(new)
         except (KeyError, IndexError, TypeError):  # an earlier change has removed the place
             pass
     return changed
