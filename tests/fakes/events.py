@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from asyncrl.observe.report.analysis import analyse
 from asyncrl.observe.report.load import load
-from asyncrl.observe.status.run_status import load_values
 from asyncrl.observe.status.summary import SavedSummary
 from asyncrl.profiling.files import EVENTS_DIRECTORY, EventFiles, EventLine
 from benchmarks.synthetic_run import START
@@ -32,5 +33,5 @@ def write_events(run_dir: Path, *lines: EventTuple, part: str = "all") -> None:
 def report_of(run_dir: Path, *lines: EventTuple, summary: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
     """Write events, and return the run's report as in report.json."""
     write_events(run_dir, *lines)
-    saved = load_values(SavedSummary, {"status": "completed", **summary}, "summary.json") if summary else None
+    saved = TypeAdapter(SavedSummary).validate_python({"status": "completed", **summary}) if summary else None
     return analyse(load(run_dir), {"name": "run", **about}, saved)

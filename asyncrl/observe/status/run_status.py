@@ -195,7 +195,7 @@ def load(raw: Any, where: str = STATE_FILE) -> RunState:
             f"{where} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}: inspect the run with the "
             "asyncrl that wrote it"
         )
-    return load_values(RunState, raw, where)
+    return load_values(_adapter(), raw, where)
 
 
 def read_values(path: Path) -> Any:
@@ -214,14 +214,14 @@ def read_values(path: Path) -> Any:
         raise ConfigError(f"{path} is torn or damaged: {error}") from None
 
 
-def load_values(kind: type[Loaded], raw: Any, where: str) -> Loaded:
+def load_values(adapter: TypeAdapter[Loaded], raw: Any, where: str) -> Loaded:
     """Return the dataclass that is written as the JSON values `raw`. `where`: the file, for error messages.
 
     Raises:
         ConfigError: a value is missing or of another type.
     """
     try:
-        return _adapter(kind).validate_python(raw)
+        return adapter.validate_python(raw)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -229,8 +229,8 @@ def load_values(kind: type[Loaded], raw: Any, where: str) -> Loaded:
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter() -> TypeAdapter[RunState]:
+    return TypeAdapter(RunState)
 
 
 def as_text(content: Mapping[str, Any]) -> str:

@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from pydantic import TypeAdapter
 
 from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
 from asyncrl.core.ports import PartName, SampleCounts
@@ -115,7 +118,12 @@ def read_summary(run_dir: Path) -> SavedSummary | None:
     """
     path = run_dir / SUMMARY
     raw = read_values(path)
-    return None if raw is None else load_values(SavedSummary, raw, str(path))
+    return None if raw is None else load_values(_adapter(), raw, str(path))
+
+
+@cache
+def _adapter() -> TypeAdapter[SavedSummary]:
+    return TypeAdapter(SavedSummary)
 
 
 def read_readable_summary(run_dir: Path) -> SavedSummary | None:
@@ -156,9 +164,9 @@ class SummaryBuilder:
             self._add_step(row)
         elif row.kind == "apply":
             self.num_syncs += 1
-            if "weight_sync/pause_s" in row.metrics:
-                self._pauses.append(row.metrics["weight_sync/pause_s"])
-            self._delays.append(row.metrics["weight_sync/publish_to_applied_s"])
+            for name, values in (("pause_s", self._pauses), ("publish_to_applied_s", self._delays)):
+                if (value := row.metrics.get(f"weight_sync/{name}")) is not None:
+                    values.append(value)
         else:
             self._validations.append(row)
 
