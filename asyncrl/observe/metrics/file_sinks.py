@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.text import parse_json
 from asyncrl.observe.metrics.rows import MetricsRow
-from asyncrl.storage.run_dir import disk_error, replace_file
+from asyncrl.storage.run_dir import disk_error, read_file, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -148,17 +149,20 @@ def rewind_jsonl(path: Path, step: int, version: int) -> list[MetricsRow]:
     Lines of later steps or versions and torn lines are removed. The file is replaced atomically.
 
     Raises:
-        InfraError, ConfigError: it cannot be rewritten.
+        InfraError, ConfigError: it cannot be read or rewritten.
     """
     if not path.exists():
         return []
     remaining: list[tuple[str, MetricsRow]] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    try:
+        lines = read_file(path).decode(errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        raise disk_error(path, error) from error
     for number, line in enumerate(lines, start=1):
         try:
-            row = MetricsRow.from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError):
-            logger.warning("%s, line %d is torn, as after a crash; it is left out", path, number)
+            row = MetricsRow.from_json(parse_json(line, finite=True))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            logger.warning("%s, line %d is torn or damaged, as after a crash; it is left out", path, number)
             continue
         if row.is_within(step, version):
             remaining.append((line if line.endswith("\n") else f"{line}\n", row))

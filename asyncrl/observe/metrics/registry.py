@@ -66,6 +66,11 @@ def find(name: str) -> tuple[Metric, Mapping[str, str]]:
     )
 
 
+def is_known(name: str) -> bool:
+    """Return whether a metric of this name is registered."""
+    return name in _EXACT or any(pattern.fullmatch(name) for pattern, _ in _PATTERNS)
+
+
 def check(names: Iterable[str]) -> None:
     """Raise `BugError` if a name is not registered."""
     for name in names:

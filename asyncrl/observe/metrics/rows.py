@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from operator import index as integer
 from typing import Any
 
 from asyncrl.core.failures import BugError
@@ -16,6 +17,7 @@ from asyncrl.observe.metrics import registry
 
 REQUIRED = ("reward/mean", "tokens/trained", "timing/wait_samples_s", "time/monotonic_s")
 """Metrics that every step must have."""
+_EXAMPLE = {"prompt", "response", "ground_truth", "reward"}
 _HEAD = ("kind", "step", "version", "lineage", "time_s")
 
 
@@ -51,15 +53,27 @@ class MetricsRow:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> MetricsRow:
-        """Parse a line; values that were not finite are left out.
+        """Parse a line. Values that were not finite, and metrics that this version of asyncrl does not know, are left
+        out.
 
         Raises:
-            KeyError, TypeError: it is not a line of metrics.jsonl.
+            KeyError, TypeError, ValueError, OverflowError: it is not a line of metrics.jsonl.
         """
-        head = {key: line[key] for key in _HEAD}
-        extra = {key: line[key] for key in ("rewards", "staleness", "examples") if key in line}
-        metrics = {key: value for key, value in line.items() if "/" in key and value is not None}
-        return cls(**head, unix_s=0.0, metrics=metrics, extra=extra)
+        extra: dict[str, Any] = {}
+        match kind := line["kind"]:
+            case "step":
+                extra["rewards"] = [float(reward) for reward in line["rewards"] if reward is not None]
+                extra["staleness"] = [integer(versions) for versions in line["staleness"]]
+            case "validation":
+                complete = [each for each in line["examples"] if each.keys() >= _EXAMPLE and each["reward"] is not None]
+                extra["examples"] = [{**each, "reward": float(each["reward"])} for each in complete]
+            case "apply":
+                pass
+            case _:
+                raise ValueError(f"{kind!r} is no kind of row")
+        metrics = {key: float(value) for key, value in line.items() if value is not None and registry.is_known(key)}
+        step, version, lineage = (integer(line[key]) for key in ("step", "version", "lineage"))
+        return cls(kind, step, version, float(line["time_s"]), 0.0, metrics, extra, lineage)
 
 
 def finite(value: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.observe import LoggingConfig
@@ -22,12 +24,14 @@ from asyncrl.core.failures import BugError, InfraError
 from asyncrl.core.records import StepRecord
 from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics import registry
-from asyncrl.observe.metrics.file_sinks import AppendFile
+from asyncrl.observe.metrics.file_sinks import AppendFile, rewind_jsonl
+from asyncrl.observe.metrics.rows import apply_row, step_row, validation_row
 from asyncrl.observe.recorder import MAX_RESTARTS, Recorder
-from asyncrl.observe.status.run_status import Restart
-from asyncrl.observe.status.summary import ResumePoint
+from asyncrl.observe.status.run_status import Restart, RunProgress
+from asyncrl.observe.status.summary import ResumePoint, SummaryBuilder
 from asyncrl.observe.terminal.live import View
 from asyncrl.storage.run_dir import RunDir
+from tests.fakes import hostile
 from tests.fakes.metric_records import (
     RecordingView,
     apply,
@@ -358,3 +362,30 @@ def test_the_newest_restarts_are_listed_and_all_are_counted() -> None:
     assert [one["incarnation"] for one in summary["recovery"]] == list(range(52, many + 2))
     state = recorder.complete_state(running())
     assert len(state.restarts) == MAX_RESTARTS and state.earlier_restarts == {"replica": 50}
+
+
+ROWS = [
+    step_row(step(1), {}, time_s=1.0, unix_s=0.0),
+    apply_row(apply(1), step=1, time_s=2.0, unix_s=0.0),
+    validation_row(validation(1, 0.5), time_s=3.0, unix_s=0.0),
+]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.tuples(*(hostile.damaged(row.as_json()).map(json.dumps) for row in ROWS)))
+def test_damaged_rows_are_left_out_and_the_others_can_be_summarized(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    builder = SummaryBuilder()
+    for row in rewind_jsonl(tmp_path / "metrics.jsonl", 10, 10):
+        builder.add(row)
+    json.dumps(builder.build("completed", None, RunProgress()))
+    builder.example()
+
+
+def test_rows_with_metrics_of_another_version_are_kept(tmp_path: Path) -> None:
+    lines = [json.dumps({**row.as_json(), "old/name": 1.0}) + "\n" for row in ROWS]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(lines))
+    rows = rewind_jsonl(path, 10, 10)
+    assert [row.metrics for row in rows] == [row.metrics for row in ROWS]
+    assert path.read_text() == "".join(lines)
