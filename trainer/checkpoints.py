@@ -10,7 +10,7 @@ step_000050/        a checkpoint; renamed to abandoned_step_000050/ once trainin
   hf/               the policy as a model directory
 
 There is one checkpoint at a time: the next one begins when the previous one is written or has failed. All ranks must
-have access to the run directory.
+have access to the directory.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
+from asyncrl.storage.checkpoint_claim import check_claim
 from asyncrl.storage.checkpoint_manifest import (
     ABANDONED,
-    CHECKPOINTS,
     HF_DIRECTORY,
     MANIFEST,
     NO_REWINDS,
@@ -104,7 +104,7 @@ class RoleCheckpoints:
 
         Raises:
             InfraError: the disk is full or failing, or a rank died.
-            ConfigError: the run directory is not writable.
+            ConfigError: the directory is not writable.
         """
         limit_s = CALLS * self._call_limit_s
         with self._waits.waiting("checkpoint", limit_s=limit_s), profile.span("trainer.checkpoint"):
@@ -172,16 +172,28 @@ class CheckpointDirectory:
     renamed to a temporary name. So after a crash at any point all named checkpoints are complete, and the next
     checkpoint deletes the temporary files.
 
-    Every method raises InfraError if the disk is full or failing, and ConfigError if the run directory is not writable.
+    Every method raises InfraError if the disk is full or failing, ConfigError if the directory is not writable, and
+    FencedError if another launch continues the run from there.
     """
 
     def __init__(
-        self, run_dir: Path, *, identity: Mapping[str, Any], keep: int, history: LineageHistory = NO_REWINDS
+        self,
+        directory: Path,
+        *,
+        identity: Mapping[str, Any],
+        keep: int,
+        history: LineageHistory = NO_REWINDS,
+        run_id: str | None = None,
     ) -> None:
-        """`history`: the history of the run; checkpoints are written in its newest lineage."""
+        """
+        Args:
+            history: the history of the run; checkpoints are written in its newest lineage.
+            run_id: the run that must have claimed the directory (`asyncrl.storage.checkpoint_claim`); None: it is in
+                the run directory, whose lock excludes other runs.
+        """
         self._history = history
-        self._run_dir = run_dir
-        self._root = run_dir / CHECKPOINTS
+        self._root = directory
+        self._run_id = run_id
         self._identity = identity
         self._keep = keep
 
@@ -189,6 +201,7 @@ class CheckpointDirectory:
         """Create a temporary directory for the checkpoint of `step`, with an empty subdirectory for each of `parts`."""
         # The name contains the lineage, because a Trainer that was replaced may still be writing its own checkpoint.
         building = (self._root / f".{checkpoint_name(step)}-{self._history.lineage}.tmp").absolute()
+        self._check_claim()
         with _disk_errors(building):
             self._delete_temporary()
             building.mkdir(parents=True)
@@ -210,14 +223,15 @@ class CheckpointDirectory:
                 (building / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
                 self._set_abandoned_aside()
                 return self._publish(building, progress.step)
-            except OSError:
+            except (OSError, FencedError):
                 shutil.rmtree(building, ignore_errors=True)
                 raise
 
     def prune(self) -> int:
         """Delete all checkpoints but the newest `keep`; return the step of the oldest that is left."""
+        self._check_claim()
         with _disk_errors(self._root):
-            checkpoints = checkpoint_steps(self._run_dir)
+            checkpoints = checkpoint_steps(self._root)
             for step in list(checkpoints)[: -self._keep]:
                 self._delete(checkpoints.pop(step))
         return min(checkpoints)
@@ -225,12 +239,13 @@ class CheckpointDirectory:
     def set_abandoned_aside(self) -> None:
         """Rename checkpoints that are not in the run's history to `abandoned_step_NNNNNN`, and delete unfinished
         ones."""
+        self._check_claim()
         with _disk_errors(self._root):
             self._delete_temporary()
             self._set_abandoned_aside()
 
     def _set_abandoned_aside(self) -> None:
-        for step, path in checkpoint_steps(self._run_dir).items():
+        for step, path in checkpoint_steps(self._root).items():
             lineage = read_lineage(path) or 0  # of an unreadable checkpoint, only the step is known
             if (left := self._history.abandoned_by(step, lineage)) is not None:
                 aside = path.with_name(f"{ABANDONED}{path.name}")
@@ -240,8 +255,13 @@ class CheckpointDirectory:
         if self._root.is_dir():
             sync(self._root)
 
+    def _check_claim(self) -> None:
+        if self._run_id is not None:
+            check_claim(self._root, self._run_id, self._history.lineage)
+
     def _check_lineage(self) -> None:
-        for path in checkpoint_steps(self._run_dir).values():
+        self._check_claim()
+        for path in checkpoint_steps(self._root).values():
             if (lineage := read_lineage(path) or 0) > self._history.lineage:
                 raise FencedError(
                     f"{path} is of lineage {lineage}: the Trainer of lineage {self._history.lineage} was replaced, and "
@@ -254,6 +274,7 @@ class CheckpointDirectory:
         for directory in sorted((path for path in building.rglob("*") if path.is_dir()), reverse=True):
             sync(directory)
         sync(building)
+        self._check_lineage()  # again, because the run may have been continued elsewhere while the disk was writing
         target = self._root / checkpoint_name(step)
         if target.exists():
             self._delete(target)

@@ -19,6 +19,7 @@ from asyncrl.core.records import RecordSink
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
+from asyncrl.storage.checkpoint_claim import read_run_id
 from asyncrl.storage.checkpoint_manifest import LineageHistory, Progress, Resume, run_identity
 from asyncrl.storage.run_dir import RunDir
 from asyncrl.storage.trained_steps import TrainedStepsFile
@@ -93,11 +94,15 @@ class Trainer:
                 there is none.
 
         Raises:
+            FencedError: another launch continues the run from `trainer.checkpoint_dir`.
             ConfigError: a model or the checkpoint cannot be used, or a model's tokenizer differs from the policy's.
             InfraError, DeadlineError: the ranks did not start. DiskFullError: the run directory is full.
         """
         keep = config.trainer.max_checkpoints_to_keep
-        files = CheckpointDirectory(run_dir.path, identity=run_identity(config), keep=keep, history=history)
+        run_id = None if run_dir.checkpoint_dir is None else read_run_id(run_dir.path)
+        files = CheckpointDirectory(
+            run_dir.checkpoints, identity=run_identity(config), keep=keep, history=history, run_id=run_id
+        )
         trained_steps = TrainedStepsFile(run_dir.path, history.lineage)
         with waits.waiting("model"):
             await to_thread.run_sync(check_tokenizers, config)

@@ -30,6 +30,7 @@ from asyncrl.driver.resume import resume_in_run
 from asyncrl.observe.status.run_status import ProcessInfo
 from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to
 from asyncrl.queue.actor import QueueClient
+from asyncrl.storage.checkpoint_claim import record_history
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Progress, Resume
 from asyncrl.storage.run_dir import RunDir, disk_error
 from rollouter.actor import start_rollouter
@@ -247,8 +248,10 @@ class SupervisedTrainer(_SupervisedActor):
         with attribute_failure_to("queue"):
             await self.queue.attach("trainer", incarnation)
         # After this, no earlier process can write or delete a checkpoint.
-        self.resume = await to_thread.run_sync(resume_in_run, self.run_dir.path, self._history)
+        self.resume = await to_thread.run_sync(resume_in_run, self.run_dir, self._history)
         self._history = self._history.after_rewind(self._progress.step)
+        # Before the queue goes back: a launch without this run directory must not resume from an abandoned checkpoint.
+        await to_thread.run_sync(record_history, self.run_dir, self._history)
         with attribute_failure_to("queue"):
             before = (await self.queue.status()).counts.trained
             await self.rewind()

@@ -29,9 +29,10 @@ from asyncrl.observe.status.summary import (
     SummaryFile,
     describe_error,
 )
-from asyncrl.observe.terminal.live import View, logging_to, make_view
+from asyncrl.observe.terminal.live import ALREADY_SHOWN, View, logging_to, make_view
 from asyncrl.profiling import ProfilerSettings, profile
-from asyncrl.storage.checkpoint_manifest import Resume
+from asyncrl.storage.checkpoint_claim import claim_checkpoints
+from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Resume
 from asyncrl.storage.run_dir import RunDir
 
 COMPLETED, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
@@ -47,14 +48,15 @@ def launch(config: Config) -> int:
     after the start, 130 interrupted. A completed run is left untouched.
 
     Raises:
-        ConfigError: the checkpoint to resume from or the run directory is unusable; nothing was started.
+        ConfigError: the checkpoint to resume from, the run directory or `trainer.checkpoint_dir` is unusable; nothing
+            was started.
         InfraError: the disk is full; nothing was started.
     """
     hide_secrets(config.model_dump(mode="json"))  # errors of other processes may contain them
     with RunLocks(config.directory_mode) as locks:
         warnings: list[str] = []
         resume = find_locked_resume(config, locks, warnings)
-        if resume is None and config.run_dir is not None:
+        if (resume is None or resume.run_dir is None) and config.run_dir is not None:
             locks.take(Path(config.run_dir))
         view = make_view(config.logging.console, f"asyncrl {config.mode} · {config.experiment_name}")
         if resume is not None:
@@ -65,6 +67,13 @@ def launch(config: Config) -> int:
                 return COMPLETED
         run_dir = open_run_dir(config, resume)
         locks.take(run_dir.path)
+        claim_checkpoints(
+            run_dir,
+            resume.history if resume is not None else NO_REWINDS,
+            new=resume is None,
+            exclusive=config.resume == "none",
+            mode=config.directory_mode,
+        )
         summary = SummaryFile(run_dir.path)
         summary.reserve()
         with view, logging_to(view, run_dir.logs, config.logging.level):
@@ -83,7 +92,7 @@ async def _launch(
     if resume:
         progress = resume.manifest.progress
         checkpoint = str(resume.checkpoint) if resume.checkpoint is not None else ""
-        resumed = ResumePoint(progress.step, progress.version, checkpoint, resume.lineage)
+        resumed = ResumePoint(progress.step, progress.version, checkpoint, resume.lineage, resume.lost)
     try:
         recorder = await Recorder.open(config, run_dir, view, resumed)
     except AsyncRLError as error:
@@ -94,6 +103,7 @@ async def _launch(
         recorder.add_earlier_tokens(earlier.generated_tokens)
     for text in warnings:
         view.message("warning", text)
+        logger.warning("%s", text, extra=ALREADY_SHOWN)
     profile.configure("driver", ProfilerSettings.of(config.profiler, run_dir.path, rotates=True))
     profile.set_position(step=(resumed.step if resumed else 0) + 1)
     status = RunStatus(config, run_dir, recorder, resumed_at=resumed)

@@ -3,10 +3,12 @@ Files, JSON and SQLite only, so no torch is needed.
 
 <run_dir>/checkpoints/step_000050/manifest.json   `asyncrl.storage.checkpoint_manifest`
 <run_dir>/journal.db                              `asyncrl.queue.journal`: every operation of the sample queue
+<trainer.checkpoint_dir>/run.json                 `asyncrl.storage.checkpoint_claim`: the run of the checkpoints there
 
 A run resumes only from a checkpoint that survives (`LineageHistory`), because the journal's counts belong to it. The
-journal records where training went back. Without a journal, a run resumes from the newest checkpoint of the newest
-lineage, with the sample counts in that checkpoint.
+journal and the claim record where training went back. Without both, a run resumes from the newest checkpoint of the
+newest lineage. Without a journal it resumes with the sample counts in the checkpoint. If `trainer.checkpoint_dir` is
+all that is left of a run, the run continues in a new run directory.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.observe.status.run_status import read_readable_state
 from asyncrl.observe.status.summary import read_readable_summary
 from asyncrl.queue.journal_reader import JournalHead, incarnation_of_files, read_head
+from asyncrl.storage.checkpoint_claim import CLAIM, Claim, read_claim, read_run_id
 from asyncrl.storage.checkpoint_manifest import (
     ABANDONED,
     CHECKPOINTS,
@@ -33,12 +36,13 @@ from asyncrl.storage.checkpoint_manifest import (
     Manifest,
     Progress,
     Resume,
+    checkpoint_steps,
     find_latest,
     load_manifest,
     read_lineage,
     run_identity,
 )
-from asyncrl.storage.run_dir import JOURNAL, RUNS, SavedConfig, read_json, runs_of
+from asyncrl.storage.run_dir import JOURNAL, RUNS, RunDir, SavedConfig, read_json, runs_of
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -74,11 +78,11 @@ def find_resume(config: Config, *, root: Path = RUNS, warn: Callable[[str], None
     """
     if config.resume == "none":
         return None
-    found = _newest(config, root, warn) if config.resume == "auto" else _named(config)
-    return None if found is None else _resume(config, found)
+    found = _newest(config, root, warn) if config.resume == "auto" else _named(config, warn)
+    return None if found is None else _resume(config, found, warn)
 
 
-def resume_in_run(run_dir: Path, history: LineageHistory) -> Resume | None:
+def resume_in_run(run_dir: RunDir, history: LineageHistory) -> Resume | None:
     """Return what a replacement of the Trainer resumes from while the run continues; None: the initial model.
 
     Args:
@@ -88,11 +92,11 @@ def resume_in_run(run_dir: Path, history: LineageHistory) -> Resume | None:
     Raises:
         ConfigError: the newest checkpoint is damaged.
     """
-    checkpoint = find_latest(run_dir, history)
+    checkpoint = find_latest(run_dir.checkpoints, history)
     if checkpoint is None:
         return None
     manifest = load_manifest(checkpoint)
-    return Resume(run_dir, checkpoint, manifest, history.after_rewind(manifest.progress.step))
+    return Resume(run_dir.path, checkpoint, manifest, history.after_rewind(manifest.progress.step))
 
 
 def completed_at(run_dir: Path) -> int | None:
@@ -151,20 +155,35 @@ def _without(section: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
 
 
 class _ResumeSource(NamedTuple):
-    run_dir: Path
-    checkpoint: Path | None
-    """None: there is only a journal."""
-    head: JournalHead | None
+    run_dir: Path | None
+    """None: only `trainer.checkpoint_dir` is left."""
+    checkpoints: Path
+    """The directory that contains the run's checkpoints."""
+    claim: Claim | None = None
+    """None: the checkpoints are in the run directory, or nobody has claimed theirs."""
+    head: JournalHead | None = None
     """None: there is no journal, or it is not used."""
+    checkpoint: Path | None = None
+    """None: there is only a journal."""
+
+    @property
+    def history(self) -> LineageHistory:
+        """The claim is at least as new as the journal."""
+        if self.claim is not None:
+            return self.claim.history
+        return self.head.history if self.head is not None else NO_REWINDS
 
 
 def _newest(config: Config, root: Path, warn: Callable[[str], None]) -> _ResumeSource | None:
+    if config.trainer.checkpoint_dir is not None:
+        return _in_checkpoint_dir(Path(config.trainer.checkpoint_dir).expanduser(), config, warn)
     if config.run_dir is not None:
         return _in_run_dir(Path(config.run_dir), config, warn)
     passed: list[str] = []
     found: _ResumeSource | None = None
     for run in runs_of(config.experiment_name, root=root):
-        source = _find_in(run.path, config)
+        elsewhere = RunDir.saved(run.path).checkpoint_dir
+        source = _find_in(run.path, config) if elsewhere is None else f"has trainer.checkpoint_dir={elsewhere}"
         if not isinstance(source, str):
             found = source
             break
@@ -185,9 +204,33 @@ def _in_run_dir(run_dir: Path, config: Config, warn: Callable[[str], None]) -> _
             f"the run in {run_dir} {_COMPLETED}: there is nothing to continue, and starting it again would replace "
             f"its records. For another run, give another run_dir."
         )
-    if source:
+    if source and config.run_dir is None:
+        warn(f"resume=auto begins a new run: the one in {run_dir} {source}")
+    elif source:
         warn(f"resume=auto starts the run in {run_dir} anew: it {source}. Its records are set aside as *-abandoned-*")
     return None
+
+
+def _in_checkpoint_dir(directory: Path, config: Config, warn: Callable[[str], None]) -> _ResumeSource | None:
+    """Return what the run of the checkpoints in `trainer.checkpoint_dir` continues from, in its own run directory if
+    that is here; None: a new run begins."""
+    source = _ResumeSource(None, directory, read_claim(directory))
+    if (run_dir := _run_dir_of(source.claim, config)) is not None:
+        return _in_run_dir(run_dir, config, warn)
+    if (checkpoint := find_latest(directory, source.history)) is None:
+        warn(f"resume=auto finds no checkpoint in trainer.checkpoint_dir={directory} and begins a new run")
+        return None
+    return source._replace(checkpoint=checkpoint)
+
+
+def _run_dir_of(claim: Claim | None, config: Config) -> Path | None:
+    """Return the directory of the run that has made the claim, or else the run in `run_dir`; None: neither is here."""
+    named = [Path(config.run_dir)] if config.run_dir is not None else []
+    if claim is not None:
+        for path in (*named, claim.run_dir):
+            if read_run_id(path) == claim.run_id:
+                return path
+    return next((path for path in named if RunDir(path).config.exists()), None)
 
 
 _COMPLETED = "is completed and left no checkpoint"
@@ -197,13 +240,14 @@ def _find_in(run_dir: Path, config: Config) -> _ResumeSource | str:
     """Return the checkpoint and the journal in the run directory; if it has neither, the reason as a phrase whose
     subject is the run, empty if there is no run."""
     head = read_head(run_dir) if config.journal == "on" else None
-    history = head.history if head is not None else NO_REWINDS
-    if (checkpoint := find_latest(run_dir, history)) is not None:
-        return _ResumeSource(run_dir, checkpoint, head)
+    checkpoints = RunDir.of(run_dir, config.trainer.checkpoint_dir).checkpoints
+    source = _ResumeSource(run_dir, checkpoints, _claim_of(run_dir, config), head)
+    if (checkpoint := find_latest(checkpoints, source.history)) is not None:
+        return source._replace(checkpoint=checkpoint)
     if completed_at(run_dir) is not None:
         return _COMPLETED
     if head is not None and not head.damage:
-        return _ResumeSource(run_dir, None, head)
+        return source
     if not (run_dir / "config.yaml").exists():
         return ""
     if head is not None:
@@ -211,12 +255,50 @@ def _find_in(run_dir: Path, config: Config) -> _ResumeSource | str:
     return f"has no checkpoint, and {'journal=off' if config.journal == 'off' else 'no journal'}"
 
 
-def _named(config: Config) -> _ResumeSource:
-    path = Path(config.resume).expanduser()
-    if _CHECKPOINT.fullmatch(path.absolute().name) or (path / MANIFEST).exists():
-        return _checkpoint(path.absolute(), config)
-    found = _find_in(path.parent if path.name == CHECKPOINTS else path, config)
-    if isinstance(found, str):
+def _claim_of(run_dir: Path, config: Config) -> Claim | None:
+    """Return the claim of `trainer.checkpoint_dir`, which must be that of the run in `run_dir`.
+
+    Raises:
+        ConfigError: the run's checkpoints are elsewhere, or those in the directory are another run's.
+    """
+    saved, present = RunDir.saved(run_dir), RunDir.of(run_dir, config.trainer.checkpoint_dir)
+    if saved.checkpoints.resolve() != present.checkpoints.resolve() and checkpoint_steps(saved.checkpoints):
+        raise ConfigError(
+            f"trainer.checkpoint_dir={present.checkpoint_dir or 'null'}: the checkpoints of the run in {run_dir} are "
+            f"in {saved.checkpoints}, and the run would not continue from them. Restore "
+            f"trainer.checkpoint_dir={saved.checkpoint_dir or 'null'}, or move all files in that directory to "
+            f"{present.checkpoints}."
+        )
+    if (directory := present.checkpoint_dir) is None:
+        return None
+    claim, run_id = read_claim(directory), read_run_id(run_dir)
+    if claim is None and run_id is not None and read_readable_state(run_dir) is not None:
+        raise ConfigError(
+            f"trainer.checkpoint_dir={directory} has no {CLAIM}, which the run in {run_dir} has written: its "
+            "checkpoints are not there, and training would go back to the initial model. Check that the disk is "
+            "mounted, or start anew with resume=none and other directories."
+        )
+    if claim is not None and claim.run_id != run_id:
+        raise ConfigError(
+            f"trainer.checkpoint_dir={directory} has the checkpoints of the run in {claim.run_dir} on {claim.host}, "
+            f"not of the one in {run_dir}: the records of the two would be mixed. To continue from these checkpoints, "
+            f"give a run_dir that does not exist yet; to continue the run in {run_dir}, give its own "
+            "trainer.checkpoint_dir."
+        )
+    return claim
+
+
+def _named(config: Config, warn: Callable[[str], None]) -> _ResumeSource:
+    path, directory = Path(config.resume).expanduser().absolute(), _checkpoint_dir(config)
+    if _CHECKPOINT.fullmatch(path.name) or (path / MANIFEST).exists():
+        return _checkpoint(path, config)
+    _check_claimed(path, config)
+    found: _ResumeSource | str | None
+    if path.resolve() == directory:
+        found = _in_checkpoint_dir(path, config, warn)
+    else:
+        found = _find_in(path.parent if path.name == CHECKPOINTS else path, config)
+    if found is None or isinstance(found, str):
         why = f": the run {found}" if found else ""
         raise ConfigError(
             f"resume={config.resume}: there is no checkpoint to continue from, and no journal of a run that died "
@@ -226,18 +308,40 @@ def _named(config: Config) -> _ResumeSource:
     return found
 
 
+def _checkpoint_dir(config: Config) -> Path | None:
+    directory = config.trainer.checkpoint_dir
+    return None if directory is None else Path(directory).expanduser().resolve()
+
+
+def _check_claimed(directory: Path, config: Config) -> None:
+    if (directory / CLAIM).exists() and directory.resolve() != _checkpoint_dir(config):
+        raise ConfigError(
+            f"resume={config.resume}: the run in {directory} has its checkpoints there, and its next ones would be "
+            f"elsewhere. Give trainer.checkpoint_dir={directory}, too."
+        )
+
+
 def _checkpoint(path: Path, config: Config) -> _ResumeSource:
     """Return that checkpoint, if its run may resume from it.
 
     Raises:
-        ConfigError: training went back to an earlier step and abandoned it.
+        ConfigError: training went back to an earlier step and abandoned it; or it is not in `trainer.checkpoint_dir`.
     """
-    run_dir = path.parent.parent
-    head = read_head(run_dir) if config.journal == "on" else None
+    directory = path.parent
+    _check_claimed(directory, config)
+    run_dir: Path | None = directory.parent
+    claim = None
+    if directory.resolve() == _checkpoint_dir(config):
+        claim = read_claim(directory)
+        run_dir = _run_dir_of(claim, config)
+    if run_dir is not None:
+        claim = _claim_of(run_dir, config)
+    head = read_head(run_dir) if config.journal == "on" and run_dir is not None else None
+    source = _ResumeSource(run_dir, directory, claim, head, path)
     lineage, digits = read_lineage(path), path.name.rpartition("_")[2]
     rewind = None
-    if head is not None and lineage is not None and digits.isdigit():
-        rewind = head.history.abandoned_by(int(digits), lineage)
+    if lineage is not None and digits.isdigit():
+        rewind = source.history.abandoned_by(int(digits), lineage)
     if rewind is not None or path.name.startswith(ABANDONED):
         where = f"to step {rewind.step} (lineage {rewind.lineage})" if rewind is not None else "to an earlier step"
         raise ConfigError(
@@ -245,14 +349,14 @@ def _checkpoint(path: Path, config: Config) -> _ResumeSource:
             f"were handed out again: the run cannot continue from it. Start a new one from its weights: resume=none "
             f"model.path={path / HF_DIRECTORY}"
         )
-    return _ResumeSource(run_dir, path, head)
+    return source
 
 
 # ------------------------------------------------------------------------------------------------ compatibility
 
 
-def _resume(config: Config, found: _ResumeSource) -> Resume:
-    run_dir, head = found.run_dir.absolute(), found.head
+def _resume(config: Config, found: _ResumeSource, warn: Callable[[str], None]) -> Resume:
+    head = found.head
     checkpoint = found.checkpoint.absolute() if found.checkpoint is not None else None
     manifest = Manifest(Progress(), QueueSnapshot(1, (), SampleCounts(), 0), run_identity(config))
     if checkpoint is not None:
@@ -260,10 +364,17 @@ def _resume(config: Config, found: _ResumeSource) -> Resume:
         _check_identity(checkpoint, manifest.identity, run_identity(config), checkpoint)
         _check_architecture(checkpoint, config.model.path)
         _check_critic(checkpoint, manifest, config)
+    lineage = max(found.history.lineage, *_lineages(found)) + 1
+    history = found.history.after_rewind(manifest.progress.step, lineage)
+    if found.run_dir is None:
+        lost = _loss(found, manifest.progress)
+        warn(lost)
+        return Resume(None, checkpoint, manifest, history, lost=lost)
+    run_dir = found.run_dir.absolute()
     # Even if the journal is missing (which the queue reports), new files must not reuse the names of existing ones.
-    history, incarnations = NO_REWINDS, {"rollouter": incarnation_of_files(run_dir)}
+    incarnations: Mapping[str, int] = {"rollouter": incarnation_of_files(run_dir)}
     if head is not None:
-        history, incarnations = head.history, dict(head.incarnations)
+        incarnations = dict(head.incarnations)
         # A damaged journal is not used; the queue reports the reason when it sets the journal aside.
         if not head.damage:
             _check_journal(run_dir, head, config, checkpoint)
@@ -273,17 +384,27 @@ def _resume(config: Config, found: _ResumeSource) -> Resume:
             raise ConfigError(
                 f"{run_dir / JOURNAL} does not reach back to the start of the run, and the run has no checkpoint: "
                 "training cannot go back to the initial model, because the journal has forgotten which samples were "
-                f"trained. Restore a checkpoint in {run_dir / CHECKPOINTS}, or start anew with another run_dir and "
+                f"trained. Restore a checkpoint in {found.checkpoints}, or start anew with another run_dir and "
                 "resume=none."
             )
-    lineage = max(history.lineage, *_lineages(run_dir)) + 1
-    return Resume(run_dir, checkpoint, manifest, history.after_rewind(manifest.progress.step, lineage), incarnations)
+    return Resume(run_dir, checkpoint, manifest, history, incarnations)
 
 
-def _lineages(run_dir: Path) -> list[int]:
+def _loss(found: _ResumeSource, at: Progress) -> str:
+    """Return a notice about the lost run directory."""
+    where = f", {found.claim.run_dir} on {found.claim.host}," if found.claim is not None else ""
+    return (
+        f"the run directory{where} is not here: the run continues in a new one from {found.checkpoint}, which is step "
+        f"{at.step} (version {at.version}, {at.trained_samples} trained samples). Everything since then is lost: those "
+        "samples are handed out again, and generated and trained again. Metrics and records of earlier steps are lost, "
+        "too, except for the sample counts"
+    )
+
+
+def _lineages(found: _ResumeSource) -> list[int]:
     """Return the lineages in the run's state file and checkpoints, as far as they can be read; always includes 0."""
-    state = read_readable_state(run_dir)
-    checkpoints = [read_lineage(path) or 0 for path in (run_dir / CHECKPOINTS).glob("*step_*")]
+    state = read_readable_state(found.run_dir) if found.run_dir is not None else None
+    checkpoints = [read_lineage(path) or 0 for path in found.checkpoints.glob("*step_*")]
     return [0 if state is None else state.lineage, *checkpoints]
 
 

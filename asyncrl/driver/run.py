@@ -445,6 +445,6 @@ def _resume_message(resume: Resume, before: SampleCounts, now: SampleCounts) -> 
     where = f"step {at.step} (version {at.version})" if resume.checkpoint is not None else "the beginning"
     again = max(0, before.trained - now.trained)
     return (
-        f"continuing from {where} in {resume.run_dir}: {now.trained} samples are trained, {again} are trained again, "
-        f"{now.ready - min(again, now.ready)} more are finished already"
+        f"continuing from {where} in {resume.run_dir or resume.checkpoint}: {now.trained} samples are trained, "
+        f"{again} are trained again, {now.ready - min(again, now.ready)} more are finished already"
     )

@@ -126,7 +126,7 @@ def find_locked_resume(config: Config, locks: RunLocks, warnings: list[str]) -> 
         if named is not None and (Path(named) / "config.yaml").exists():
             locks.take(Path(named))
     resume = find_resume(config, warn=warnings.append)
-    while resume is not None and locks.take(resume.run_dir):
+    while resume is not None and resume.run_dir is not None and locks.take(resume.run_dir):
         warnings.clear()
         resume = find_resume(config, warn=warnings.append)  # its driver may have continued until just now
     return resume
@@ -135,7 +135,7 @@ def find_locked_resume(config: Config, locks: RunLocks, warnings: list[str]) -> 
 def check_run_dir(config: Config, resume: Resume) -> None:
     """Raise `ConfigError` if `run_dir` is not the directory of the run to continue."""
     named = config.run_dir
-    if named is None or Path(named).resolve() == resume.run_dir.resolve():
+    if named is None or resume.run_dir is None or Path(named).resolve() == resume.run_dir.resolve():
         return
     anew = ""
     if resume.checkpoint is not None:
@@ -147,7 +147,8 @@ def check_run_dir(config: Config, resume: Resume) -> None:
 
 
 def open_run_dir(config: Config, resume: Resume | None) -> RunDir:
-    """Return the directory to run in; a resumed run keeps its own. Records that cannot be continued are set aside.
+    """Return the directory to run in; a resumed run keeps its own, unless that is lost. Records that cannot be
+    continued are set aside.
 
     Raises:
         ConfigError: `run_dir` cannot be used.
@@ -160,6 +161,8 @@ def open_run_dir(config: Config, resume: Resume | None) -> RunDir:
         run_dir = reopen_run_dir(named, config)
         _set_aside(run_dir, METRICS, TRAINED, SAMPLES, *JOURNAL_FILES)
         return run_dir
+    if resume.run_dir is None:
+        return create_run_dir(config, datetime.now())
     run_dir = reopen_run_dir(resume.run_dir, config)
     if config.journal == "off":
         # New checkpoints have other sample counts, which an old journal and its samples would contradict.
@@ -209,7 +212,7 @@ def already_completed(config: Config, resume: Resume) -> str | None:
     Raises:
         ConfigError: see `planned_steps`.
     """
-    if (end := completed_at(resume.run_dir)) is None:
+    if resume.run_dir is None or (end := completed_at(resume.run_dir)) is None:
         return None
     assert resume.checkpoint is not None  # a completed run without a checkpoint is not resumed
     is_named = Path(config.resume).expanduser().resolve() == resume.checkpoint.resolve()

@@ -1,7 +1,9 @@
 """Checkpoint manifests, and which checkpoints of a run survive. This module does not import torch.
 
-<run_dir>/checkpoints/step_000050/manifest.json             written last, before the directory gets its name
-<run_dir>/checkpoints/abandoned_step_000060/manifest.json   training went back to an earlier step: abandoned
+step_000050/manifest.json             written last, before the directory gets its name
+abandoned_step_000060/manifest.json   training went back to an earlier step: abandoned
+
+They are in `<run_dir>/checkpoints`, or in `trainer.checkpoint_dir` (`RunDir.checkpoints`).
 
 Training may go back to a checkpoint, in a new lineage:
 
@@ -129,7 +131,8 @@ class Manifest:
 class Resume:
     """The checkpoint or the journal that a run resumes from."""
 
-    run_dir: Path
+    run_dir: Path | None
+    """None: it is lost (see `lost`), and the run continues in a new one."""
     checkpoint: Path | None
     """None: the run died before its first one and resumes from its journal and the initial model; `manifest` is that of
     step 0."""
@@ -138,6 +141,8 @@ class Resume:
     """Ends with the rewind to `checkpoint`, which begins a new lineage."""
     incarnations: Mapping[str, int] = field(default_factory=dict)
     """Last incarnations of Rollouter and Trainer according to the journal, or to the names of files in `samples/`."""
+    lost: str = ""
+    """A sentence about the run directory that is lost, and what is lost with it; empty: nothing is lost."""
 
     @property
     def lineage(self) -> int:
@@ -163,20 +168,21 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
-    """Return the run's complete checkpoints by step, ascending. Incomplete ones have other names."""
-    root = run_dir / CHECKPOINTS
-    if not root.is_dir():
+def checkpoint_steps(directory: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in `directory` by step, ascending. Incomplete ones have other names."""
+    if not directory.is_dir():
         return {}
-    found = {int(match[1]): path for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()}
+    found = {
+        int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
+    }
     return dict(sorted(found.items()))
 
 
-def find_latest(run_dir: Path, history: LineageHistory = NO_REWINDS) -> Path | None:
-    """Return the run's newest checkpoint that survives, which is the last one of the newest lineage; abandoned ones are
-    skipped. A checkpoint whose lineage cannot be read is compared by its step.
+def find_latest(directory: Path, history: LineageHistory = NO_REWINDS) -> Path | None:
+    """Return the newest checkpoint in `directory` that survives, which is the last one of the newest lineage; abandoned
+    ones are skipped. A checkpoint whose lineage cannot be read is compared by its step.
     """
-    found = [(read_lineage(path), step, path) for step, path in checkpoint_steps(run_dir).items()]
+    found = [(read_lineage(path), step, path) for step, path in checkpoint_steps(directory).items()]
     newest = max((lineage for lineage, _, _ in found if lineage is not None), default=0)
     ours = [
         (newest if lineage is None else lineage, step, path)
@@ -242,7 +248,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
 
 def _fix_for(checkpoint: Path) -> str:
     """Return what the user can do about an unusable checkpoint."""
-    earlier = [path for path in checkpoint_steps(checkpoint.parent.parent).values() if path.name < checkpoint.name]
+    earlier = [path for path in checkpoint_steps(checkpoint.parent).values() if path.name < checkpoint.name]
     if not earlier:
         return "The run has no earlier one to continue from: start anew with resume=none."
     return f"Delete {checkpoint} to continue from {earlier[-1].name}, or start anew with resume=none."

@@ -42,6 +42,19 @@ class RunDir:
     """Names inside a run directory. `path` is absolute, because parts of the run have other working directories."""
 
     path: Path
+    checkpoint_dir: Path | None = None
+    """`trainer.checkpoint_dir`; None: the checkpoints are in the run directory."""
+
+    @classmethod
+    def of(cls, path: Path, checkpoint_dir: str | None) -> RunDir:
+        """Return the names for a run with this `trainer.checkpoint_dir`."""
+        return cls(path.absolute(), None if checkpoint_dir is None else Path(checkpoint_dir).expanduser())
+
+    @classmethod
+    def saved(cls, path: Path) -> RunDir:
+        """Return the names for an existing run, with the `trainer.checkpoint_dir` of its last launch."""
+        saved = SavedConfig(path).value("trainer", "checkpoint_dir")
+        return cls.of(path, saved if isinstance(saved, str) else None)
 
     @property
     def config(self) -> Path:
@@ -69,7 +82,8 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        """The directory that contains the checkpoints."""
+        return self.checkpoint_dir or self.path / "checkpoints"
 
 
 class SavedConfig:
@@ -99,13 +113,14 @@ def disk_error(path: Path, error: OSError) -> AsyncRLError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError.wrap(
             f"the disk is full: cannot write {path}. The run cannot keep its records there. "
-            "Free some space and continue with resume=auto, or put a new run elsewhere with run_dir=PATH.",
+            "Free some space and continue with resume=auto, or put a new run elsewhere with run_dir=PATH, and "
+            "its checkpoints with trainer.checkpoint_dir=PATH.",
             error,
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
         return ConfigError(
             f"cannot write {path}: {error.strerror}. A run needs a directory for its records. "
-            "Give one you may write to with run_dir=PATH."
+            "Give one you may write to with run_dir=PATH, for checkpoints with trainer.checkpoint_dir=PATH."
         )
     return InfraError.wrap(f"cannot write {path}: {error.strerror or error}. The run's records are incomplete.", error)
 
@@ -188,11 +203,12 @@ def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDi
         if config.run_dir:
             target.mkdir(config.directory_mode, parents=True, exist_ok=True)
             _refuse_used(target)
-            run_dir = RunDir(target.absolute())
+            path = target
         else:
             target.mkdir(parents=True, exist_ok=True)
-            run_dir = RunDir(_make_unique(target, now.strftime("%Y%m%d-%H%M%S"), config.directory_mode).absolute())
-            _point_latest(target / "latest", run_dir.path.name)
+            path = _make_unique(target, now.strftime("%Y%m%d-%H%M%S"), config.directory_mode)
+            _point_latest(target / "latest", path.name)
+        run_dir = RunDir.of(path, config.trainer.checkpoint_dir)
         _fill(run_dir, config)
     except OSError as error:
         raise disk_error(Path(error.filename or target), error) from error
@@ -206,7 +222,7 @@ def reopen_run_dir(path: Path, config: Config) -> RunDir:
         ConfigError: it does not exist or cannot be written.
         InfraError: the disk is full.
     """
-    run_dir = RunDir(path.absolute())
+    run_dir = RunDir.of(path, config.trainer.checkpoint_dir)
     if not run_dir.path.is_dir():
         raise ConfigError(
             f"there is no run directory {path}: there is nothing to continue from. Check the path given to resume."

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,22 @@ class LaunchedRun:
 
     def survivors(self) -> list[str]:
         """Return the processes of the launch that are still alive, whatever their parent is."""
+        return [text for _, text in self._alive()]
+
+    def kill_all(self) -> None:
+        """Kill all processes of the launch, Ray's included, as the loss of their machine does."""
+        while alive := self._alive():
+            for process, _ in alive:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.poll()
+
+    def _alive(self) -> list[tuple[psutil.Process, str]]:
         found = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(" ".join(process.cmdline()) or process.name())
+                    found.append((process, " ".join(process.cmdline()) or process.name()))
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
         return found

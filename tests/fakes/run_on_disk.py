@@ -24,7 +24,7 @@ from asyncrl.storage.checkpoint_manifest import (
     dump_manifest,
     run_identity,
 )
-from asyncrl.storage.run_dir import create_run_dir
+from asyncrl.storage.run_dir import RunDir, create_run_dir
 from tests.fakes.queues import end
 
 
@@ -33,8 +33,11 @@ def snapshot(seq: int = 0) -> QueueSnapshot:
     return QueueSnapshot(1, (), SampleCounts(), 0, seq)
 
 
-def write_checkpoint(run_dir: Path, step: int, *, seq: int = 0, lineage: int = 0, config: Config | None = None) -> Path:
-    path = run_dir / "checkpoints" / checkpoint_name(step)
+def write_checkpoint(
+    run_dir: Path | RunDir, step: int, *, seq: int = 0, lineage: int = 0, config: Config | None = None
+) -> Path:
+    files = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
+    path = files.checkpoints / checkpoint_name(step)
     (path / "hf").mkdir(parents=True)
     (path / "hf" / "config.json").write_text("{}")
     identity = run_identity(config or Config())
@@ -52,7 +55,7 @@ class RunOnDisk:
         self.files = create_run_dir(self.config, datetime(2026, 1, 1))
 
     def checkpoint(self, step: int, *, seq: int = 0, lineage: int = 0) -> Path:
-        return write_checkpoint(self.path, step, seq=seq, lineage=lineage, config=self.config)
+        return write_checkpoint(self.files, step, seq=seq, lineage=lineage, config=self.config)
 
     def journal(self, *operations: Operation, seq: int = 0, identity: Mapping[str, Any] | None = None) -> None:
         """Write a journal that begins after transition `seq` and has these operations."""

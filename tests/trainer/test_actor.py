@@ -209,7 +209,7 @@ async def test_a_killed_trainer_leaves_no_rank_and_another_resumes_from_its_chec
                     os.kill(status["pid"], signal.SIGKILL)
         assert psutil.wait_procs(ranks, timeout=10)[1] == [], "a rank outlived its Trainer"
 
-        resume = resume_in_run(run.run_dir.path, NO_REWINDS)
+        resume = resume_in_run(run.run_dir, NO_REWINDS)
         assert resume is not None
         progress = resume.manifest.progress
         assert (progress.step, progress.version) == (2, 2)

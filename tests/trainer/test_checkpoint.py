@@ -25,7 +25,9 @@ from asyncrl.core.types import SampleId
 from asyncrl.core.waits import WaitBoard
 from asyncrl.driver.resume import find_resume
 from asyncrl.queue.sample_queue import LocalSampleQueue
+from asyncrl.storage.checkpoint_claim import claim_checkpoints, read_claim, read_run_id, record_history
 from asyncrl.storage.checkpoint_manifest import (
+    CHECKPOINTS,
     NO_REWINDS,
     LineageHistory,
     Progress,
@@ -34,6 +36,7 @@ from asyncrl.storage.checkpoint_manifest import (
     load_manifest,
     run_identity,
 )
+from asyncrl.storage.run_dir import RunDir
 from tests.fakes import hostile
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import FakeGroup
@@ -57,7 +60,8 @@ def progress(step: int) -> Progress:
 def checkpointer(
     run_dir: Path, config: Config | None = None, keep: int = 2, history: LineageHistory = NO_REWINDS
 ) -> CheckpointDirectory:
-    return CheckpointDirectory(run_dir, identity=run_identity(config or Config()), keep=keep, history=history)
+    identity = run_identity(config or Config())
+    return CheckpointDirectory(run_dir / CHECKPOINTS, identity=identity, keep=keep, history=history)
 
 
 class AgreeingQueue(LocalSampleQueue):
@@ -138,7 +142,7 @@ def test_other_keys_in_a_manifest_are_another_schema(tmp_path: Path) -> None:
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 5, 10, 15, 100, keep=2)
     assert names(tmp_path) == ["step_000015", "step_000100"]
-    assert find_latest(tmp_path) == tmp_path / "checkpoints" / "step_000100"
+    assert find_latest(tmp_path / CHECKPOINTS) == tmp_path / "checkpoints" / "step_000100"
 
 
 def test_a_second_checkpoint_of_a_step_replaces_the_first(tmp_path: Path) -> None:
@@ -183,7 +187,7 @@ def test_a_crash_at_any_moment_leaves_only_complete_checkpoints(
         patch.setattr(checkpoint_module.shutil, "rmtree", counted(checkpoint_module.shutil.rmtree))
         with suppress(Crash):
             save(tmp_path, 3)
-    steps = checkpoint_steps(tmp_path)
+    steps = checkpoint_steps(tmp_path / CHECKPOINTS)
     assert set(steps) in ({1, 2}, {1, 2, 3}, {2, 3})
     for path in steps.values():
         load_manifest(path)
@@ -214,7 +218,7 @@ def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(tmp_path: Path)
     history = NO_REWINDS.after_rewind(1)
     checkpointer(tmp_path, history=history).set_abandoned_aside()
     assert names(tmp_path) == ["abandoned_step_000002", "abandoned_step_000003", "step_000001"]
-    assert find_latest(tmp_path) == tmp_path / "checkpoints" / "step_000001"
+    assert find_latest(tmp_path / CHECKPOINTS) == tmp_path / "checkpoints" / "step_000001"
     save(tmp_path, 2, 3, keep=3, history=history)
     checkpointer(tmp_path, history=history.after_rewind(2)).set_abandoned_aside()
     assert names(tmp_path) == ["abandoned_step_000002", "abandoned_step_000003", "step_000001", "step_000002"]
@@ -252,6 +256,114 @@ def test_a_replaced_trainer_neither_saves_nor_prunes_checkpoints(tmp_path: Path)
     assert load_manifest(tmp_path / "checkpoints" / "step_000002").lineage == 1
 
 
+# ---------------------------------------------------------------------------------------------- trainer.checkpoint_dir
+
+
+def claimed(tmp_path: Path, name: str, history: LineageHistory = NO_REWINDS) -> tuple[RunDir, CheckpointDirectory]:
+    """Claim `network` for a run, and return the run directory and its checkpoint writer."""
+    run_dir = RunDir(tmp_path / name, tmp_path / "network")
+    run_dir.path.mkdir(exist_ok=True)
+    claim_checkpoints(run_dir, history, new=False, exclusive=False, mode=0o700)
+    run_id = read_run_id(run_dir.path)
+    writer = CheckpointDirectory(run_dir.checkpoints, identity={}, keep=1, history=history, run_id=run_id)
+    return run_dir, writer
+
+
+def write(writer: CheckpointDirectory, step: int) -> Path:
+    building = writer.open(step)
+    fill(building)
+    return writer.commit(building, progress(step), SNAPSHOT)
+
+
+def test_a_run_that_comes_back_to_life_leaves_the_checkpoints_alone(tmp_path: Path) -> None:
+    """Its machine was cut off, and the run was continued on another one."""
+    old_run, old = claimed(tmp_path, "old")
+    write(old, 3)
+    late = old.open(6)
+    fill(late)
+    _, new = claimed(tmp_path, "new", NO_REWINDS.after_rewind(3))
+    new.set_abandoned_aside()
+    building = new.open(5)
+    fill(building)
+    attempts: list[Callable[[], object]] = [
+        lambda: old.commit(late, progress(6), SNAPSHOT),
+        lambda: old.open(7),
+        old.prune,
+        old.set_abandoned_aside,
+        lambda: record_history(old_run, NO_REWINDS.after_rewind(3, 9)),
+    ]
+    for attempt in attempts:
+        with pytest.raises(FencedError, match=r"was claimed by the run in .*/new on "):
+            attempt()
+    assert new.commit(building, progress(5), SNAPSHOT).name == "step_000005"
+    assert new.prune() == 5
+    assert sorted(path.name for path in (tmp_path / "network").iterdir()) == ["run.json", "step_000005"]
+
+
+def test_a_checkpoint_is_dropped_if_the_run_is_continued_elsewhere_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, old = claimed(tmp_path, "old")
+    building = old.open(6)
+    fill(building)
+
+    def slow(path: Path) -> None:
+        if path == building:  # the last one before the rename
+            claimed(tmp_path, "new")
+
+    monkeypatch.setattr(checkpoint_module, "sync", slow)
+    with pytest.raises(FencedError, match="was claimed by"):
+        old.commit(building, progress(6), SNAPSHOT)
+    assert [path.name for path in (tmp_path / "network").iterdir()] == ["run.json"]
+
+
+def test_a_disk_that_is_no_longer_mounted_is_not_mistaken_for_the_checkpoint_dir(tmp_path: Path) -> None:
+    _, writer = claimed(tmp_path, "run")
+    (tmp_path / "network").rename(tmp_path / "unmounted")
+    with pytest.raises(InfraError, match=r"run\.json is gone: .* Mount the disk again"):
+        writer.open(3)
+    assert not (tmp_path / "network").exists()
+
+
+@pytest.mark.parametrize("crash_at", range(14))
+def test_a_crash_at_any_moment_of_a_rewind_leaves_a_checkpoint_of_the_newest_lineage(
+    tmp_path: Path, crash_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes back from step 5 to step 3 and writes step 4. Then only `trainer.checkpoint_dir` is left."""
+    run_dir, _ = claimed(tmp_path, "run")
+    save(tmp_path, 3, 5)
+    (tmp_path / CHECKPOINTS / "step_000003").rename(tmp_path / "network" / "step_000003")
+    (tmp_path / CHECKPOINTS / "step_000005").rename(tmp_path / "network" / "step_000005")
+    history, left = NO_REWINDS.after_rewind(3), crash_at
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Crash
+            return call(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for owner, name in [(os, "replace"), (os, "fsync"), (Path, "rename"), (Path, "mkdir")]:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        with suppress(Crash):
+            record_history(run_dir, history)
+            run_id = read_run_id(run_dir.path)
+            after = CheckpointDirectory(run_dir.checkpoints, identity={}, keep=2, history=history, run_id=run_id)
+            after.set_abandoned_aside()
+            write(after, 4)
+    claim = read_claim(run_dir.checkpoints)
+    assert claim is not None
+    latest = find_latest(run_dir.checkpoints, claim.history)
+    assert latest is not None
+    load_manifest(latest)
+    expected = {"step_000005"} if claim.history == NO_REWINDS else {"step_000003", "step_000004"}
+    assert latest.name in expected
+
+
 # ------------------------------------------------------------------------------------------------ several roles
 
 
@@ -279,9 +391,9 @@ class SavingGroup(FakeGroup):
 async def test_a_checkpoint_has_all_roles_and_the_state_at_its_beginning(tmp_path: Path) -> None:
     checkpoints = saving(checkpointer(tmp_path), AgreeingQueue(), actor=SavingGroup(), critic=SavingGroup())
     building = await checkpoints.copy_roles(7)
-    assert checkpoint_steps(tmp_path) == {}
+    assert checkpoint_steps(tmp_path / CHECKPOINTS) == {}
     assert await checkpoints.finish(building, progress(7), SNAPSHOT) == 7
-    manifest = load_manifest(checkpoint_steps(tmp_path)[7])
+    manifest = load_manifest(checkpoint_steps(tmp_path / CHECKPOINTS)[7])
     assert manifest.files == {"actor/state": 5, "critic/state": 5, "hf/config.json": 2}
     assert (manifest.progress, manifest.queue) == (progress(7), SNAPSHOT)
 
@@ -298,7 +410,7 @@ async def test_the_queue_confirms_before_a_checkpoint_is_named_and_before_anothe
     with nullcontext() if agreed == 2 else pytest.raises(FencedError, match="it was replaced"):
         assert await checkpoints.finish(building, progress(7), SNAPSHOT) == left[0]
     assert set(queue.confirmed) == {7}
-    assert list(checkpoint_steps(tmp_path)) == left
+    assert list(checkpoint_steps(tmp_path / CHECKPOINTS)) == left
 
 
 async def test_a_full_disk_is_reported_when_a_checkpoint_begins(
@@ -324,7 +436,7 @@ async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> 
     building = await checkpoints.copy_roles(2)
     with pytest.raises(InfraError, match="the disk is full"):
         await checkpoints.finish(building, progress(2), SNAPSHOT)
-    assert list(checkpoint_steps(tmp_path)) == [1]
+    assert list(checkpoint_steps(tmp_path / CHECKPOINTS)) == [1]
     save(tmp_path, 2)
     assert names(tmp_path) == ["step_000001", "step_000002"]
 

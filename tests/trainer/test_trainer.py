@@ -16,7 +16,7 @@ from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.waits import WaitBoard
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Manifest, Progress, Resume, run_identity
+from asyncrl.storage.checkpoint_manifest import CHECKPOINTS, NO_REWINDS, Manifest, Progress, Resume, run_identity
 from asyncrl.storage.run_dir import RunDir
 from asyncrl.storage.trained_steps import TrainedStepsFile, read_trained
 from tests.fakes.parts import MemoryPayloads
@@ -33,7 +33,7 @@ def make(
     run_dir: Path, lineage: int = 0, *, config: Config | None = None, validated_step: int | None = None
 ) -> Trainer:
     config = config or Config()
-    files = CheckpointDirectory(run_dir, identity=run_identity(config), keep=1)
+    files = CheckpointDirectory(run_dir / CHECKPOINTS, identity=run_identity(config), keep=1)
     record = TrainedStepsFile(run_dir, lineage)
     return Trainer(
         config, TrainerGroups([]), files, record, WaitBoard(), lineage=lineage, validated_step=validated_step

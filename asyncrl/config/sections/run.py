@@ -244,6 +244,36 @@ def _run_dir(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _checkpoint_dir(config: Config) -> Iterator[ConfigProblem]:
+    key, given = "trainer.checkpoint_dir", config.trainer.checkpoint_dir
+    if given is None:
+        return
+    path = Path(given).expanduser()
+    parent, obstacle = writable_parent(path)
+    run_dir = Path(config.run_dir).expanduser().resolve() if config.run_dir is not None else None
+    folder = path.resolve()
+    of_run = next((one for one in (folder, *folder.parents) if one == run_dir or _is_run(one)), None)
+    if not path.is_absolute():
+        consequence = "other machines, and commands in other directories, would look for it elsewhere"
+        yield ConfigProblem(key, given, consequence, f"give an absolute path, such as {path.absolute()}")
+    elif obstacle:
+        yield ConfigProblem(key, given, f"{parent} {obstacle}", "choose another directory")
+    elif of_run is not None:
+        consequence = f"it is in the run directory {of_run}, and would be lost together with it"
+        yield ConfigProblem(key, given, consequence, "choose a directory outside of run directories, or leave it out")
+    elif config.resume == "none" and any(found for name in ("run.json", "step_*") for found in path.glob(name)):
+        yield ConfigProblem(
+            key,
+            given,
+            "it has the checkpoints of an earlier run, and this run's would be mixed with them",
+            "give each run a directory of its own, or continue that run: resume=auto",
+        )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "logs").is_dir()
+
+
 SERVER_RULES: tuple[RuleFunction, ...] = (
     ConfigRule("serve.host", lambda c: c.serve.host not in LOOPBACK and not c.serve.api_key_env,
                "anybody who reaches this address could use the model",
@@ -272,13 +302,16 @@ RULES: tuple[RuleFunction, ...] = (
                "the hung process is replaced, so Rollouter and Trainer are restarted too",
                "set it to less than {c.timeouts.call_s:g}, or raise timeouts.call_s", "warning"),
     _unbounded_journal,
+    ConfigRule("trainer.checkpoint_dir", lambda c: c.trainer.checkpoint_dir is not None and c.trainer.save_freq == -1,
+               "a run writes its only checkpoint at the end (trainer.save_freq=-1), so a lost machine loses everything",
+               "set trainer.save_freq to the number of steps that may be lost", "warning"),
 )  # fmt: skip
 
 SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _port)
 """Checks for `asyncrl serve`."""
 
 ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume)
-DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _unbounded_journal_of_epochs)
+DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _checkpoint_dir, _unbounded_journal_of_epochs)
 
 NO_EFFECT = (
     no_effect("serve.allowed_hosts", lambda c: c.serve.host not in LOOPBACK,

@@ -30,7 +30,7 @@ from asyncrl.observe.status.summary import (
 from asyncrl.observe.status.why import STALE_S, DriverState, WaitLink, chain_as_json, explain, render_chain
 from asyncrl.queue.journal_reader import read_counts
 from asyncrl.storage.checkpoint_manifest import checkpoint_steps
-from asyncrl.storage.run_dir import JOURNAL, SAMPLES, SUMMARY, SavedConfig
+from asyncrl.storage.run_dir import JOURNAL, SAMPLES, SUMMARY, RunDir, SavedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def read_run(run_dir: Path) -> RunFiles:
         trained_tokens=trained_tokens,
         counts_from=counts_from,
         journal=_journal(run_dir, state),
-        checkpoints=checkpoint_steps(run_dir),
+        checkpoints=checkpoint_steps(RunDir.saved(run_dir).checkpoints),
         notes=tuple(notes),
     )
     if state is None and summary is None and not counts_from:

@@ -53,6 +53,12 @@ class ResumePoint:
     """The path of the checkpoint; empty if there is none."""
     lineage: int = 0
     """The lineage that begins at the checkpoint."""
+    lost: str = ""
+    """See `Resume.lost`."""
+
+    def summary(self) -> dict[str, Any]:
+        lost = {"lost": self.lost} if self.lost else {}
+        return {"step": self.step, "version": self.version, "checkpoint": self.checkpoint, **lost}
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +266,7 @@ class SummaryBuilder:
                 "step": self.step,
                 "version": self.version,
                 "lineage": self._lineage,
-                "resumed": resumed and {name: getattr(resumed, name) for name in ("step", "version", "checkpoint")},
+                "resumed": resumed and resumed.summary(),
                 "samples": {
                     **asdict(counts),
                     "dropped": {str(reason): counts.dropped.get(reason, 0) for reason in DropReason},

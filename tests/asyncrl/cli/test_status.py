@@ -213,6 +213,14 @@ def test_status_and_why_as_json(run_dir: Path, cli: CommandLine) -> None:
     assert [link["subject"] for link in why["chain"]] == ["Trainer", "Rollouter", "version 12", "replica 1"]
 
 
+def test_status_names_checkpoints_outside_of_the_run_directory(run_dir: Path, tmp_path: Path, cli: CommandLine) -> None:
+    write(run_dir, now_is(STUCK))
+    (tmp_path / "network" / "step_000030").mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(f"trainer: {{checkpoint_dir: {tmp_path / 'network'}}}")
+    [checkpoint] = cli("status", "quickstart", "--json").json["checkpoints"]
+    assert checkpoint == {"step": 30, "path": str(tmp_path / "network" / "step_000030")}
+
+
 def test_status_of_a_killed_driver(run_dir: Path, ended_pid: int, cli: CommandLine) -> None:
     write(run_dir, replace(now_is(STUCK), pid=ended_pid))
     assert "dead after 16:39: the driver has been gone for" in cli("status").out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -478,3 +479,36 @@ def test_gpus_are_counted_by_nvml_without_nvidia_files_in_proc(monkeypatch: pyte
     assert visible_gpus() == 1
     monkeypatch.setattr(library, "nvmlInit_v2", lambda: 9)
     assert visible_gpus() == 0
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("path", "more", "consequence", "fix"),
+    [
+        ("network", {}, "other machines", "give an absolute path, such as {here}/network"),
+        ("{here}/mine.py/network", {}, "mine.py is no directory", "choose another directory"),
+        ("{here}/run", {"run_dir": "{here}/run"}, "in the run directory {here}/run", "outside of run directories"),
+        ("{here}/run/x", {"run_dir": "run"}, "in the run directory {here}/run", "outside of run directories"),
+        ("{here}/other/checkpoints", {}, "in the run directory {here}/other", "outside of run directories"),
+        ("{here}/network", {}, "checkpoints of an earlier run", "a directory of its own, or .* resume=auto"),
+        ("{here}/network", {"resume": "auto"}, "", ""),
+        ("{here}/new/network", {"run_dir": "{here}/run"}, "", ""),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_dir_that_cannot_be_used_is_refused(
+    tmp_path: Path, path: str, more: dict[str, str], consequence: str, fix: str
+) -> None:
+    (tmp_path / "other" / "logs").mkdir(parents=True)
+    (tmp_path / "other" / "config.yaml").write_text("")
+    if "earlier run" in consequence or "resume" in more:
+        (tmp_path / "network" / "step_000005").mkdir(parents=True)
+    changes = {"trainer.checkpoint_dir": path, "trainer.save_freq": 5} | more
+    found = machine_problems({key: str(value).format(here=tmp_path) if isinstance(value, str) else value
+                              for key, value in changes.items()})  # fmt: skip
+    problems = [problem for problem in found if problem.key == "trainer.checkpoint_dir"]
+    if not consequence:
+        assert problems == []
+        return
+    problem = single(problems)
+    assert consequence.format(here=tmp_path) in problem.consequence
+    assert re.search(fix.format(here=tmp_path), problem.fix)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, Self
 from unittest.mock import AsyncMock
 
@@ -36,6 +37,14 @@ from asyncrl.observe.status import run_status
 from asyncrl.observe.status.run_files import read_run, status_report
 from asyncrl.queue.actor import QueueActor, QueueClient
 from asyncrl.queue.journal_reader import read_counts
+from asyncrl.storage.checkpoint_manifest import (
+    MANIFEST,
+    Manifest,
+    Progress,
+    checkpoint_name,
+    dump_manifest,
+    run_identity,
+)
 from asyncrl.storage.run_dir import JOURNAL
 from asyncrl.weights.object_store import WeightStoreActor
 from tests.fakes.metric_records import rollouter_status, step, trainer_status
@@ -61,6 +70,9 @@ class Parts:
         self.monkeypatch = monkeypatch
         self.ends: Callable[[], Any] = AsyncMock()
         self.starts: Callable[[], Any] = AsyncMock()
+        self.resumed_step = 0
+        self.saves: Callable[[int], Any] = AsyncMock()
+        """Awaited with the number of each step that is committed."""
         self.scores: Callable[[], Any] = AsyncMock()
         self.stopped = anyio.Event()
         self.tokens = 0
@@ -145,10 +157,11 @@ class Parts:
 
     async def _train(self) -> AsyncGenerator[RunRecord, None]:
         queue = self._client("trainer")
-        for number in range(1, STEPS + 1):
+        for number in range(self.resumed_step + 1, STEPS + 1):
             lease = await queue.lease(SAMPLES, trainer_version=0, timeout_s=5.0)
             sample_ids = [sample.meta.sample_id for sample in lease.samples]
             await queue.commit(lease.lease_id, sample_ids, trained_tokens=number * SAMPLES * TRAINED)
+            await self.saves(number)
             if number == STEPS:
                 await self.ends()
             yield step(number, **{"tokens/trained": float(SAMPLES * TRAINED)})
@@ -374,6 +387,43 @@ def test_a_resumed_run_that_fails_at_its_start_keeps_the_counts_of_its_journal(
     the_start_fails(parts)
     assert end_of(config_of(tmp_path, resume="auto"), capsys) == ("failed", before)
     assert before.samples["trained"] == STEPS * SAMPLES
+
+
+def test_a_run_whose_directory_is_lost_has_the_counts_of_its_checkpoint_and_of_what_follows(
+    parts: Parts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = {"total_training_steps": STEPS, "ppo_mini_batch_size": SAMPLES, "save_freq": 2}
+    first = config_of(tmp_path, trainer=training | {"checkpoint_dir": str(tmp_path / "network")})
+
+    async def save(number: int) -> None:
+        if number == 2:
+            snapshot = await parts._client("trainer").mark(number)
+            at = Progress(step=2, trained_samples=2 * SAMPLES, trained_tokens=2 * SAMPLES * TRAINED)
+            checkpoint = tmp_path / "network" / checkpoint_name(2)
+            (checkpoint / "hf").mkdir(parents=True)
+            (checkpoint / "hf" / "config.json").write_text("{}")
+            (checkpoint / MANIFEST).write_text(dump_manifest(Manifest(at, snapshot, run_identity(first))))
+
+    parts.saves = save
+    fails(DivergenceError("the machine is lost"))(parts)
+    assert end_of(first, capsys)[1].samples["trained"] == STEPS * SAMPLES
+    rmtree(tmp_path / "run")
+    parts.ends, parts.saves, parts.resumed_step, parts.tokens = AsyncMock(), AsyncMock(), 2, 0
+    second = first.model_copy(update={"run_dir": str(tmp_path / "second"), "resume": "auto"})
+    launch_module.launch(second)
+    summary, journal = json.loads((tmp_path / "second" / "summary.json").read_text()), read_counts(tmp_path / "second")
+    counts = Counts.of(summary)
+    assert counts == counts_of(journal.samples, generated=parts.tokens, trained=STEPS * SAMPLES * TRAINED)
+    assert counts == Counts.of(status_report(read_run(tmp_path / "second")))
+    samples = counts.samples
+    assert (summary["status"], summary["lineage"], samples["trained"]) == ("completed", 1, STEPS * SAMPLES)
+    assert samples["fed"] == samples["trained"] + sum(samples["dropped"].values()), "nothing is fed twice"
+    notice = summary["resumed"]["lost"]
+    assert f"the run directory, {tmp_path / 'run'} on " in notice and "which is step 2 " in notice
+    assert "".join(notice.split()) in "".join(capsys.readouterr().out.split())
+    assert notice in (tmp_path / "second" / "logs" / "driver.log").read_text()
+    lines = map(json.loads, (tmp_path / "second" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [3, 4]
 
 
 def test_if_the_journal_cannot_be_read_the_queues_last_answer_counts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import anyio
@@ -12,10 +13,13 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from asyncrl.driver.resume import find_resume, journal_identity, resume_in_run
+from asyncrl.driver.run_directory import check_run_dir, open_run_dir
 from asyncrl.observe.status.run_status import STATE_FILE, StateFile
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.operations import AttachPart, MarkCheckpoint, RewindTraining
-from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Progress, find_latest, load_manifest
+from asyncrl.storage.checkpoint_claim import CLAIM, claim_checkpoints, record_history
+from asyncrl.storage.checkpoint_manifest import CHECKPOINTS, NO_REWINDS, Progress, find_latest, load_manifest
+from asyncrl.storage.run_dir import RunDir
 from tests.fakes.queues import end
 from tests.fakes.run_on_disk import RunOnDisk, snapshot, write_checkpoint
 from tests.fakes.run_states import running
@@ -120,10 +124,10 @@ def test_the_lineage_is_one_more_than_any_before(run: RunOnDisk) -> None:
 
 
 def test_a_new_trainer_process_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    assert resume_in_run(tmp_path, NO_REWINDS) is None
+    assert resume_in_run(RunDir(tmp_path), NO_REWINDS) is None
     write_checkpoint(tmp_path, 5)
     path = write_checkpoint(tmp_path, 10)
-    found = resume_in_run(tmp_path, NO_REWINDS.after_rewind(10, 2))
+    found = resume_in_run(RunDir(tmp_path), NO_REWINDS.after_rewind(10, 2))
     assert found is not None
     assert (found.checkpoint, found.lineage, found.manifest.progress.step) == (path, 3, 10)
 
@@ -133,12 +137,12 @@ def test_a_checkpoint_that_a_replaced_trainer_wrote_after_the_rewind_is_skipped(
     the suspended one continued."""
     history = NO_REWINDS.after_rewind(3)
     three, five = write_checkpoint(tmp_path, 3, seq=30), write_checkpoint(tmp_path, 5, seq=50)
-    assert find_latest(tmp_path) == five
-    found = resume_in_run(tmp_path, history)
+    assert find_latest(tmp_path / CHECKPOINTS) == five
+    found = resume_in_run(RunDir(tmp_path), history)
     assert found is not None and (found.checkpoint, found.history) == (three, history.after_rewind(3))
     four = write_checkpoint(tmp_path, 4, seq=70, lineage=1)
-    assert find_latest(tmp_path, history) == four
-    assert find_latest(tmp_path) == four, "without a known history, the newest lineage counts"
+    assert find_latest(tmp_path / CHECKPOINTS, history) == four
+    assert find_latest(tmp_path / CHECKPOINTS) == four, "without a known history, the newest lineage counts"
 
 
 @pytest.fixture
@@ -233,3 +237,116 @@ def test_a_changed_environment_variable_is_refused_without_its_value(run: RunOnD
     with pytest.raises(ConfigError, match=r"data\.train_files=\['\$\{oc\.env:ROWS\} \(sha256:.*Restore the") as raised:
         find_resume(from_environment("c4n4ry of new"))
     assert "c4n4ry" not in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------- trainer.checkpoint_dir
+
+
+def on_network(path: Path) -> RunOnDisk:
+    """A run whose checkpoints are outside of its run directory, as its first launch leaves it."""
+    run = RunOnDisk(path, trainer={"checkpoint_dir": str(path.parent / "network")})
+    claim_checkpoints(run.files, NO_REWINDS, new=True, exclusive=True, mode=0o700)
+    return run
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RunOnDisk:
+    return on_network(tmp_path / "first")
+
+
+def test_a_run_continues_in_a_new_directory_if_its_own_is_lost(remote: RunOnDisk, tmp_path: Path) -> None:
+    three, six = remote.checkpoint(3, seq=30), remote.checkpoint(6, seq=60, lineage=2)
+    rmtree(remote.path)
+    new, root = str(tmp_path / "second"), str(six.parent)
+    for resume, checkpoint in [("auto", six), (root, six), (str(three), three), (str(six), six)]:
+        warnings: list[str] = []
+        found = find_resume(remote.again(resume=resume, run_dir=new), warn=warnings.append)
+        assert found is not None
+        assert (found.run_dir, found.checkpoint, found.lineage, found.incarnations) == (None, checkpoint, 3, {})
+        assert warnings == [found.lost] and f"{remote.path} on " in found.lost
+        assert f"which is step {found.manifest.progress.step} " in found.lost
+    found = remote.found(run_dir=new)
+    second = open_run_dir(remote.again(run_dir=new), found)
+    claim_checkpoints(second, found.history, new=False, exclusive=False, mode=0o700)
+    again = remote.found(run_dir=None)
+    assert (again.run_dir, again.checkpoint, again.lineage, again.lost) == (second.path, six, 4, "")
+    rmtree(second.path)
+    with pytest.raises(ConfigError, match=r"checkpoints of the run in .*/second on .*, not of the one in .*/third"):
+        RunOnDisk(tmp_path / "third", trainer=remote.config.trainer.model_dump()).resume()
+
+
+def test_a_run_directory_that_is_here_is_not_left(remote: RunOnDisk, tmp_path: Path) -> None:
+    path = remote.checkpoint(5, seq=40)
+    remote.journal(AttachPart("rollouter", 3), seq=40)
+    for changes in ({}, {"run_dir": None}, {"run_dir": None, "resume": str(path)}, {"resume": str(remote.path)}):
+        found = remote.found(**changes)
+        assert (found.run_dir, found.checkpoint, found.incarnations) == (remote.path, path, {"rollouter": 3})
+    moved = remote.again(run_dir=str(tmp_path / "second"))
+    found = find_resume(moved)
+    assert found is not None
+    with pytest.raises(ConfigError, match="a run continues in its own directory"):
+        check_run_dir(moved, found)
+    remote.path.rename(tmp_path / "second")
+    renamed = find_resume(moved)
+    assert renamed is not None and renamed.run_dir == tmp_path / "second"
+
+
+def test_without_a_checkpoint_a_new_run_begins(remote: RunOnDisk) -> None:
+    rmtree(remote.path)
+    warnings: list[str] = []
+    assert find_resume(remote.again(), warn=warnings.append) is None
+    assert len(warnings) == 1 and "finds no checkpoint in trainer.checkpoint_dir=" in warnings[0]
+    with pytest.raises(ConfigError, match="there is no checkpoint to continue from"):
+        remote.resume(resume=str(remote.files.checkpoints))
+
+
+@pytest.mark.parametrize("journal", ["on", "off"])
+def test_a_rewind_counts_before_its_checkpoints_are_renamed(remote: RunOnDisk, journal: str) -> None:
+    """Training was at step 5 and went back to step 3. Then the machine was lost, before the next checkpoint."""
+    three, five = remote.checkpoint(3), remote.checkpoint(5)
+    record_history(remote.files, NO_REWINDS.after_rewind(3))
+    assert remote.found(journal=journal).checkpoint == three
+    rmtree(remote.path)
+    found = remote.found(journal=journal)
+    assert (found.checkpoint, found.lineage) == (three, 2)
+    with pytest.raises(ConfigError, match=r"training went back to step 3 \(lineage 1\)"):
+        remote.resume(resume=str(five))
+    (five.parent / CLAIM).unlink()
+    assert remote.found(journal=journal).checkpoint == five, "without a claim, the newest lineage counts"
+    (five.parent / CLAIM).write_text("{")
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read .* Restore it, or delete it"):
+        remote.resume()
+
+
+def test_checkpoints_that_are_not_where_they_were_stop_a_launch(remote: RunOnDisk, tmp_path: Path) -> None:
+    """Otherwise training would go back to the initial model."""
+    path = remote.checkpoint(5)
+    StateFile(remote.path / STATE_FILE).write_now(running())
+    for elsewhere in (None, str(tmp_path / "elsewhere")):
+        with pytest.raises(ConfigError, match=f"are in {path.parent}, and .* Restore trainer.checkpoint_dir="):
+            remote.resume(resume=str(remote.path), trainer={"checkpoint_dir": elsewhere})
+    for source in (path, path.parent):
+        with pytest.raises(ConfigError, match=f"Give trainer.checkpoint_dir={path.parent}, too"):
+            remote.resume(resume=str(source), trainer={"checkpoint_dir": None})
+    path.parent.rename(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match=r"has no run\.json, .* Check that the disk is mounted"):
+        remote.resume()
+
+
+def test_checkpoints_of_a_run_can_be_moved_to_a_checkpoint_dir(run: RunOnDisk, tmp_path: Path) -> None:
+    path = run.checkpoint(5, seq=40)
+    run.journal(AttachPart("rollouter", 3), seq=40)
+    path.parent.rename(tmp_path / "network")
+    found = run.found(trainer={"checkpoint_dir": str(tmp_path / "network")})
+    assert (found.run_dir, found.checkpoint, found.incarnations) == (
+        run.path, tmp_path / "network" / path.name, {"rollouter": 3},
+    )  # fmt: skip
+
+
+def test_a_directory_of_another_run_is_not_claimed_for_a_new_one(remote: RunOnDisk, tmp_path: Path) -> None:
+    other = RunOnDisk(tmp_path / "other", trainer=remote.config.trainer.model_dump()).files
+    with pytest.raises(ConfigError, match="belongs to another run, which has just claimed it"):
+        claim_checkpoints(other, NO_REWINDS, new=True, exclusive=True, mode=0o700)
+    remote.checkpoint(5)
+    with pytest.raises(ConfigError, match="has checkpoints, none of which this run continues from"):
+        claim_checkpoints(other, NO_REWINDS, new=True, exclusive=False, mode=0o700)

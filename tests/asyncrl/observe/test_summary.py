@@ -125,7 +125,10 @@ def test_an_empty_run_has_nulls_and_no_nan() -> None:
     summary = SummaryBuilder(ResumePoint(7, 5, "runs/x/checkpoints/step_7")).build("failed", None, RunProgress())
     json.dumps(summary, allow_nan=False)
     assert (summary["step"], summary["version"]) == (7, 5)
-    assert summary["resumed"] == {"step": 7, "version": 5, "checkpoint": "runs/x/checkpoints/step_7"}
+    at = {"step": 7, "version": 5, "checkpoint": "runs/x/checkpoints/step_7"}
+    assert summary["resumed"] == at
+    lost = SummaryBuilder(ResumePoint(**at, lost="it is gone")).build("failed", None, RunProgress())  # type: ignore[arg-type]
+    assert lost["resumed"] == at | {"lost": "it is gone"}
     assert summary["reward"] == {"first": None, "last": None, "best": None}
     assert summary["staleness"] == {"mean": None, "max": None, "histogram": {}}
     assert summary["weight_sync"]["pause_s"] == {"p50": None, "max": None}
