@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.core.failures import ConfigError, FencedError, InfraError
 from asyncrl.storage.checkpoint_manifest import LineageHistory, checkpoint_steps
-from asyncrl.storage.run_dir import RunDir, disk_error, replace_file, sync
+from asyncrl.storage.run_dir import RunDir, disk_error, read_json, replace_file, sync
 
 CLAIM = "run.json"
 RUN_ID = "run.id"
@@ -45,11 +45,11 @@ def read_claim(checkpoint_dir: Path) -> Claim | None:
     """
     path = checkpoint_dir / CLAIM
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         return Claim(str(raw["run_id"]), Path(raw["run_dir"]), str(raw["host"]), LineageHistory.load(raw["history"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({type(error).__name__}: {error}): it says which run wrote these checkpoints and "
             "which of them were abandoned. Restore it, or delete it to continue from the newest checkpoint of the "
