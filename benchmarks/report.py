@@ -144,4 +144,6 @@ def _installed(package: str) -> str | None:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
     return f"{value:,.4g}" if isinstance(value, float) else str(value)

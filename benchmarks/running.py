@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config.schema import Config
@@ -32,6 +34,16 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> float:
 
 def print_progress(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+
+
+def megabytes(directory: Path, prefix: str = "") -> float:
+    """Return the size of the files in and below the directory whose names begin with `prefix`."""
+    size = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):  # the run deletes files meanwhile
+                size += (Path(parent) / name).stat().st_size if name.startswith(prefix) else 0
+    return size / 1e6
 
 
 def run_asyncrl(*arguments: str) -> None:

@@ -8,12 +8,10 @@ seconds of `asyncrl report`.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from asyncrl.queue.turn_log import FileTurns
 from asyncrl.storage.run_dir import JOURNAL, SAMPLES
 from asyncrl.storage.sample_bytes import FileRef
 from benchmarks.report import Table, arguments, positive, report
-from benchmarks.running import print_progress, run_asyncrl
+from benchmarks.running import megabytes, print_progress, run_asyncrl
 
 PROMPTS = 100_000
 BATCH = 64
@@ -168,9 +166,9 @@ async def simulate(run_dir: Path, options: Any) -> Table:
                 "us": 1e6 * took / (options.samples // POINTS),
                 "cpu_us": 1e6 * cpu / (options.samples // POINTS),
                 "memory_mb": process.memory_info().rss / 1e6,
-                "journal_mb": _megabytes(run_dir, JOURNAL),
-                "turns_mb": _megabytes(run_dir / SAMPLES),
-                "events_mb": _megabytes(run_dir / EVENTS_DIRECTORY),
+                "journal_mb": megabytes(run_dir, JOURNAL),
+                "turns_mb": megabytes(run_dir / SAMPLES),
+                "events_mb": megabytes(run_dir / EVENTS_DIRECTORY),
                 "call_p50_ms": call_ms[0],
                 "call_p99_ms": call_ms[1],
                 "call_max_ms": call_ms[2],
@@ -182,16 +180,6 @@ async def simulate(run_dir: Path, options: Any) -> Table:
         )
         print_progress(str(rows[-1]))
     return rows
-
-
-def _megabytes(directory: Path, prefix: str = "") -> float:
-    """Return the size of the files in and below the directory whose names begin with `prefix`."""
-    size = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            with suppress(FileNotFoundError):  # events are deleted meanwhile
-                size += (Path(parent) / name).stat().st_size if name.startswith(prefix) else 0
-    return size / 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> None:

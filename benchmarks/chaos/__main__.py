@@ -43,6 +43,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,9 +61,13 @@ def main() -> int:
     known = {name for kind in faults.KINDS for name in (kind.target, kind.name)}
     if unknown := sorted(set(args.parts or ()) - known):
         raise SystemExit(f"--parts {unknown[0]}: there is no such fault; --help lists them")
-    signal.signal(signal.SIGTERM, _interrupted)
-    # The path of a Ray socket may have about 100 characters.
-    work_dir = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
+    signal.signal(signal.SIGTERM, interrupt)
+    with work_directory("chaos-", args.keep) as work_dir:
+        return 0 if _run(args, work_dir) else 1
+
+
+def _run(args: argparse.Namespace, work_dir: Path) -> bool:
+    """Run a round, report it, and return whether it passed."""
     options = ChaosOptions(
         seed=args.seed,
         limit_s=args.minutes * 60.0,
@@ -78,21 +84,38 @@ def main() -> int:
     )
     began = time.monotonic()
     harness = ChaosHarness(options, lambda line: print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True))  # noqa: T201
+    return report_outcome(harness.run(), options, args.json)
+
+
+@contextmanager
+def work_directory(prefix: str, keep: Path | None) -> Iterator[Path]:
+    """Yield a directory that is deleted after the block. `keep`: where a copy goes, without the disk of the run."""
+    # The path of a Ray socket may have about 100 characters.
+    work_dir = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
     try:
-        outcome = harness.run()
-        passed = report_outcome(outcome, options, args.json)
+        yield work_dir
     finally:
-        if args.keep is not None:
-            shutil.copytree(work_dir, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("r", "disk"))
+        if keep is not None:
+            shutil.copytree(work_dir, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("r", "disk"))
         shutil.rmtree(work_dir, ignore_errors=True)
-    return 0 if passed else 1
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the run under test."""
+    parser.add_argument("--seed", type=int, default=0, help="determines the faults (default 0)")
+    parser.add_argument("--replicas", type=int, default=2, help="number of vLLM engines (default 2)")
+    parser.add_argument("--ranks", type=int, default=1, help="number of training processes (default 1)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run's configuration"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's records and the launches' output")
 
 
 def _parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {kind.name:<16} {kind.description}" for kind in faults.KINDS)
     parser = arguments(__doc__, "chaos")
     parser.epilog = f"faults:\n{kinds}"
-    parser.add_argument("--seed", type=int, default=0, help="determines the faults (default 0)")
+    add_run_options(parser)
     parser.add_argument("--minutes", type=float, default=30.0, help="inject no fault after this time (default 30)")
     parser.add_argument(
         "--faults",
@@ -106,8 +129,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FAULT",
         help="inject only faults of these parts (queue), or only these faults (queue stop)",
     )
-    parser.add_argument("--replicas", type=int, default=2, help="number of vLLM engines (default 2)")
-    parser.add_argument("--ranks", type=int, default=1, help="number of training processes (default 1)")
     parser.add_argument(
         "--one-node", action="store_true", help="let the launch start its own cluster, without node faults"
     )
@@ -121,14 +142,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--aim", action="store_true", help="exit code 1 also if a median recovery time misses its aim")
     parser.add_argument("--no-finish", action="store_true", help="omit the last launch to a planned end")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run's configuration"
-    )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's records and the launches' output")
     return parser
 
 
-def _interrupted(number: int, frame: FrameType | None) -> Any:
+def interrupt(number: int, frame: FrameType | None) -> Any:
     raise KeyboardInterrupt
 
 

@@ -11,8 +11,9 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from pathlib import Path
 
 from asyncrl.observe.status.run_status import RunState
 from benchmarks.chaos import disk, faults, launches
@@ -40,9 +41,20 @@ RUN_NAMES = (
 
 
 class ChaosHarness:
-    def __init__(self, options: ChaosOptions, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: ChaosOptions,
+        log: Callable[[str], None],
+        *,
+        draw: Callable[[Sequence[FaultKind], random.Random], Iterator[FaultKind]] = faults.draw_kinds,
+        observe: Callable[[ChaosHarness], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`draw` yields the kinds of the faults, in order. `observe` returns a context that is open from the first
+        launch to the last fault, and in which an observer can read `outcome` and the files in `run_dir`."""
         self._options = options
         self._log = log
+        self._draw = draw
+        self._observe = observe
         self._rng = random.Random(options.seed)
         self._mark = f"chaos-{options.seed}-{os.getpid()}"
         self._began = time.monotonic()
@@ -50,6 +62,10 @@ class ChaosHarness:
         self._injector: FaultInjector
         self.outcome = ChaosOutcome()
         self._run = RunUnderTest(options, self.outcome, log)
+
+    @property
+    def run_dir(self) -> Path:
+        return self._run.run_dir
 
     def run(self) -> ChaosOutcome:
         """Run the whole round. No process is left, even after an error."""
@@ -67,11 +83,12 @@ class ChaosHarness:
         try:
             with ExitStack() as stack:
                 # These callbacks run in reverse: processes end, records are copied, the disk is unmounted.
-                can_fill = stack.enter_context(disk.small_disk(self._run.disk))
+                can_fill = self._options.small_disk and stack.enter_context(disk.small_disk(self._run.disk))
                 stack.callback(self._run.keep_records)
                 stack.callback(launches.kill_marked, self._mark)
                 self._prepare(stack)
-                self._inject_until_done(self._kinds(can_fill))
+                with self._observe(self):
+                    self._inject_until_done(self._kinds(can_fill))
                 self._stop()
                 self._check()
         finally:
@@ -91,11 +108,12 @@ class ChaosHarness:
         if self._cluster is None:
             without.add("node")
         available = faults.kinds(self._options.targets, without=without)
-        for target in sorted(without):
+        requested = {kind.target for kind in faults.kinds(self._options.targets)}
+        for target in sorted(without & requested):
             self._log(f"faults of the {target} are not available")
         if not available:
             raise SystemExit("--parts: none of these faults is available on this machine")
-        return faults.draw_kinds(available, self._rng)
+        return self._draw(available, self._rng)
 
     # ------------------------------------------------------------------------------------------------ faults
 
@@ -112,6 +130,8 @@ class ChaosHarness:
         for _ in range(MAX_TRIES):
             if not self._run.pause(self._gap_s()):
                 return self._run.launch_until_training()
+            if self._is_done():
+                break
             try:
                 fault = self._injector.inject(kind, len(self.outcome.faults) + 1)
             except NotInjectedError as reason:
@@ -128,7 +148,7 @@ class ChaosHarness:
 
     def _gap_s(self) -> float:
         options = self._options
-        return faults.gap_s(
+        gap_s = faults.gap_s(
             self._rng,
             options.calm_s,
             done=len(self.outcome.faults),
@@ -136,6 +156,7 @@ class ChaosHarness:
             elapsed_s=self._elapsed_s(),
             limit_s=options.limit_s,
         )
+        return min(gap_s, max(0.0, options.limit_s - self._elapsed_s()))
 
     def _is_done(self) -> bool:
         options = self._options

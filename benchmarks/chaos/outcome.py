@@ -25,6 +25,8 @@ class ChaosOptions:
     replicas: int = 2
     ranks: int = 1
     two_nodes: bool = True
+    small_disk: bool = True
+    """Give the run a small disk of its own, if this user may mount one, so that faults can fill it."""
     calm_s: tuple[float, float] = (1.0, 12.0)
     """Minimum and maximum time between a recovery and the next fault."""
     recover_limit_s: float = 240.0
