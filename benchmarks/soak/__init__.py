@@ -1,0 +1,1 @@
+"""Run for hours with rare faults, and measure what grows: `python -m benchmarks.soak --help`."""
