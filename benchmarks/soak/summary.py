@@ -78,7 +78,7 @@ def tables(roles: Sequence[RoleGrowth]) -> dict[str, Table]:
                 "threads": round(_median(one.threads for one in role.lifetimes)),
                 "descriptors": round(_median(one.descriptors for one in role.lifetimes)),
             }
-            descriptors.append(counts | medians | _growth(role.descriptors))
+            descriptors.append({"role": role.name} | medians | _growth(role.descriptors))
     return {"memory": memory, "descriptors": descriptors}
 
 
