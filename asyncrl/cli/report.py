@@ -96,7 +96,10 @@ def about(run_dir: Path) -> dict[str, Any]:
     from asyncrl.observe.report.analysis import LIVE
 
     config = SavedConfig(run_dir)
-    experiment, response_length = config.value("experiment_name"), config.value("rollout", "response_length")
+    experiment, response_length = (
+        config.value("experiment_name", resolve=False),
+        config.value("rollout", "response_length"),
+    )
     liveness = read_liveness(run_dir)
     ends = {"live": LIVE, "unknown": "unknown how it ended"}
     return {

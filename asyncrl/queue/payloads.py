@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from asyncrl.config.schema import Config
 from asyncrl.core.call_batcher import CallBatcher
-from asyncrl.core.failures import BugError, DataError, DeadlineError, InfraError
+from asyncrl.core.failures import AsyncRLError, BugError, DataError, DeadlineError, InfraError
 from asyncrl.core.ports import PayloadStore
 from asyncrl.core.types import Sample, sample_meta
 from asyncrl.storage.array_bytes import DamageError, decode, encode
@@ -68,7 +68,7 @@ class FilePayloads:
 
         Raises:
             DiskFullError, ConfigError, InfraError: the segment cannot be written; the partial file is removed.
-            DataError: the texts of the samples in the segment exceed the limit of its header.
+            DataError: the sample's texts exceed the limit of a segment's header.
         """
         weight = max(MIN_WEIGHT_BYTES, sample_meta(sample).payload_bytes)
         return await self._puts.submit(sample, weight=weight)
@@ -84,9 +84,14 @@ class FilePayloads:
         # This waits as long as the disk takes; a thread inside a read can only be abandoned.
         return await anyio.to_thread.run_sync(self._get_blocking, payloads, abandon_on_cancel=True)
 
-    async def _put_many(self, samples: Sequence[Sample]) -> Sequence[FileRef]:
+    async def _put_many(self, samples: Sequence[Sample]) -> Sequence[FileRef | AsyncRLError]:
         name = segment_name(self._incarnation, next(self._numbers))
-        await anyio.to_thread.run_sync(self._put_blocking, name, samples)
+        try:
+            await anyio.to_thread.run_sync(self._put_blocking, name, samples)
+        except DataError as error:
+            if len(samples) == 1:
+                return [error]
+            return [outcome for sample in samples for outcome in await self._put_many([sample])]
         return [FileRef(name, position) for position in range(len(samples))]
 
     def _put_blocking(self, name: str, samples: Sequence[Sample]) -> None:
@@ -95,7 +100,7 @@ class FilePayloads:
             buffers = encode(arrays, {"file": name, **texts})
         except ValueError as error:
             raise DataError(
-                f"{len(samples)} samples do not fit in a file: {error}. Check the size of their reward_extra"
+                f"{len(samples)} samples do not fit in a file: {error}. Check the size of reward_extra"
             ) from error
         path = self._directory / name
         try:

@@ -96,16 +96,17 @@ class SavedConfig:
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             self._values = None
 
-    def value(self, *keys: str) -> Any:
+    def value(self, *keys: str, resolve: bool = True) -> Any:
         """Return a value of the configuration, or None if there is no such key. It may have any type, because anybody
         may have written the file.
 
-        References to environment variables are resolved, unless a variable is not set here.
+        References to environment variables are resolved, unless a variable is not set here. A value that others will
+        see must not be resolved: the file may refer to a secret of this user.
         """
         found: Any = self._values
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
-        return resolved(self._values, keys) if isinstance(found, str) and "${" in found else found
+        return resolved(self._values, keys) if resolve and isinstance(found, str) and "${" in found else found
 
 
 def disk_error(path: Path, error: OSError) -> AsyncRLError:

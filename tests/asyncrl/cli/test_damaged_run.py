@@ -109,6 +109,12 @@ def test_facts_about_any_run_in_a_report(run_dir: Path, state: str | None, summa
     read_readable_summary(run_dir)
 
 
+def test_a_report_has_no_variable_of_the_environment(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_READER", "c4n4ry")
+    write(run_dir / "config.yaml", "experiment_name: ${oc.env:OF_THE_READER}")
+    assert about(run_dir)["experiment"] == "${oc.env:OF_THE_READER}"
+
+
 def test_report_of_a_damaged_run(run_dir: Path, cli: CommandLine) -> None:
     """Times and lengths of the wrong size are in the report; nothing else of these files is."""
     write_run(run_dir, RunPlan(steps=2, samples=2, n=1))

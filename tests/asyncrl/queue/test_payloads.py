@@ -8,15 +8,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import BugError, ConfigError, DiskFullError, InfraError
+from asyncrl.core.failures import BugError, ConfigError, DataError, DiskFullError, InfraError
 from asyncrl.core.types import Sample
 from asyncrl.queue.payloads import FilePayloads, RayPayloads, make_payloads
+from asyncrl.storage import array_bytes
 from asyncrl.storage.sample_bytes import JOIN_BELOW_TOKENS, FileRef
 from asyncrl.storage.segments import read_segment, remove_segments, segment_incarnation, segment_name, segment_sizes
 from tests.fakes.samples import assert_same_sample, make_sample
@@ -51,6 +53,28 @@ async def test_samples_stored_together_share_files_and_keep_their_order(tmp_path
     order = [*range(50, 100), *range(50), 7, 7]
     for number, sample in zip(order, await read_all(tmp_path, [refs[number] for number in order]), strict=True):
         assert_same_sample(sample, originals[number])
+
+
+async def test_a_sample_that_fits_in_no_file_is_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_bytes, "MAX_HEADER_BYTES", 20_000)
+    store, refs, refused = FilePayloads(tmp_path, 1), {}, []
+
+    async def put(index: int) -> None:
+        sample = make_sample(index)
+        if index == 2:
+            row = replace(sample.rows[0], reward_extra={"x" * 30_000: 1.0})
+            sample = replace(sample, rows=(row, *sample.rows[1:]))
+        try:
+            refs[index] = await store.put(sample)
+        except DataError:
+            refused.append(index)
+
+    async with anyio.create_task_group() as tasks:
+        for index in (1, 2, 3):
+            tasks.start_soon(put, index)
+    assert refused == [2]
+    for index, sample in zip((1, 3), await read_all(tmp_path, [refs[1], refs[3]]), strict=True):
+        assert_same_sample(sample, make_sample(index))
 
 
 async def test_file_and_name_are_on_disk_before_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
