@@ -24,9 +24,8 @@ import anyio
 
 import asyncrl
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.skip import SkipRoleConfig
+from asyncrl.config.sections.skip import SkipRoleConfig, StepSet
 from asyncrl.core.failures import BugError, ConfigError
-from asyncrl.core.skip_steps import StepSet
 from asyncrl.profiling import profile
 from asyncrl.storage.array_bytes import DamageError
 from skip.file_thread import Result, file_thread

@@ -32,8 +32,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.sections.skip import StepSet
 from asyncrl.core.failures import ConfigError
-from asyncrl.core.skip_steps import StepSet
 from asyncrl.core.text import parse_file
 from asyncrl.storage.array_bytes import DamageError
 from asyncrl.storage.segments import read_segment, write_all

@@ -15,8 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.config.sections.skip import StepSet
 from asyncrl.core.failures import ConfigError
-from asyncrl.core.skip_steps import StepSet
 from asyncrl.observe.formats import duration
 from asyncrl.observe.kept_samples import format_ids
 from asyncrl.storage.array_bytes import DamageError

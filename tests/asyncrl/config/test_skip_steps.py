@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.core.skip_steps import StepSet
+from asyncrl.config.sections.skip import StepSet
 
 
 @pytest.mark.parametrize(
