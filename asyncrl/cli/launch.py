@@ -43,7 +43,8 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool,
       asyncrl launch fully_async 'data.train_files=[a.parquet,b.jsonl]' reward.function=rewards.py:score
 
     The command reads and checks the whole configuration, then starts Ray, the engines, the Rollouter and the Trainer.
-    Press Ctrl-C once to stop with a checkpoint, twice to stop at once.
+    Press Ctrl-C once to stop with a checkpoint, twice to stop at once; SIGTERM, which Slurm and Kubernetes send, does
+    the same. The exit code is then 130.
     """
     if multirun:
         raise click.UsageError(

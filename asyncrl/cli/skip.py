@@ -47,8 +47,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def skip() -> None:
     """Show, check, remove and transfer the records of skipped stages (skip.<role>.enable).
 
-    DIR is a dump_dir (by default ~/.asyncrl/skip), or the directory of a project, an experiment, a role or one record
-    in it.
+    DIR is a directory of records (skip.<role>.dump_dir, ~/.asyncrl/skip unless the run sets it), or that of a project,
+    an experiment, a role or one record in it.
 
     \b
     Examples:

@@ -33,7 +33,7 @@ resolved. Values come from the defaults, the groups, the recipe, your file and t
 command line a list is written `data.train_files=[a.jsonl,b.jsonl]`, and free text needs no quotes other than the
 shell's.
 `asyncrl launch ... --dry-run` prints the configuration and the resources of the run.
-In the tables, `*` means each entry of a list.
+Relative paths are relative to the directory in which the command runs. In the tables, `*` means each entry of a list.
 
 ## Secrets and environment variables
 

@@ -40,9 +40,11 @@ def similar_path(path: Path) -> str:
     """Return the fix for a path that does not exist."""
     folder = path.parent
     if not folder.is_dir():
-        return f"there is no directory {folder} either"
+        return f"check the path: there is no directory {folder.absolute()} either"
     close = get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1)
-    return f"did you mean {folder / close[0]}?" if close else f"nothing in {folder.absolute()} has a similar name"
+    if close:
+        return f"did you mean {folder / close[0]}?"
+    return f"check the path: nothing in {folder.absolute()} has a similar name"
 
 
 def _shipped_assets() -> str:

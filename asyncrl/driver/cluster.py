@@ -171,10 +171,13 @@ def _start(config: Config, namespace: str) -> None:
             _system_config=dict(_DEATH_TIMEOUTS) if private else None,
         )
     except Exception as error:  # noqa: BLE001  Ray raises many types here, and all mean that there is no cluster
+        if private:
+            logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+            fix = f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
+        else:
+            fix = "check the address, or leave it null for a private cluster on this machine"
         raise InfraError.wrap(
-            f"ray.address={config.ray.address!r}: Ray did not start, so nothing runs: {error}; check the address, or "
-            "leave it null for a private cluster on this machine",
-            error,
+            f"ray.address={config.ray.address or 'null'}: Ray did not start, so nothing runs: {error}; {fix}", error
         ) from None
 
 

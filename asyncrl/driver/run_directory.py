@@ -86,6 +86,11 @@ class RunLocks:
             file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
             self._stack.callback(_clear, file)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"run_dir={run_dir}: there can be no such directory ({error.strerror}). A run needs a directory for "
+                "its records. Give one you may write to with run_dir=PATH."
+            ) from None
         except OSError as error:
             raise disk_error(Path(error.filename or path / LOCK), error) from error
         self._locked.add(path)

@@ -194,7 +194,7 @@ class SampleFate(NamedTuple):
 def read_fate(run_dir: Path, index: int) -> SampleFate:
     """Read the whole journal for one sample."""
     if not (run_dir / JOURNAL).exists():
-        return SampleFate(None, "the run keeps no journal, so the state of the sample is not known")
+        return SampleFate(None, "the run has no journal (yet), so the state of the sample is not known")
     newest = 0
     try:
         for record in read_samples(run_dir):
@@ -240,12 +240,15 @@ def describe_fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> st
 
     `oldest_version`: the oldest version of any of its tokens.
     """
-    if (step := _trained_in(run_dir, sample_id)) is not None:
-        staleness = step["version"] - oldest_version
-        return f"trained in step {step['step']}, which began from v{step['version']}: staleness {staleness}"
     files = [run_dir / file for file in (JOURNAL, f"{JOURNAL}-wal")]
     num_bytes = sum(file.stat().st_size for file in files if file.exists())
-    return read_fate(run_dir, sample_id.index).text if 0 < num_bytes <= SMALL_JOURNAL_BYTES else ""
+    fate = read_fate(run_dir, sample_id.index) if 0 < num_bytes <= SMALL_JOURNAL_BYTES else None
+    # The journal knows of a rewind before the Trainer's record, if the run ends between the two.
+    may_be_trained = fate is None or fate.record is None or fate.record.state == "trained"
+    if may_be_trained and (step := _trained_in(run_dir, sample_id)) is not None:
+        staleness = step["version"] - oldest_version
+        return f"trained in step {step['step']}, which began from v{step['version']}: staleness {staleness}"
+    return "" if fate is None else fate.text
 
 
 def _trained_in(run_dir: Path, sample_id: SampleId) -> Mapping[str, int] | None:

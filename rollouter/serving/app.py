@@ -82,10 +82,11 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
         with anyio.fail_after(limit_s):
             await anyio.to_thread.run_sync(_deploy, config, namespace, http, engines, abandon_on_cancel=True)
             await _started(names)
-    except TimeoutError as error:
+    except TimeoutError:
         raise DeadlineError(
-            f"{' and '.join(names.values())} were not up within {limit_s:g} s (timeouts.start_s)"
-        ) from error
+            f"{' and '.join(names.values())} were not up within {limit_s:g} s (timeouts.start_s). Their logs are in "
+            "logs/ray of the run directory; on a slow machine, raise timeouts.start_s"
+        ) from None
 
 
 async def stop_app(namespace: str) -> None:

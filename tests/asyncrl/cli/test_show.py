@@ -422,6 +422,13 @@ def test_the_payload_of_a_sample_without_a_dump_is_shown(undumped_run: Path, cli
     assert dumped[0]["rows"][0]["response_mask"] == [[1, 14], [0, 10], [1, 9]]
 
 
+def test_a_step_that_the_journal_has_undone_is_not_shown(undumped_run: Path, cli: CommandLine) -> None:
+    """A launch that ends between the two writes has a rewind in its journal, and not in `trained.jsonl`."""
+    line = {"lineage": 0, "step": 7, "version": 4, "samples": ["sample_0_1"]}
+    (undumped_run / "trained.jsonl").write_text(json.dumps(line) + "\n")
+    assert "then         it became READY at " in cli("show", 1).out
+
+
 def test_a_payload_without_a_tokenizer_is_shown_as_ids(undumped_run: Path, cli: CommandLine) -> None:
     configure(undumped_run, None, model="nowhere/model")
     out, err = cli("show", 1, "-t", 1)
@@ -509,7 +516,7 @@ def test_the_record_of_a_sample_is_suggested(undumped_run: Path, cli: CommandLin
         (lambda run_dir: (run_dir / "samples" / PAYLOAD).unlink(), f"{PAYLOAD} cannot be read: No such file"),
         (lambda run_dir: (run_dir / "samples" / PAYLOAD).write_bytes(b"x" * 999), f"{PAYLOAD} is damaged: "),
         (lambda run_dir: (run_dir / "journal.db").write_bytes(b"no database, but long enough" * 99), "is damaged"),
-        (lambda run_dir: (run_dir / "journal.db").unlink(), "the run keeps no journal"),
+        (lambda run_dir: (run_dir / "journal.db").unlink(), "the run has no journal"),
     ],
 )
 def test_damage_is_reported(undumped_run: Path, cli: CommandLine, damage: Callable[[Path], Any], error: str) -> None:

@@ -76,6 +76,11 @@ def test_a_link_is_refused_before_the_run_directory_is_written_to(tmp_path: Path
     assert {path for path in run.path.rglob("*")} == files
 
 
+def test_a_run_directory_that_cannot_exist_is_refused() -> None:
+    with RunLocks() as locks, pytest.raises(ConfigError, match=r"run_dir=/proc/run: there can be no such directory"):
+        locks.take(Path("/proc/run"))
+
+
 def test_a_resumed_run_continues_in_its_own_directory(tmp_path: Path) -> None:
     old = RunOnDisk(tmp_path / "old")
     old.checkpoint(1)
