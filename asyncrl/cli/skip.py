@@ -17,7 +17,7 @@ from rich.table import Table
 
 from asyncrl.config.sections.skip import StepSet
 from asyncrl.core.failures import ConfigError
-from asyncrl.observe.formats import duration
+from asyncrl.observe.formats import duration, timestamp
 from asyncrl.observe.kept_samples import format_ids
 from asyncrl.storage.array_bytes import DamageError
 from skip import archive as archives
@@ -336,7 +336,7 @@ def _decoder(tokenizer: str | None, record: Record) -> Any:
 def _print_record(content: Mapping[str, Any]) -> None:
     origin = content["origin"]
     click.echo(f"{content['role']}, step {content['step']}")
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(origin["recorded_at"]))
+    when = timestamp(origin["recorded_at"])
     versions = ""
     if origin["oldest_version"] is not None:
         versions = f", by versions {origin['oldest_version']} to {origin['newest_version']} of the policy"

@@ -150,10 +150,6 @@ class WeightsVersion(NamedTuple):
     version: int
 
 
-PROBE_LIMIT_S = 30.0
-"""Deadline for an engine to compute a `WeightsProbe`. A full engine begins when one of its requests has ended."""
-
-
 @dataclass(frozen=True, slots=True)
 class WeightsProbe:
     """Texts and the log-probs that the Trainer computes for them with published weights. An engine that serves these

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 
 def elapsed(value_s: float) -> str:
@@ -63,6 +64,14 @@ def percent(share: float | None) -> str:
 def count(number: float, noun: str, plural: str = "") -> str:
     """Format a number with its noun: `1 step`, `1,200 steps`."""
     return f"{number:,.0f} {noun if number == 1 else plural or noun + 's'}"
+
+
+def timestamp(at: float) -> str:
+    """Format a wall clock as `2026-01-02 03:04:05` in local time; 0, and a time that no calendar has, is unknown."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else "an unknown time"
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
 
 
 def size(num_bytes: float) -> str:

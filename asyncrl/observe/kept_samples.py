@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -20,6 +19,7 @@ from asyncrl.core.ports import Score
 from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Row, Sample, SampleId, TokenIds
+from asyncrl.observe.formats import timestamp
 from asyncrl.queue.journal_reader import SampleRecord, read_queue_state, read_samples
 from asyncrl.storage.array_bytes import DamageError, decode
 from asyncrl.storage.run_dir import JOURNAL, SAMPLES, RunDir, SavedConfig
@@ -211,11 +211,11 @@ def read_fate(run_dir: Path, index: int) -> SampleFate:
 
 
 def _describe_state(record: SampleRecord) -> str:
-    at = f"at {_clock(record.ended_at or record.leased_at or record.ready_at or record.fed_at)}"
+    at = f"at {timestamp(record.ended_at or record.leased_at or record.ready_at or record.fed_at)}"
     return {
         "running": f"its generation began {at} and is not finished",
         "ready": f"it became READY {at} and waits to be trained on",
-        "leased": f"the Trainer leased it at {_clock(record.leased_at)}",
+        "leased": f"the Trainer leased it at {timestamp(record.leased_at)}",
         "trained": f"it was trained on {at}",
         "dropped": f"it was dropped ({record.reason}) {at}",
     }.get(record.state, "it waits to be generated again")
@@ -226,13 +226,6 @@ def _describe_forgotten(run_dir: Path, sample_id: SampleId) -> str:
     if (step := _trained_in(run_dir, sample_id)) is not None:
         return f"it was trained on in step {step['step']}"
     return "it was dropped before the oldest checkpoint that was kept, and the journal has forgotten why"
-
-
-def _clock(at: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else "an unknown time"
-    except (ValueError, OverflowError, OSError):  # no calendar has the year
-        return "an unknown time"
 
 
 def describe_fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> str:

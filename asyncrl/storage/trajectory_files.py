@@ -264,7 +264,8 @@ def _parse(raw: Mapping[str, Any]) -> DumpedTrajectory:
 
 def _parse_row(raw: Mapping[str, Any]) -> TokenRow:
     runs = [(bool(value), int(count)) for value, count in raw["response_mask"]]
-    log_probs = np.array([_number(value) for value in raw["rollout_log_probs"]], np.float32)
+    with np.errstate(over="ignore"):  # a number that is too large becomes infinite
+        log_probs = np.array([_number(value) for value in raw["rollout_log_probs"]], np.float32)
     prompt_ids, response_ids = (np.array(raw[name], np.int32).reshape(-1) for name in ("prompt_ids", "response_ids"))
     if not len(response_ids) == sum(count for _, count in runs) == len(log_probs):
         raise ValueError("a row's tokens, mask and log-probs are of different lengths")

@@ -298,7 +298,7 @@ async def test_waits_are_reported_and_an_apply_has_its_own_deadline() -> None:
     async with rig.running():
         await rig.feed.publish(1)
         await anyio.wait_all_tasks_blocked()
-        for now_s, bounded in ((0.0, True), (2 * 300.0 + 120.0 + 60.0 - 1.0, True), (780.0, False)):
+        for now_s, bounded in ((0.0, True), (2 * 300.0 + 30.0 + 120.0 + 60.0 - 1.0, True), (810.0, False)):
             rig.clock.now_s = now_s
             assert [(wait.edge, wait.bounded) for wait in rig.waits.snapshot()] == [("apply", bounded)]
         rig.fleet.apply_gate.set()

@@ -16,7 +16,6 @@ from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import num_prompts
 from asyncrl.config.sections.trainer import epoch_samples
-from asyncrl.core.ports import PROBE_LIMIT_S
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -70,6 +69,11 @@ class WeightSyncConfig(ConfigSection):
     step. null: no limit."""
     clear_kv_cache: bool = False
     """With `partial_mode: keep`, recompute the KV cache of running requests under the new weights."""
+
+
+PROBE_LIMIT_S = 30.0
+"""Deadline for an engine to compute the log-probs of a `WeightsProbe`. A full engine begins when one of its requests
+has ended."""
 
 
 class TimeoutsConfig(ConfigSection):

@@ -7,7 +7,6 @@ cut, so that a conversation can be copied; control characters in it are made vis
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from asyncrl.core.trajectory import ToolCall
 from asyncrl.core.types import FinishReason, Span, versions_per_token
+from asyncrl.observe.formats import timestamp
 from asyncrl.observe.terminal.screen import DIM
 from asyncrl.storage.trajectory_files import DumpedTrajectory, VersionedText
 
@@ -112,7 +112,7 @@ def closing(one: DumpedTrajectory, fate: str) -> Iterator[Text]:
     if fate:
         yield _labelled("then").append(fate)
     if one.at:
-        yield _labelled("dumped").append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at)))
+        yield _labelled("dumped").append(timestamp(one.at))
 
 
 def tokens(one: DumpedTrajectory, decode: DecodeToken) -> Iterator[Text]:

@@ -23,8 +23,9 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from asyncrl.config.sections.run import PROBE_LIMIT_S
 from asyncrl.core.failures import BugError, InfraError
-from asyncrl.core.ports import PROBE_LIMIT_S, ApplyReport, Publication, WeightsProbe, WeightsVersion
+from asyncrl.core.ports import ApplyReport, Publication, WeightsProbe, WeightsVersion
 from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME

@@ -160,7 +160,7 @@ def test_the_state_file_is_replaced_whole_and_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "error"),
-    [(b"", "is torn"), (b'{"schema_ver', "is torn"), (b"[]", "is damaged"), (b"\xff", "cannot be read")],
+    [(b"", "is torn"), (b'{"schema_ver', "is torn"), (b"[]", "is damaged"), (b"\xff", "is torn or damaged")],
 )
 def test_a_damaged_state_file_is_an_error_with_its_path(tmp_path: Path, content: bytes, error: str) -> None:
     path = tmp_path / STATE_FILE

@@ -182,6 +182,7 @@ async def test_apply_ends_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InfraError, match="no"):
         await make(monkeypatch, handle, newest=published(3), start_s=0.05).apply(published(3))
     handle = Handle([None] * 10_000)
+    monkeypatch.setattr("asyncrl.config.sections.run.PROBE_LIMIT_S", 0.0)
     with pytest.raises(DeadlineError, match=r"not every replica answered within 0\.04 s"):
         await make(monkeypatch, handle, start_s=0.05, apply_s=0.01, engine_s=0.01, call_s=0.01).apply(published(3))
 

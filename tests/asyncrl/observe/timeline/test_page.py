@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import threading
@@ -20,6 +21,7 @@ from playwright.sync_api import Browser, Page, expect
 from asyncrl.observe.status.run_files import read_liveness
 from asyncrl.observe.timeline.details import conversation_of
 from asyncrl.observe.timeline.layout import PHASES
+from asyncrl.observe.timeline.reader import EventChunk, EventReader
 from asyncrl.observe.timeline.server import Timeline, create_app
 from asyncrl.storage.trajectory_files import file_name
 from rollouter.trajectory_dump import TrajectoryDump
@@ -243,14 +245,26 @@ def test_a_click_zooms_into_tracks_that_are_too_thin_to_see(chromium: Browser, s
         expect(page.locator("#rows")).to_be_hidden()
 
 
-def test_the_page_reports_unreadable_files(chromium: Browser, tmp_path: Path) -> None:  # noqa: F811
+def test_the_page_reports_unreadable_files(
+    chromium: Browser,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = FakeRun(tmp_path / "fake" / "20260101-000000")
     run.write(1)
     run.state("completed", 1)
-    (run.path / "events/step_000001/queue.jsonl").mkdir()
+    (run.path / "events/step_000001/queue.jsonl").write_text("{}\n")
+    read = EventReader._read_file
+
+    def read_some(self: EventReader, number: int, size: int) -> Iterator[EventChunk]:
+        if self._files[number].path.name == "queue.jsonl":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(self, number, size)
+
+    monkeypatch.setattr(EventReader, "_read_file", read_some)
     for url in served(run):
         with Tab.opened(chromium, url) as tab:
             trouble = tab.page.locator("#trouble")
-            expect(trouble).to_have_text(re.compile(r"cannot be read: /.*queue\.jsonl: Is a directory"))
+            expect(trouble).to_have_text(re.compile(r"cannot be read: /.*queue\.jsonl: Permission denied"))
             wait(tab.page, "data.left.length > 100")
             assert tab.overflow() <= 0
