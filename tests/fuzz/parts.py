@@ -258,7 +258,7 @@ class ShakyScorer(FakeScorer):
         async def gate(prompt: Prompt) -> None:
             await anyio.sleep(world.some(0.02))
             validates = prompt.prompt_ids[0] == VALIDATES
-            if not validates and world.rng.random() < world.setup.reward_fails:
+            if not validates and world.reward_fails():
                 raise UserCodeError("the reward function raised")
 
         super().__init__(gate=gate)

@@ -22,7 +22,7 @@ import anyio.lowlevel
 from asyncrl.core.ports import GenerateRequest
 from asyncrl.core.records import ValidationRecord
 from asyncrl.core.types import SampleId
-from asyncrl.queue.operations import Operation
+from asyncrl.queue.operations import DropSamples, OfferSamples, Operation
 from skip.store import RecordFiles
 from tests.fuzz.files import Files
 from tests.fuzz.setup import FuzzSetup
@@ -61,8 +61,9 @@ class FuzzWorld:
         """The records of generated samples, if the run has any."""
         self.recorded: dict[int, Any] = {}
         """The tokens in the record of each step."""
-        self._stragglers: set[int] = set()
-        """Indices of the samples whose sessions never continue."""
+        self._stragglers: set[SampleId] = set()
+        """Unfinished samples with a session that never continues."""
+        self._dropped_in_a_row = 0
         self.broken: list[str] = []
         """Promises that were broken during the run."""
 
@@ -72,6 +73,12 @@ class FuzzWorld:
 
     def see(self, operation: Operation) -> None:
         """Trace an operation of the queue when it is appended; a crash may lose it."""
+        if isinstance(operation, OfferSamples):
+            self._dropped_in_a_row = 0
+            self._stragglers.difference_update(sample.meta.sample_id for sample in operation.samples)
+        elif isinstance(operation, DropSamples):
+            self._dropped_in_a_row += len(operation.sample_ids)
+            self._stragglers.difference_update(operation.sample_ids)
         if self.trace is not None:
             self.log(str(operation))
 
@@ -92,17 +99,19 @@ class FuzzWorld:
         return (sample_id.index - 1) % self.setup.num_prompts == self.setup.poison
 
     def straggles(self, session: str) -> bool:
-        """Draw whether a training session never continues.
-
-        At most half an epoch of samples in a row have such sessions, because a run ends when a whole epoch is dropped.
-        """
-        if self.rng.random() >= self.setup.stragglers:
+        """Draw whether a training session never continues."""
+        if self.rng.random() >= self.setup.stragglers or not self._may_fail():
             return False
-        index = SampleId.parse(session.partition("/")[0]).index
-        if self._stragglers.issuperset(range(index - self.setup.num_prompts // 2, index)):
-            return False
-        self._stragglers.add(index)
+        self._stragglers.add(SampleId.parse(session.partition("/")[0]))
         return True
+
+    def reward_fails(self) -> bool:
+        """Draw whether the scoring of a group raises."""
+        return self.rng.random() < self.setup.reward_fails and self._may_fail()
+
+    def _may_fail(self) -> bool:
+        """Return whether one more sample may fail: a run ends if all samples of an epoch in a row are dropped."""
+        return self._dropped_in_a_row + len(self._stragglers) < self.setup.num_prompts // 2
 
     def poisoned(self, session: str, in_flight: Sequence[str]) -> None:
         """Record a crash that a poisonous session has caused, with the sessions in flight."""
