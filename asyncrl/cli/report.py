@@ -96,10 +96,8 @@ def about(run_dir: Path) -> dict[str, Any]:
     from asyncrl.observe.report.analysis import LIVE
 
     config = SavedConfig(run_dir)
-    experiment, response_length = (
-        config.value("experiment_name", resolve=False),
-        config.value("rollout", "response_length"),
-    )
+    experiment = config.value("experiment_name", resolve=False)
+    response_length = config.value("rollout", "response_length")
     liveness = read_liveness(run_dir)
     ends = {"live": LIVE, "unknown": "unknown how it ended"}
     return {

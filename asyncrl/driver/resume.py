@@ -160,7 +160,7 @@ class _ResumeSource(NamedTuple):
     checkpoints: Path
     """The directory that contains the run's checkpoints."""
     claim: Claim | None = None
-    """None: the checkpoints are in the run directory, or nobody has claimed theirs."""
+    """None: the checkpoints are in the run directory, or their directory has no claim."""
     head: JournalHead | None = None
     """None: there is no journal, or it is not used."""
     checkpoint: Path | None = None
