@@ -34,11 +34,13 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-# With Ray's defaults, seconds pass before a call to a dead process fails, and before a hung process is killed.
-_DEATH_TIMEOUTS = {
+# With Ray's defaults, seconds pass before a call to a dead process fails, and before a hung process is killed; and the
+# GCS, which keeps 100,000 finished calls for Ray's dashboard, grows for hours.
+_RAY_SETTINGS = {
     "timeout_ms_task_wait_for_death_info": 100,
     "core_worker_internal_heartbeat_ms": 100,
     "kill_worker_timeout_milliseconds": 500,
+    "task_events_max_num_task_in_gcs": 10_000,
 }
 
 
@@ -168,7 +170,7 @@ def _start(config: Config, namespace: str) -> None:
             include_dashboard=False if private else None,
             log_to_driver=False,
             configure_logging=False,
-            _system_config=dict(_DEATH_TIMEOUTS) if private else None,
+            _system_config=dict(_RAY_SETTINGS) if private else None,
         )
     except Exception as error:  # noqa: BLE001  Ray raises many types here, and all mean that there is no cluster
         if private:
