@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -114,9 +115,26 @@ def connect(address: str, namespace: str, *, limit_s: float = -1) -> None:
         raise TimeoutError(f"this worker did not join the Ray cluster at {address} within {limit_s:g} s")
     try:
         if not ray.is_initialized():
-            ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+            with _random_from_system():
+                ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     finally:
         _CONNECTING.release()
+
+
+@contextmanager
+def _random_from_system() -> Iterator[None]:
+    """Seed `random` differently in each process, and restore its state at the end.
+
+    vLLM seeds every engine alike, and Ray draws the id under which a process subscribes to messages from `random`. The
+    engines of several replicas would share an id, and each poll of one would end that of another: this loop takes a
+    third of a core in Ray's GCS.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 class WeightLoader:
