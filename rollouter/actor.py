@@ -30,6 +30,7 @@ from rollouter.rewards.scorer import CombinedScorer
 from rollouter.rollouter import Rollouter
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.http import endpoint_url, rollouter_name
+from rollouter.serving.options import rollout_app
 from rollouter.serving.reward_model import ServedRewardModel
 from rollouter.trajectory_dump import make_dump
 from rollouter.weight_updates import RolloutStart
@@ -108,7 +109,7 @@ class RolloutActor:
         served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
         scorer = CombinedScorer(task.scorer, config, task.decode, served)
         if isinstance(task.agent, ExternalAgent) and start.has_engines:
-            url = await to_thread.run_sync(endpoint_url, namespace, abandon_on_cancel=True)
+            url = await to_thread.run_sync(endpoint_url, rollout_app(config, namespace), abandon_on_cancel=True)
             task.agent.serve_at(url, self._incarnation)
         turns: FileTurns | NoTurns = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
         self._rollouter = Rollouter(

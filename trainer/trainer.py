@@ -82,6 +82,7 @@ class Trainer:
 
         Replicas start with that version or, in a lineage above 0, go back to it. Without a checkpoint, lineage 0
         publishes nothing, because replicas load the initial model themselves; later lineages publish the initial model.
+        So does a run with `rollout.attach`, because the replicas may have the weights of another run.
 
         A resumed version keeps its number, although its weights include the steps since its first publication, so
         pacing continues from exactly the same count. Replicas that kept running distinguish the two publications
@@ -205,7 +206,7 @@ class Trainer:
         if not new_run:
             await to_thread.run_sync(self._files.set_abandoned_aside)
             await self._trained_steps.append_rewind(progress.step)
-        if self._lineage > 0 or progress.version > 0:
+        if self._lineage > 0 or progress.version > 0 or self._config.rollout.attach is not None:
             validate = self._is_validation_due()
             await self._trained["actor"].publish(progress.version, progress.step, validate=validate)
             if validate:

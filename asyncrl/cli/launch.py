@@ -73,7 +73,7 @@ def serve(arguments: tuple[str, ...]) -> int:
       asyncrl serve my.yaml serve.port=9000 rollout.num_replicas=2
       KEY=secret asyncrl serve my.yaml serve.host=0.0.0.0 serve.api_key_env=KEY
     """
-    config = _checked(check_config(*_split(arguments), serve_only=True))
+    config = _checked(check_config(*_split(arguments), scope="serve"))
     from asyncrl.driver import launch as driver
 
     return driver.serve(config)

@@ -21,7 +21,7 @@ import asyncrl
 from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
 from asyncrl.config.keys import all_keys, known_section, leaves, nearest, unknown_keys
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
-from asyncrl.config.rules import as_sync, check_environment, check_rules
+from asyncrl.config.rules import Scope, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
@@ -81,17 +81,17 @@ def check_config(
     overrides: Sequence[str] = (),
     *,
     mode: Mode = "fully_async",
-    serve_only: bool = False,
+    scope: Scope = "run",
 ) -> CheckedConfig:
-    """Return a configuration with all its problems. `serve_only`: check it for engines without training."""
+    """Return a configuration with all its problems. `scope`: what it is for."""
     with resolvers() as read:
-        checked = _check(source, overrides, mode, serve_only, read)
+        checked = _check(source, overrides, mode, scope, read)
     problems = tuple(_without_values(problem, read) for problem in checked.problems)
     return replace(checked, problems=problems)
 
 
 def _check(
-    source: str | Path | None, overrides: Sequence[str], mode: Mode, serve_only: bool, read: ReadVariables
+    source: str | Path | None, overrides: Sequence[str], mode: Mode, scope: Scope, read: ReadVariables
 ) -> CheckedConfig:
     try:
         base = _read_source(_QUICKSTART if source is None else str(source))
@@ -109,8 +109,8 @@ def _check(
     if config is not None:
         config = config.with_unresolved(unresolved)
         config = as_sync(config) if mode == "sync" else config
-        problems += check_rules(config, _set_keys(user_values), serve_only=serve_only)
-        problems += check_environment(config, serve_only=serve_only)
+        problems += check_rules(config, _set_keys(user_values), scope=scope)
+        problems += check_environment(config, scope=scope)
     places = {**base.places, **dict.fromkeys(overridden, "command line")}
     return CheckedConfig(
         config,

@@ -160,7 +160,8 @@ def _processes(config: Config, machine: MachineResources, num_parameters: int | 
     yield PlannedProcess("sample queue", 1, 1, 0, None)
     yield PlannedProcess("weight store", 1, 1, 0, None if weights is None else _STORED_VERSIONS * weights)
     yield PlannedProcess("rollouter", 1, 1, 0, None)
-    yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, computes=True)
+    if rollout.attach is None:
+        yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, computes=True)
     if config.reward_model.placement == "serve":
         replicas = config.reward_model.num_replicas
         yield PlannedProcess("reward model (Serve)", replicas, 1, int(on_gpu), None, computes=True)

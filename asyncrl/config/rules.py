@@ -7,12 +7,16 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from asyncrl.config.interpolation import HIDDEN, looks_secret, secret_names, texts
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import ConfigProblem, RuleFunction
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer
+
+Scope = Literal["run", "serve", "app"]
+"""What a configuration is for: a run, `asyncrl serve`, or rollout servers that are deployed with Ray Serve."""
 
 _SECTIONS = (data, rollout, run, trainer, algorithm, reward, skip, observe)
 _SECRET_KEYS = (
@@ -76,22 +80,23 @@ DRIVER_ENVIRONMENT = (*trainer.DRIVER_ENVIRONMENT, *observe.DRIVER_ENVIRONMENT, 
 """Checks that the driver's machine has to pass even if the run uses a cluster."""
 
 
-def check_rules(config: Config, set_keys: Collection[str] = (), *, serve_only: bool = False) -> list[ConfigProblem]:
+def check_rules(config: Config, set_keys: Collection[str] = (), *, scope: Scope = "run") -> list[ConfigProblem]:
     """Return the problems that all rules find.
 
     Args:
         set_keys: keys that the user set to other values than the default; they are checked for having an effect.
-        serve_only: apply the rules for engines without training.
+        scope: what the configuration is for.
     """
-    if serve_only:
+    if scope != "run":
         return [problem for rule in SERVER_RULES for problem in rule(config)]
     return [*(problem for rule in RULES for problem in rule(config)), *_without_effect(config, set_keys)]
 
 
-def check_environment(config: Config, *, serve_only: bool = False) -> list[ConfigProblem]:
-    """Return the problems of a configuration on this machine; `serve_only`: for engines without training."""
-    if serve_only:
-        return [problem for check in SERVER_ENVIRONMENT for problem in check(config)]
+def check_environment(config: Config, *, scope: Scope = "run") -> list[ConfigProblem]:
+    """Return the problems of a configuration on this machine; `scope`: what it is for."""
+    if scope != "run":
+        checks = SERVER_ENVIRONMENT if scope == "app" else (*SERVER_ENVIRONMENT, *run.PORT_ENVIRONMENT)
+        return [problem for check in checks for problem in check(config)]
     found = [problem for check in ENVIRONMENT for problem in check(config)]
     if config.ray.address is not None:  # the cluster may have files and packages that this machine lacks
         found = [replace(problem, severity="warning") for problem in found]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -53,9 +54,10 @@ from asyncrl.queue.actor import QueueClient, start_queue
 from asyncrl.queue.sample_queue import QueueOptions
 from asyncrl.storage.checkpoint_manifest import Resume
 from asyncrl.storage.run_dir import RunDir
-from asyncrl.weights.object_store import start_store
+from asyncrl.weights.object_store import ServedRun, claim_store
 from rollouter.coverage import RemainingSamples
-from rollouter.serving.app import start_app
+from rollouter.serving.app import attach, start_app
+from rollouter.serving.options import rollout_app
 from rollouter.weight_updates import RolloutStart
 
 LAST_ANSWER_S = 5.0
@@ -151,7 +153,14 @@ class Run:
     async def _start(self, namespace: str, group: TaskGroup) -> None:
         """Start everything, slow parts concurrently; the probes become tasks of `group`."""
         config = self._config
-        store = start_store(namespace, max_restarts=UNLIMITED if config.recovery.max_restarts else 0)
+        app = rollout_app(config, namespace)
+        with attribute_failure_to("store"):
+            store = await claim_store(
+                app.store_namespace,
+                ServedRun.of(config, name=f"{self._run_dir.path} on {socket.gethostname()}", namespace=namespace),
+                max_restarts=UNLIMITED if config.recovery.max_restarts else 0,
+                limit_s=config.timeouts.start_s,
+            )
         self._services.store.handle = store
         self._rollouter_part.store_handle = self._trainer_part.store_handle = store
         group.start_soon(self._services.probe_store)
@@ -168,6 +177,8 @@ class Run:
             if self._status.has_engines or config.reward_model.placement == "serve":
                 with attribute_failure_to("replica"):
                     await start_app(config, namespace=namespace, engines=self._status.has_engines)
+                    if app.attached and self._status.has_engines:
+                        self._services.expect_replicas(await attach(config, app))
         prepared = self._rollouter_part.prepared
         self._plan_steps()
         self._recorder.set_total_steps(self._trainer_part.total_steps)

@@ -52,6 +52,7 @@ class RunStatus:
         """Processes of Rollouter and Trainer, as they last reported them."""
         self.has_engines = True
         """False: every sample is recorded, and the role `async_rollout` needs no engines."""
+        self.num_replicas = config.rollout.num_replicas
         self._config = config
         self._recorder = recorder
         self._run_dir = run_dir
@@ -120,7 +121,7 @@ class RunStatus:
             published=store.newest if store is not None else None,
             queue=self.queue,
             replicas=store.replicas if store is not None else (),
-            num_replicas=config.rollout.num_replicas if self.has_engines else 0,
+            num_replicas=self.num_replicas if self.has_engines else 0,
             waits={
                 part: tuple(status["waits"])
                 for part, status in (("trainer", self.trainer), ("rollouter", self.rollouter))

@@ -31,6 +31,7 @@ from asyncrl.observe.terminal.live import View
 from asyncrl.queue.actor import QueueActor, QueueClient
 from asyncrl.weights.object_store import WeightStoreActor, on_clock
 from rollouter.serving.app import serve_messages
+from rollouter.serving.options import rollout_app
 
 PART_TITLES: dict[PartName, str] = {
     "rollouter": "Rollouter",
@@ -140,6 +141,10 @@ class ServiceWatch:
         """Time of the first answer of the store's current process, wall clock."""
         self._store_is_empty = anyio.Event()
 
+    def expect_replicas(self, num_replicas: int) -> None:
+        """Set the number of replicas of an application to which the run has attached."""
+        self._replicas.num_replicas = self._status.num_replicas = num_replicas
+
     async def probe_queue(self) -> None:
         """Probe the queue. Raises `InfraError` if it is gone for good, or was restarted too often."""
 
@@ -223,7 +228,7 @@ class ServiceWatch:
         """Raise `InfraError`, with Serve's message if there is one."""
         message = ""
         with anyio.move_on_after(self._config.timeouts.call_s), suppress(InfraError):
-            message = await serve_messages(self._status.namespace)
+            message = await serve_messages(rollout_app(self._config, self._status.namespace).name)
         with attribute_failure_to("replica"):
             raise InfraError(
                 f"replica {report.replica} (pid {report.pid}) is gone and was not replaced within "

@@ -13,8 +13,9 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import anyio
 import numpy as np
@@ -22,8 +23,10 @@ import ray
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.core.failures import BugError, DeadlineError, FencedError, InfraError
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedError, InfraError
 from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsProbe, WeightsVersion
+from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.weights.checksums import group_checksums
 
@@ -37,10 +40,31 @@ RETRY_S = 0.2
 """Pause between two tries to reach a store that restarts."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """What the replicas have to know of the run whose versions they serve."""
+
+    name: str = ""
+    """The run directory and the machine of the driver, for messages."""
+    namespace: str = ""
+    """Ray namespace of the run's actors."""
+    verify: Literal["every", "first", "off"] = "every"
+    max_mismatch_kl: float | None = None
+    profiler: ProfilerSettings = PROFILING_OFF
+    """The profiler settings of the replicas, which send their events with their answers."""
+
+    @classmethod
+    def of(cls, config: Config, *, name: str, namespace: str) -> Self:
+        """Return the values of a run with this configuration."""
+        sync = config.weight_sync
+        return cls(name, namespace, sync.verify, sync.max_mismatch_kl, ProfilerSettings.of(config.profiler, None))
+
+
 class WeightStoreActor:
     """Keeps the published versions and the references to their bytes. Everything runs on the actor's event loop."""
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, served: ServedRun | None = None, wall_clock: Callable[[], float] = time.time) -> None:
+        self._served = served or ServedRun()
         self._wall_clock = wall_clock
         self._health = ProcessMonitor("store") if ray.is_initialized() else None
         self._versions: dict[WeightsVersion, tuple[Publication, list[ray.ObjectRef]]] = {}
@@ -51,6 +75,10 @@ class WeightStoreActor:
         self._knows_newest = not ray.get_runtime_context().was_current_actor_reconstructed
         """Whether an empty store means that nothing was published, which is unknown after a restart."""
         self._replicas = ReplicaReports()
+
+    async def served_run(self) -> ServedRun:
+        """Return the run to which this store belongs."""
+        return self._served
 
     async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef], again: bool = False) -> None:
         """Make a version the newest.
@@ -175,12 +203,16 @@ class WeightStoreActor:
             del self._versions[weights_version]
 
 
-def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHandle:
+def start_store(namespace: str, served: ServedRun | None = None, *, max_restarts: int = 0) -> ray.actor.ActorHandle:
     """Create the run's store actor on the caller's node, because the run cannot continue without that node anyway.
 
     Args:
-        namespace: The run's Ray namespace.
+        namespace: The Ray namespace in which the replicas look for the store. It ends with the driver that created it.
+        served: The run, for replicas that ask.
         max_restarts: How often Ray may start it again; the handle stays valid.
+
+    Raises:
+        ValueError: the namespace has a store.
     """
     return (
         ray.remote(WeightStoreActor)
@@ -192,8 +224,41 @@ def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHand
             max_restarts=max_restarts,
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         )
-        .remote()
+        .remote(served)
     )
+
+
+async def claim_store(namespace: str, served: ServedRun, *, max_restarts: int, limit_s: float) -> ray.actor.ActorHandle:
+    """Create the run's store in a namespace of which other runs may have used the replicas. Only one run at a time can.
+
+    Ray ends the store of a driver that has died, which may take some seconds.
+
+    Raises:
+        ConfigError: another run has the store.
+        DeadlineError: the store of an earlier driver of this run has not ended within `limit_s`.
+    """
+    until = anyio.current_time() + limit_s
+    while True:
+        try:
+            return start_store(namespace, served, max_restarts=max_restarts)
+        except ValueError:
+            store = await anyio.to_thread.run_sync(find_store, namespace)
+        left_s = until - anyio.current_time()
+        owner: ServedRun | None = None
+        if store is not None:
+            with suppress(InfraError):  # it is ending
+                owner = await _answer(store.served_run.remote(), max(RETRY_S, left_s), "asking for the attached run")
+        if owner is not None and owner.name != served.name:
+            raise ConfigError(
+                f"rollout.attach: the run {owner.name} is attached to these rollout servers, which can serve "
+                "the weights of one run only; wait for its end or stop it, or attach to another application"
+            )
+        if left_s <= 0:
+            raise DeadlineError(
+                f"an earlier driver of this run ({served.name}) still holds these rollout servers after {limit_s:g} s "
+                "(timeouts.start_s), although its run directory is not locked any more: it may hang while it ends"
+            )
+        await anyio.sleep(RETRY_S)
 
 
 def find_store(namespace: str) -> ray.actor.ActorHandle | None:

@@ -2,15 +2,21 @@
 
 The engines are one application and a served reward model is another, so that Serve reports their states separately.
 Both are named after the run's Ray namespace, since runs may share a cluster.
+
+`build_app` builds the engines' application for Serve's own commands. It is deployed separately, and runs attach to it:
+
+    serve deploy ─▶ replicas ─▶ engines, with the weights of the model's files or of the last run
+    launch ─▶ claim the weight store of the application ─▶ attach: replicas follow this store until the next attach
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from typing import Any
 
 import anyio
 import ray
@@ -19,12 +25,21 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
+from asyncrl.config.compose import check_config
+from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
-from asyncrl.profiling import PROFILING_OFF
 from rollouter.serving.access import http_access
+from rollouter.serving.handles import typed
 from rollouter.serving.http import route_prefix
-from rollouter.serving.options import DEPLOYMENT_NAME, app_name, deployment_options, serving_options
+from rollouter.serving.options import (
+    DEPLOYMENT_NAME,
+    ReplicaFacts,
+    RolloutApp,
+    app_name,
+    deployment_options,
+    serving_options,
+)
 from rollouter.serving.replica.deployment import RolloutReplica
 from rollouter.serving.reward_model import build_reward_app
 
@@ -34,10 +49,43 @@ STATUS_PERIOD_S = 0.2
 """Interval of status polls. Serve has no call that waits for a deployment; Serve's client polls as well."""
 
 
-def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: bool = False) -> serve.Application:
-    """Return the application of the engines for `config`. Ray must be connected.
+SHORT_ARGUMENTS = {"model": "model.path", "num_replicas": "rollout.num_replicas"}
+"""Arguments of `build_app` with a shorter name than the configuration's key."""
+
+
+def build_app(args: Mapping[str, Any]) -> serve.Application:
+    """Build rollout servers for `serve run rollouter.serving.app:build_app model=… num_replicas=2`, `serve deploy` and
+    KubeRay, to which runs attach (`rollout.attach`). They also offer the OpenAI API.
 
     Args:
+        args: `config` (a YAML file or a recipe's name; the default is the quickstart's), `model` and `num_replicas`,
+            and keys of the configuration, nested or with dots: `rollout`, `model`, `serve` and others.
+
+    Raises:
+        ConfigError: with every problem of the arguments.
+    """
+    given = dict(args)
+    source = given.pop("config", None)
+    config = check_config(source, tuple(_overrides(given)), scope="app").require()
+    return build_rollout_app(config, namespace=None, http=True, agents=True)
+
+
+def _overrides(args: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield `key=value` for each argument."""
+    for name, value in args.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _overrides(value, f"{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{SHORT_ARGUMENTS.get(key, key)}={text}"
+
+
+def build_rollout_app(config: Config, *, namespace: str | None, http: bool, agents: bool = False) -> serve.Application:
+    """Return the application of the engines for `config`.
+
+    Args:
+        namespace: Ray namespace of the weight store; None: that of the application, to which runs attach.
         http: Add Ray's OpenAI-compatible ingress. Without it, the replicas are reachable by handles only, and the
             driver need not import vLLM.
         agents: Also forward requests of the run's agents to the Rollouter.
@@ -49,8 +97,6 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: boo
     if http:
         from rollouter.serving.http import build_http_app
 
-        if not agents:
-            options = replace(options, profiler=PROFILING_OFF)  # no Rollouter would receive the events
         return build_http_app(
             options,
             http_access(config.serve),
@@ -62,7 +108,7 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: boo
 
 
 async def start_app(config: Config, *, namespace: str, http: bool = False, engines: bool = True) -> None:
-    """Deploy the applications and wait until every replica is up.
+    """Deploy the applications and wait until every replica is up. Engines are not deployed with `rollout.attach`.
 
     Args:
         http: Deploy engines with an HTTP API and no reward model, for `asyncrl serve`. In a run, `rollout.agent`
@@ -75,9 +121,13 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
         ConfigError: see `build_rollout_app` and `RewardClassifier.load`.
     """
     limit_s = config.timeouts.start_s
+    engines = engines and config.rollout.attach is None
     names = {app_name(namespace): "the rollout engines"} if engines else {}
     if config.reward_model.placement == "serve" and not http:
         names[app_name(namespace, "reward")] = "the reward model's replicas"
+    _quiet_serve(config)
+    if not names:
+        return
     try:
         with anyio.fail_after(limit_s):
             await anyio.to_thread.run_sync(_deploy, config, namespace, http, engines, abandon_on_cancel=True)
@@ -89,6 +139,68 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
         ) from None
 
 
+async def attach(config: Config, app: RolloutApp) -> int:
+    """Let the replicas of a separately deployed application follow the run's weight store, which has been claimed.
+
+    Returns:
+        The number of replicas.
+
+    Raises:
+        ConfigError: the application does not run, or its engines do not fit the run.
+        InfraError: the replicas did not attach; the message has the last error.
+        DeadlineError: a replica did not answer within `timeouts.start_s`.
+    """
+    limit_s = config.timeouts.start_s
+    running = await anyio.to_thread.run_sync(_applications, abandon_on_cancel=True)
+    found = running.get(app.name)
+    if found is None or DEPLOYMENT_NAME not in found.deployments:
+        others = ", ".join(sorted(name for name, one in running.items() if DEPLOYMENT_NAME in one.deployments))
+        raise ConfigError(
+            f"rollout.attach={app.name!r}: Ray Serve runs no rollout servers of this name on the cluster, so there is "
+            f"nothing to attach to (rollout servers: {others or 'none'}); deploy them with `serve deploy` "
+            "(docs/deploy.md), or leave the key out to start engines with the run"
+        )
+    try:
+        with anyio.fail_after(limit_s):
+            await _started({app.name: "the rollout servers"})
+            handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app.name)
+            facts: list[ReplicaFacts] = await handle.broadcast("attach").results_async()
+    except TimeoutError:
+        raise DeadlineError(
+            f"the replicas of {app.name} did not attach within {limit_s:g} s (timeouts.start_s): they may be starting "
+            "or busy; `serve status` shows their state"
+        ) from None
+    except (ray.exceptions.RayError, RayServeException) as error:
+        raise typed(error, f"attaching to {app.name}") from error
+    wanted = ReplicaFacts.of(serving_options(config, namespace=None, gpus=_gpus()), "")
+    for one in facts:
+        if one.max_model_len < wanted.max_model_len:
+            raise ConfigError(
+                f"rollout.attach={app.name!r}: its engines have a context of {one.max_model_len} tokens, and the run "
+                f"needs {wanted.max_model_len} (data.max_prompt_length + rollout.response_length, or "
+                "rollout.max_model_len), so long samples would be refused; deploy with a larger rollout.max_model_len"
+            )
+        if one.logprobs_mode != wanted.logprobs_mode:
+            raise ConfigError(
+                f"rollout.attach={app.name!r}: its engines report {one.logprobs_mode}, and "
+                f"rollout.sampling.temperature={config.rollout.sampling.temperature:g} needs {wanted.logprobs_mode}: "
+                "the recorded log-probs would be those of another distribution; deploy with the same temperature"
+            )
+    return len(facts)
+
+
+def _quiet_serve(config: Config) -> None:
+    """Keep Serve from logging each start, which would disturb the live view on the terminal."""
+    logging.getLogger("ray.serve").setLevel(config.logging.level.upper())
+
+
+def _applications() -> Mapping[str, ApplicationStatusOverview]:
+    try:
+        return serve.status().applications
+    except RayServeException:  # Serve is not running
+        return {}
+
+
 async def stop_app(namespace: str) -> None:
     """Delete the applications of the run in this namespace, and no others."""
     await anyio.to_thread.run_sync(delete_app, namespace)
@@ -96,18 +208,13 @@ async def stop_app(namespace: str) -> None:
 
 def delete_app(namespace: str) -> None:
     """Delete the applications like `stop_app`, but blocking. Do nothing if none was started."""
-    try:
-        running = serve.status().applications
-    except RayServeException:  # Serve is not running
-        return
+    running = _applications()
     for part in ("reward", "rollout"):
         if (name := app_name(namespace, part)) in running:
             serve.delete(name)
 
 
 def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
-    # Serve logs each start at INFO, which would disturb the live view on the terminal.
-    logging.getLogger("ray.serve").setLevel(config.logging.level.upper())
     agents = config.rollout.agent.enabled and engines and not http
     if http:
         serve.start(http_options=HTTPOptions(host=config.serve.host, port=config.serve.port))
@@ -143,10 +250,11 @@ def _port(config: Config) -> int:
 
 
 def _gpus() -> bool:
-    return ray.cluster_resources().get("GPU", 0) > 0
+    """Return whether the cluster has GPUs, or this machine, before Ray is connected."""
+    return ray.cluster_resources().get("GPU", 0) > 0 if ray.is_initialized() else bool(visible_gpus())
 
 
-async def replicas_up(namespace: str, limit_s: float) -> None:
+async def replicas_up(app: str, limit_s: float) -> None:
     """Wait until Serve has replaced all replicas that have ended.
 
     Raises:
@@ -155,7 +263,7 @@ async def replicas_up(namespace: str, limit_s: float) -> None:
     """
     try:
         with anyio.fail_after(limit_s):
-            while (await _status(app_name(namespace))).status is not ApplicationStatus.RUNNING:  # noqa: ASYNC110  see STATUS_PERIOD_S
+            while (await _status(app)).status is not ApplicationStatus.RUNNING:  # noqa: ASYNC110  see STATUS_PERIOD_S
                 await anyio.sleep(STATUS_PERIOD_S)
     except TimeoutError as error:
         raise DeadlineError(f"replicas that ended were not replaced within {limit_s:g} s") from error
@@ -175,13 +283,13 @@ async def _started(names: Mapping[str, str]) -> None:
             await anyio.sleep(STATUS_PERIOD_S)
 
 
-async def serve_messages(namespace: str) -> str:
-    """Return Serve's messages about the run's engines, for example why one does not start; empty without messages.
+async def serve_messages(app: str) -> str:
+    """Return Serve's messages about the engines, for example why one does not start; empty without messages.
 
     Raises:
         InfraError: the application is gone.
     """
-    return _messages(await _status(app_name(namespace)))
+    return _messages(await _status(app))
 
 
 def _messages(app: ApplicationStatusOverview) -> str:

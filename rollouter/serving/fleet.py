@@ -19,7 +19,7 @@ from asyncrl.weights.object_store import ObjectStoreFeed, find_store
 from rollouter.serving import client
 from rollouter.serving.app import replicas_up
 from rollouter.serving.handles import items, typed
-from rollouter.serving.options import DEPLOYMENT_NAME, app_name
+from rollouter.serving.options import DEPLOYMENT_NAME, rollout_app
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,13 @@ class ServeFleet:
     """Calls the replicas of a started application (`app.start_app`), from any process of its Ray cluster."""
 
     def __init__(self, config: Config, *, namespace: str) -> None:
+        """`namespace` is the run's Ray namespace."""
         self._timeouts = config.timeouts
         self._max_attempts = config.rollout.max_attempts
         self._clear_kv = config.weight_sync.clear_kv_cache
         self._mode = config.async_training.partial_mode if config.async_training.partial_rollout else "wait"
-        self._namespace = namespace
-        self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app_name(namespace))
+        self._app = rollout_app(config, namespace)
+        self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, self._app.name)
 
     def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[GenerationEvent, None]:
         """See `ports.EngineFleet`. Each call to a replica may take `timeouts.generate_s`. Up to `rollout.max_attempts`
@@ -75,13 +76,13 @@ class ServeFleet:
             publication = await self._newest(publication)
             logger.warning("version %d is applied once more: %s", publication.version, failures[0].brief)
             await anyio.sleep(client.FIRST_BACKOFF_S)
-            await replicas_up(self._namespace, self._timeouts.start_s)
+            await replicas_up(self._app.name, self._timeouts.start_s)
 
     async def _newest(self, publication: Publication) -> Publication:
         """Return the newest publication, or `publication` if there is no newer one."""
         store = None
         with anyio.move_on_after(self._timeouts.call_s):
-            store = await anyio.to_thread.run_sync(find_store, self._namespace, abandon_on_cancel=True)
+            store = await anyio.to_thread.run_sync(find_store, self._app.store_namespace, abandon_on_cancel=True)
         if store is None:
             return publication
         try:

@@ -18,18 +18,25 @@ import anyio
 import ray
 from anyio import to_thread
 from ray import serve
-from ray.serve.config import ProxyLocation
-from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from asyncrl.core.failures import InfraError
+from asyncrl.weights.object_store import ServedRun, find_store
 from rollouter.agent.parsing import NO_TOOLS, check_format
 from rollouter.gateway.http import TrajectoryKeyMiddleware
 from rollouter.gateway.protocol import GatewayResponse, engines_failed, unknown_key
 from rollouter.gateway.session import incarnation_of
+from rollouter.serving import ray_internals
 from rollouter.serving.access import HttpAccess, checked_app
-from rollouter.serving.options import DEPLOYMENT_NAME, ServingOptions, app_name, deployment_options
+from rollouter.serving.options import (
+    DEPLOYMENT_NAME,
+    RolloutApp,
+    ServingOptions,
+    app_name,
+    app_namespace,
+    deployment_options,
+)
 from rollouter.serving.replica.deployment import RolloutReplica
 
 MAX_AGENT_REQUESTS = 9_000
@@ -48,24 +55,23 @@ def route_prefix(namespace: str) -> str:
     return f"/{app_name(namespace, 'agents')}"
 
 
-def endpoint_url(namespace: str) -> str:
+def endpoint_url(app: RolloutApp) -> str:
     """Return the base URL of the run's OpenAI API, for agents on the node of Serve's proxy or, if the proxy listens on
     every interface, on any node. Blocking.
 
     Raises:
-        InfraError: Serve runs without HTTP.
+        InfraError: the application cannot be reached over HTTP.
     """
-    options = _get_global_client().http_config
-    if options.host is None or options.location == ProxyLocation.Disabled:
+    if (address := ray_internals.http_address()) is None:
         raise InfraError(
             "Ray Serve was started on this cluster by another user without HTTP, so no agent can reach this run "
             "(rollout.agent). Shut Serve down there, or start a separate cluster for the run: ray.address=null"
         )
-    host = options.host
+    host, port = address
     if host in _ANYWHERE:
         host = _proxy_address() or _ANYWHERE[host]
     host = f"[{host}]" if ":" in host else host
-    return f"http://{host}:{options.port}{route_prefix(namespace)}/v1"
+    return f"http://{host}:{port}{ray_internals.route_prefix_of(app.name)}/v1"
 
 
 def _proxy_address() -> str:
@@ -77,11 +83,11 @@ def _proxy_address() -> str:
 class RolloutCalls:
     """Forwards agents' requests through Ray to the Rollouter that issued their key.
 
-    A Rollouter that replaces another has a new name and new keys, so nothing has to be updated here.
+    A Rollouter that replaces another has a new name and new keys. So has a run that attaches to this application.
     """
 
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
+    def __init__(self, store_namespace: str) -> None:
+        self._store_namespace = store_namespace
         self._actors: dict[int, Any] = {}
         self._limit: anyio.Semaphore | None = None
         """Created in the replica: it belongs to an event loop, and this object is pickled."""
@@ -97,27 +103,44 @@ class RolloutCalls:
         if self._limit is None:
             self._limit = anyio.Semaphore(MAX_AGENT_REQUESTS)
         async with self._limit:
-            actor = await self._actor(incarnation)
-            answer = actor.answer.remote(key, path, body)
+            is_known = incarnation in self._actors
             try:
-                response: GatewayResponse = await answer
-            except asyncio.CancelledError:
-                ray.cancel(answer)  # the client has disconnected, so the engine stops its turn
-                raise
-            except ray.exceptions.ActorUnavailableError as error:
-                raise engines_failed() from error  # it may be reachable again
+                return await self._ask(incarnation, key, path, body)
             except ray.exceptions.RayActorError as error:
                 self._actors.pop(incarnation, None)
+                if not is_known:
+                    raise unknown_key() from error
+            # The Rollouter of an earlier run is gone. The request did not reach one of this run.
+            try:
+                return await self._ask(incarnation, key, path, body)
+            except ray.exceptions.RayActorError as error:
                 raise unknown_key() from error
-            except ray.exceptions.RayError as error:
-                raise engines_failed() from error
+
+    async def _ask(self, incarnation: int, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
+        """Raises `RayActorError` if the Rollouter is gone."""
+        answer = (await self._actor(incarnation)).answer.remote(key, path, body)
+        try:
+            response: GatewayResponse = await answer
+        except asyncio.CancelledError:
+            ray.cancel(answer)  # the client has disconnected, so the engine stops its turn
+            raise
+        except ray.exceptions.ActorUnavailableError as error:
+            raise engines_failed() from error  # it may be reachable again
+        except ray.exceptions.RayActorError:
+            raise
+        except ray.exceptions.RayError as error:
+            raise engines_failed() from error
         return response
 
     async def _actor(self, incarnation: int) -> Any:
         if incarnation not in self._actors:
+            store = await to_thread.run_sync(find_store, self._store_namespace)
+            if store is None:
+                raise unknown_key()
+            run: ServedRun = await store.served_run.remote()
             name = rollouter_name(incarnation)
             try:
-                self._actors[incarnation] = await to_thread.run_sync(ray.get_actor, name, self._namespace)
+                self._actors[incarnation] = await to_thread.run_sync(ray.get_actor, name, run.namespace)
             except ValueError as error:
                 raise unknown_key() from error
         return self._actors[incarnation]
@@ -130,25 +153,18 @@ def openai_app(options: ServingOptions, replicas: DeploymentHandle[Any]) -> ASGI
     sends no CORS headers, so that a web page in the user's browser cannot reach a server on loopback.
     """
     from fastapi import FastAPI
-    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
-    from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS, OpenAiIngress
-    from ray.llm._internal.serve.core.ingress.middleware import (
-        SetRequestIdMiddleware,
-        add_exception_handling_middleware,
-    )
     from ray.serve.llm import LLMConfig
 
     llm_config = LLMConfig(**options.llm_config)
     model = llm_config.model_id
-    ingress = OpenAiIngress(
-        llm_deployments={model: replicas}, model_cards={model: to_model_metadata(model, llm_config)}
-    )
+    card = ray_internals.to_model_metadata(model, llm_config)
+    ingress = ray_internals.OpenAiIngress(llm_deployments={model: replicas}, model_cards={model: card})
     app = FastAPI(title="asyncrl")
-    for name, endpoint in DEFAULT_ENDPOINTS.items():
+    for name, endpoint in ray_internals.DEFAULT_ENDPOINTS.items():
         endpoint(app)(getattr(ingress, name))
     # The middleware that was added last runs first.
-    add_exception_handling_middleware(app)
-    app.add_middleware(SetRequestIdMiddleware)
+    ray_internals.add_exception_handling_middleware(app)
+    app.add_middleware(ray_internals.SetRequestIdMiddleware)
     return app
 
 
@@ -166,7 +182,10 @@ class HttpFrontEnd:
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Build the app. Serve calls this once, in the process that serves the app."""
         app = checked_app(openai_app(self._options, self._replicas), self._access)
-        return TrajectoryKeyMiddleware(app, call=RolloutCalls(self._options.namespace)) if self._trajectories else app
+        if not self._trajectories:
+            return app
+        namespace = self._options.namespace or app_namespace(serve.get_replica_context().app_name)
+        return TrajectoryKeyMiddleware(app, call=RolloutCalls(namespace))
 
 
 def build_http_app(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Self
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.config.sections.trainer import RewardModelConfig
-from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 
 DEPLOYMENT_NAME = "rollout"
 REWARD_DEPLOYMENT_NAME = "reward-model"
@@ -41,6 +40,30 @@ def app_name(namespace: str, part: str = "rollout") -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', namespace)}-{part}"
 
 
+def app_namespace(app: str) -> str:
+    """Return the Ray namespace in which the replicas of a deployed application look for the weight store of a run."""
+    return f"asyncrl-app-{app}"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutApp:
+    """The application whose replicas a run uses."""
+
+    name: str
+    """Serve's name of the application."""
+    store_namespace: str
+    """Ray namespace in which its replicas look for the weight store."""
+    attached: bool
+    """Whether it was deployed separately and outlives the run."""
+
+
+def rollout_app(config: Config, namespace: str) -> RolloutApp:
+    """Return the application of the run in this Ray namespace: `rollout.attach`, or one that the run deploys."""
+    if (name := config.rollout.attach) is not None:
+        return RolloutApp(name, app_namespace(name), attached=True)
+    return RolloutApp(app_name(namespace), namespace, attached=False)
+
+
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
     """The options of the deployment of the engines (`RolloutReplica`)."""
@@ -50,17 +73,30 @@ class ServingOptions:
     bundles: tuple[dict[str, float], ...]
     """The resources of one replica, as bundles of a placement group."""
     env_vars: dict[str, str]
-    namespace: str
-    """Ray namespace of the weight store."""
+    namespace: str | None
+    """Ray namespace of the weight store; None: that of the application (`app_namespace`), to which runs attach."""
     num_replicas: int
-    verify: Literal["every", "first", "off"]
-    max_mismatch_kl: float | None
     timeouts: TimeoutsConfig
-    profiler: ProfilerSettings = PROFILING_OFF
-    """The profiler settings of the replicas, which send their events with their answers."""
 
 
-def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOptions:
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What a run checks of a replica to which it attaches."""
+
+    replica: str
+    model: str
+    max_model_len: int
+    logprobs_mode: str
+
+    @classmethod
+    def of(cls, options: ServingOptions, replica: str) -> Self:
+        """Return the facts of a replica with these options."""
+        engine = options.llm_config["engine_kwargs"]
+        model = options.llm_config["model_loading_config"]["model_source"]
+        return cls(replica, model, engine["max_model_len"], engine["logprobs_mode"])
+
+
+def serving_options(config: Config, *, namespace: str | None, gpus: bool) -> ServingOptions:
     """Return the options for `config`. `gpus` says whether the cluster has GPUs to run engines on.
 
     The checks of the configuration forbid `rollout.engine_kwargs` that another key sets.
@@ -81,10 +117,7 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
         env_vars=env_vars,
         namespace=namespace,
         num_replicas=rollout.num_replicas,
-        verify=config.weight_sync.verify,
-        max_mismatch_kl=config.weight_sync.max_mismatch_kl,
         timeouts=config.timeouts,
-        profiler=ProfilerSettings.of(config.profiler, None),
     )
 
 

@@ -40,6 +40,7 @@ def client() -> Iterator[openai.OpenAI]:
     from asyncrl.weights.object_store import start_store
     from rollouter.serving.app import start_app, stop_app
     from rollouter.serving.http import endpoint_url
+    from rollouter.serving.options import rollout_app
 
     config = Config.model_validate(
         {
@@ -57,7 +58,7 @@ def client() -> Iterator[openai.OpenAI]:
     try:
         start_store(NAMESPACE)
         anyio.run(partial(start_app, config, namespace=NAMESPACE))
-        url = endpoint_url(NAMESPACE)
+        url = endpoint_url(rollout_app(config, NAMESPACE))
         assert url == f"http://127.0.0.1:18231/{NAMESPACE}-agents/v1"
         with openai.OpenAI(base_url=url, api_key=KEY, timeout=60, max_retries=0) as one:
             yield one

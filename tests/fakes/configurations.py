@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.compose import load_config
 from asyncrl.config.problems import ConfigProblem
-from asyncrl.config.rules import check_environment, check_rules
+from asyncrl.config.rules import Scope, check_environment, check_rules
 from asyncrl.config.schema import Config
 
 
@@ -35,9 +35,9 @@ def rule_problems(changes: Mapping[str, Any], prefix: str = "") -> list[ConfigPr
     return [one for one in check_rules(config_with(changes), set(changes)) if one.key.startswith(prefix)]
 
 
-def machine_problems(changes: Mapping[str, Any], *, serve_only: bool = False) -> list[ConfigProblem]:
+def machine_problems(changes: Mapping[str, Any], *, scope: Scope = "run") -> list[ConfigProblem]:
     """Return the problems that checks of this machine report."""
-    return check_environment(config_with(changes), serve_only=serve_only)
+    return check_environment(config_with(changes), scope=scope)
 
 
 def single(problems: Iterable[ConfigProblem]) -> ConfigProblem:

@@ -28,13 +28,12 @@ from asyncrl.queue.sample_queue import QueueOptions
 from asyncrl.queue.turn_log import FileTurns
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.run_dir import RunDir
-from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, WeightStoreActor
+from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, ServedRun, WeightStoreActor
 from rollouter.loading import load_task
 from rollouter.rewards.scorer import CombinedScorer
 from rollouter.rollouter import Rollouter
 from rollouter.serving import fleet as fleet_module
 from rollouter.serving.fleet import ServeFleet
-from rollouter.serving.options import serving_options
 from rollouter.serving.replica import worker as worker_module
 from rollouter.serving.replica.generation import TokenGeneration
 from rollouter.serving.replica.health import ReplicaHealth
@@ -156,11 +155,11 @@ class OneReplica:
     """A replica's parts without Serve, and the deployment handle through which the fleet calls it."""
 
     def __init__(self, config: Config, store: Any) -> None:
-        options = serving_options(config, namespace=NAMESPACE, gpus=False)
         self.engine = OneEngine(resolve(config.model.path), max_model_len=config.max_model_len)
         started: Any = SimpleNamespace(client=self.engine, gauges=SimpleNamespace(clear=lambda held: None))
-        health = ReplicaHealth(replica="one", node_id="node", engine_s=30.0, store=None)
-        self.weights = WeightUpdates(started, health, store, options)
+        health = ReplicaHealth(replica="one", node_id="node", engine_s=30.0)
+        self.weights = WeightUpdates(started, health, NAMESPACE, config.timeouts)
+        self.weights._store, self.weights._run = store, ServedRun.of(config, name="run", namespace=NAMESPACE)
         self.generation = TokenGeneration(self.engine, health, self.weights.gate, self.weights.pauses)  # type: ignore[arg-type]
         health.up = True
         self.engine.worker._source = ("", NAMESPACE, "store")

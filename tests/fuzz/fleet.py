@@ -40,6 +40,7 @@ from asyncrl.weights.object_store import ObjectStoreFeed
 from benchmarks.chaos.watch import CallWatch
 from rollouter.serving import fleet as serving
 from rollouter.serving.client import Delta, ReplicaStream
+from rollouter.serving.options import app_name
 from tests.fuzz.remote import ActorHost, Gate
 from tests.fuzz.world import FuzzWorld
 
@@ -47,15 +48,15 @@ REPORT_S = 1.0
 SERVE_S = 20.0
 """Seconds until a hung replica has failed its health checks."""
 FLEETS: dict[str, Engines] = {}
-"""The engines of each launch, by Ray namespace."""
+"""The engines of each launch, by the name of its application."""
 
 
 @contextmanager
 def patched() -> Iterator[None]:
     """Replace Ray Serve."""
 
-    async def replicas_up(namespace: str, limit_s: float) -> None:
-        await FLEETS[namespace].until_all_up()
+    async def replicas_up(app: str, limit_s: float) -> None:
+        await FLEETS[app].until_all_up()
 
     serve = SimpleNamespace(get_deployment_handle=lambda *names: None)
     with (
@@ -169,7 +170,7 @@ class Engines:
         self._chunk = world.rng.randint(1, 3)
         self._restart_s = world.rng.uniform(0.1, 3.0)
         self._changed = anyio.Event()
-        FLEETS[namespace] = self
+        FLEETS[app_name(namespace)] = self
 
     def start(self, group: TaskGroup) -> None:
         for _ in range(self._world.setup.num_replicas):

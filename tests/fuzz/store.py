@@ -22,7 +22,7 @@ class FuzzStore(WeightStoreActor):
     def __init__(self, number: int) -> None:
         context = SimpleNamespace(was_current_actor_reconstructed=number > 0)
         with patch.object(object_store.ray, "get_runtime_context", lambda: context):
-            super().__init__(anyio.current_time)
+            super().__init__(wall_clock=anyio.current_time)
         self._number = number
 
     def die(self) -> None:

@@ -198,6 +198,9 @@ class AgentConfig(ConfigSection):
 class RolloutConfig(ConfigSection):
     """Generation: the engines and their requests."""
 
+    attach: str | None = None
+    """Name of a Ray Serve application of rollout servers that was deployed separately (docs/deploy.md) and that the run
+    uses instead of engines of its own. It keeps serving the run's last version afterwards."""
     n: Positive = 8
     """Number of responses per prompt (the GRPO group)."""
     response_length: Positive = 256
@@ -341,6 +344,9 @@ ENGINE_RULES: tuple[RuleFunction, ...] = (
 
 RULES: tuple[RuleFunction, ...] = (
     *ENGINE_RULES,
+    ConfigRule("rollout.attach", lambda c: c.rollout.attach is not None and c.ray.address is None,
+               "ray.address is null, so the run would start a cluster of its own, on which no application runs",
+               "set ray.address to the cluster of the application, or to auto"),
     ConfigRule("rollout.sampling.temperature", lambda c: c.rollout.sampling.temperature == 0,
                "greedy decoding always gives a prompt the same response: nothing is explored, and no response is "
                "better than another", "set it above 0, usually 1.0; rollout.val.temperature is the one for validation"),
@@ -397,7 +403,16 @@ _LOOP_KEYS = " ".join(
 )
 """Keys that only the built-in loop reads; the other keys also apply to an agent of the user's own."""
 
+_ENGINE_KEYS = (
+    "num_replicas tensor_parallel_size max_num_seqs dtype enforce_eager gpu_memory_utilization cpu_kv_cache_gib "
+    "cpu_threads engine_kwargs*"
+)
+"""Keys of `rollout` that only the start of engines reads."""
+
 NO_EFFECT = (
+    no_effect(" ".join(f"rollout.{key}" for key in _ENGINE_KEYS.split()), lambda c: c.rollout.attach is not None,
+              "the run attaches to engines that are deployed already (rollout.attach)",
+              "set it where they are deployed"),
     no_effect(_LOOP_KEYS, lambda c: c.rollout.agent.enabled, "your agent (rollout.agent) has its own tools and limits",
               "set them there"),
     no_effect(f"{_TURNS}.format {_TURNS}.tokenization_sanity_check_mode",

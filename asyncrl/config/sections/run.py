@@ -311,8 +311,10 @@ RULES: tuple[RuleFunction, ...] = (
                "set trainer.save_freq to the number of steps that may be lost", "warning"),
 )  # fmt: skip
 
-SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _port)
-"""Checks for `asyncrl serve`."""
+SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key,)
+"""Checks for rollout servers."""
+PORT_ENVIRONMENT: tuple[RuleFunction, ...] = (_port,)
+"""A check for `asyncrl serve`. An application that is deployed separately uses the port of Ray Serve."""
 
 ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume)
 DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _checkpoint_dir, _unbounded_journal_of_epochs)

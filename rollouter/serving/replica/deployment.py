@@ -5,14 +5,24 @@ Importing `ray.serve.llm` imports vLLM, which takes 7 s on CPU. Only the replica
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.core.failures import AsyncRLError, InfraError
+from pydantic import Field, ValidationError
+
+from asyncrl.config.sections.base import ConfigSection
+from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from rollouter.serving.options import ServingOptions
 
-METHODS = ("generate_tokens", "apply_version", "check_health")
+METHODS = ("generate_tokens", "apply_version", "attach", "check_health")
 OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "detokenize")
 """The methods of `LLMServer` that Ray's ingress calls."""
+
+
+class _UserConfig(ConfigSection):
+    """What `user_config` may change while the engine runs."""
+
+    timeouts: dict[str, float] = Field(default_factory=dict)
 
 
 class RolloutReplica:
@@ -33,5 +43,22 @@ class RolloutReplica:
         except Exception as error:  # noqa: BLE001  an error of any library, which becomes a typed error
             model = options.llm_config["model_loading_config"]["model_source"]
             raise InfraError.wrap(f"the engine for {model} did not start", error) from None
+        self._server, self._timeouts = server, options.timeouts
         for method in METHODS + OPENAI_METHODS * openai:
             setattr(self, method, getattr(server, method))
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Apply Serve's `user_config` without a restart of the engine: `timeouts`, with the keys of the configuration.
+
+        Raises:
+            ConfigError: a key is unknown or a value is invalid.
+        """
+        try:
+            wanted = _UserConfig.model_validate(user_config)
+            timeouts = self._timeouts.model_validate(self._timeouts.model_dump() | dict(wanted.timeouts))
+        except ValidationError as error:
+            raise ConfigError(
+                f"user_config={dict(user_config)}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}; it may have "
+                "`timeouts` with keys of the configuration (docs/config.md), e.g. {timeouts: {engine_s: 120}}"
+            ) from None
+        await self._server.reconfigure(timeouts)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.core.process_health import EngineLoad
+from rollouter.serving.ray_internals import VLLMEngine
 
 
 class EngineGauges(StatLoggerBase):

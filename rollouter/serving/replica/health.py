@@ -44,9 +44,11 @@ class StatusReporter:
     is in flight; the next one contains all changes since then.
     """
 
-    def __init__(self, store: Any, describe: Callable[[], ReplicaReport]) -> None:
+    store: Any = None
+    """Handle of the weight store that receives the reports, or None if there is no run."""
+
+    def __init__(self, describe: Callable[[], ReplicaReport]) -> None:
         """`describe` is called in the reporter's thread."""
-        self._store = store
         self._describe = describe
         self._changed = threading.Event()
         threading.Thread(target=self._run, name="reporter", daemon=True).start()
@@ -57,10 +59,11 @@ class StatusReporter:
 
     def _run(self) -> None:
         while True:
-            try:
-                ray.get(self._store.report.remote(self._describe()), timeout=REPORT_ANSWER_S)
-            except Exception as error:  # noqa: BLE001  the next report replaces a lost one
-                logger.debug("the weight store did not accept a report: %r", error)
+            if self.store is not None:
+                try:
+                    ray.get(self.store.report.remote(self._describe()), timeout=REPORT_ANSWER_S)
+                except Exception as error:  # noqa: BLE001  the next report replaces a lost one
+                    logger.debug("the weight store did not accept a report: %r", error)
             self._changed.wait(REPORT_EVERY_S)
             self._changed.clear()
 
@@ -68,8 +71,7 @@ class StatusReporter:
 class ReplicaHealth:
     """Health of one replica. Use it on the server's event loop."""
 
-    def __init__(self, *, replica: str, node_id: str, engine_s: float, store: Any) -> None:
-        """`store` is the handle of the weight store that receives reports, or None without a store."""
+    def __init__(self, *, replica: str, node_id: str, engine_s: float) -> None:
         self.replica = replica
         self.weights_version = WeightsVersion(0, 0)
         """The version that the engine serves; (0, 0) is the weights in the model's files."""
@@ -80,8 +82,9 @@ class ReplicaHealth:
         self.paused = False
         self.up = False
         """Whether the start is complete. Weight updates end in the phase `serving` if it is, else in `starting`."""
+        self.engine_s = engine_s
+        """`timeouts.engine_s`."""
         self._node_id = node_id
-        self._engine_s = engine_s
         self._engine: OpenAIEngine | None = None
         self._engine_pids: tuple[int, ...] = ()
         self._phase: tuple[ReplicaPhase, float] = ("starting", time.time())
@@ -90,7 +93,12 @@ class ReplicaHealth:
         self._tasks: list[asyncio.Task[None]] = []
         self._process = ProcessMonitor(f"replica-{replica}")
         self._engine_meter = ProcessMeter()
-        self._reporter = None if store is None else StatusReporter(store, self._describe)
+        self._reporter = StatusReporter(self._describe)
+
+    def report_to(self, store: Any) -> None:
+        """Send the reports to this weight store, or nowhere if it is None."""
+        self._reporter.store = store
+        self._reporter.report_soon()
 
     async def attach(self, engine: OpenAIEngine) -> None:
         """Begin to watch a started engine."""
@@ -114,8 +122,7 @@ class ReplicaHealth:
         """Enter a phase and report it. A replica never leaves the phase `broken`."""
         if self._phase[0] not in (phase, "broken"):
             self._phase = (phase, time.time())
-            if self._reporter is not None:
-                self._reporter.report_soon()
+            self._reporter.report_soon()
 
     def end_update(self) -> None:
         """Leave the phases of a weight update."""
@@ -143,7 +150,7 @@ class ReplicaHealth:
 
     def give_up_hung_engine(self, symptom: str) -> None:
         """Give up an engine that does not answer. If an older ping is still unanswered, requests are not the cause."""
-        self.give_up(f"{symptom} for {self._engine_s:g} s (timeouts.engine_s)", crash=self._ping is None)
+        self.give_up(f"{symptom} for {self.engine_s:g} s (timeouts.engine_s)", crash=self._ping is None)
 
     def _exit(self) -> None:
         """Kill the engine's processes, even stopped ones, and end this process even if the engine resists shutdown."""
@@ -159,7 +166,7 @@ class ReplicaHealth:
 
     async def _watch(self, engine: OpenAIEngine) -> None:
         llm = engine.client
-        liveness = EngineLiveness(self._engine_s, 2 * WATCH_EVERY_S)
+        liveness = EngineLiveness(self.engine_s, 2 * WATCH_EVERY_S)
         while not self.broken:
             observed_at = time.monotonic()
             await asyncio.sleep(WATCH_EVERY_S)
@@ -169,6 +176,7 @@ class ReplicaHealth:
             if ping_answered := self._ping is not None and self._ping.done():
                 self._ping = None
             requests = llm.output_processor.get_num_unfinished_requests()
+            liveness.limit_s = self.engine_s
             if liveness.observe(
                 time.monotonic() - observed_at,
                 tokens=engine.gauges.generated_tokens,

@@ -17,7 +17,7 @@ class EngineLiveness:
             limit_s: An engine without a sign of life for this time hangs.
             max_step_s: The maximum time that one observation adds. A longer gap means that the observer was blocked.
         """
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._max_step_s = max_step_s
         self._tokens = -1
         self._silent_s = 0.0
@@ -39,4 +39,4 @@ class EngineLiveness:
             self._silent_s = 0.0
         else:
             self._silent_s += min(passed_s, self._max_step_s)
-        return self._silent_s >= self._limit_s
+        return self._silent_s >= self.limit_s

@@ -2,6 +2,7 @@
 
 generate_tokens ──▶ generation ──▶ gate ──▶ AsyncLLM
 apply_version ────▶ weights ──────▶ │          │      fetch, pause, load, resume, verify
+attach ───────────▶ weights, health                   follow the store of another run
 weight store ◀───── health ◀────────┴──────────┘      reports, pings; ends the process, so that Serve replaces it
 """
 
@@ -11,19 +12,21 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray import serve
-from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from ray.serve.llm import LLMConfig
 
+from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publication
 from asyncrl.profiling import profile
 from asyncrl.storage.media import restrict_formats
-from asyncrl.weights.object_store import find_store
+from asyncrl.weights.object_store import ServedRun, find_store
 from rollouter.serving.client import Delta, EventBatch
-from rollouter.serving.options import ServingOptions
+from rollouter.serving.options import ReplicaFacts, ServingOptions, app_namespace
+from rollouter.serving.ray_internals import LLMServer
 from rollouter.serving.replica.engine import OpenAIEngine, RolloutEngine
 from rollouter.serving.replica.event_forwarding import EventForwarder
 from rollouter.serving.replica.generation import TokenGeneration
@@ -35,30 +38,61 @@ class RolloutServer(LLMServer):
     """`LLMServer` with the methods that the Rollouter calls."""
 
     async def __init__(self, options: ServingOptions, *, openai: bool) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Start the engine and, if the run's weight store has a version, apply the newest one before any request.
+        """Start the engine and, if there is a run whose weight store has a version, apply the newest one before any
+        request.
 
         Raises:
             InfraError: the engine does not start.
         """
-        replica = serve.get_replica_context().replica_id.unique_id
-        profile.configure(f"replica-{replica}", options.profiler)
-        self._forwarder = EventForwarder(replica)
-        store = await asyncio.to_thread(find_store, options.namespace)
+        context = serve.get_replica_context()
+        self._facts = ReplicaFacts.of(options, context.replica_id.unique_id)
+        self._namespace = options.namespace or app_namespace(context.app_name)
+        self._forwarder = EventForwarder(self._facts.replica)
+        store, run = await self._run()
         self._health = ReplicaHealth(
-            replica=replica,
+            replica=self._facts.replica,
             node_id=ray.get_runtime_context().get_node_id(),
             engine_s=options.timeouts.engine_s,
-            store=store,
         )
+        self._health.report_to(store)
         await super().__init__(LLMConfig(**options.llm_config), engine_cls=OpenAIEngine if openai else RolloutEngine)
         llm = self.engine.client
         await self._health.attach(self.engine)
         await llm.update_weight_version("0")
-        self._weights = WeightUpdates(self.engine, self._health, store, options)
+        self._weights = WeightUpdates(self.engine, self._health, self._namespace, options.timeouts)
         self._generation = TokenGeneration(llm, self._health, self._weights.gate, self._weights.pauses)
-        await self._weights.start()
+        if store is not None:
+            # The files of a separately deployed model need not be those with which the run begins.
+            await self._weights.follow(store, run, serves_initial=options.namespace is not None)
+            await self._weights.start()
         self._health.up = True
         self._health.end_update()
+
+    async def _run(self) -> tuple[Any, ServedRun]:
+        """Return the weight store of the run that uses this replica, or None without a run, and the run. Record events
+        as the run wants them."""
+        store = await asyncio.to_thread(find_store, self._namespace)
+        run: ServedRun = ServedRun() if store is None else await store.served_run.remote()
+        profile.configure(f"replica-{self._facts.replica}", run.profiler)
+        return store, run
+
+    async def attach(self) -> ReplicaFacts:
+        """Serve the versions of the run that has attached to this application, and report to it.
+
+        Raises:
+            InfraError: there is no such run any more.
+        """
+        store, run = await self._run()
+        if store is None:
+            raise InfraError(f"no run is attached any more: Ray namespace {self._namespace} has no weight store")
+        await self._weights.follow(store, run, serves_initial=False)
+        self._health.report_to(store)
+        return self._facts
+
+    async def reconfigure(self, timeouts: TimeoutsConfig) -> None:
+        """Use other time limits. The engine is not restarted."""
+        self._weights.timeouts = timeouts
+        self._health.engine_s = timeouts.engine_s
 
     async def generate_tokens(
         self, requests: Sequence[GenerateRequest]

@@ -23,13 +23,12 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from asyncrl.config.sections.run import PROBE_LIMIT_S
+from asyncrl.config.sections.run import PROBE_LIMIT_S, TimeoutsConfig
 from asyncrl.core.failures import BugError, InfraError
 from asyncrl.core.ports import ApplyReport, Publication, WeightsProbe, WeightsVersion
 from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
-from asyncrl.weights.object_store import STORE_NAME
-from rollouter.serving.options import ServingOptions
+from asyncrl.weights.object_store import STORE_NAME, ServedRun
 from rollouter.serving.replica.engine import OpenAIEngine
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.request_phases import EnginePauses
@@ -37,6 +36,8 @@ from rollouter.serving.replica.request_phases import EnginePauses
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["keep", "abort", "wait"]
+OTHER_WEIGHTS = WeightsVersion(-1, -1)
+"""Weights of another run, or of files that need not be those with which the run begins."""
 VERIFY_BYTES_PER_CALL = 64 << 20
 """Number of bytes that one checksum call reads. Decoding stops for about 10 ms during each call."""
 FETCH_SLICE_S = 0.02
@@ -59,23 +60,36 @@ class _Swap(NamedTuple):
 class WeightUpdates:
     """Applies versions to one replica, one after another."""
 
-    def __init__(self, engine: OpenAIEngine, health: ReplicaHealth, store: Any, options: ServingOptions) -> None:
-        """`store` is the weight store's handle, or None if the replica always serves the model's files."""
+    def __init__(self, engine: OpenAIEngine, health: ReplicaHealth, namespace: str, timeouts: TimeoutsConfig) -> None:
+        """`namespace` is the Ray namespace in which the workers look for the weight store."""
         self.gate = asyncio.Event()
         """Requests wait while this event is not set."""
         self.gate.set()
         self.pauses = EnginePauses()
+        self.timeouts = timeouts
         self._llm: AsyncLLM = engine.client
         self._gauges = engine.gauges
         self._health = health
-        self._store = store
-        self._namespace = options.namespace
-        self._verify = options.verify
-        self._max_mismatch_kl = options.max_mismatch_kl
+        self._namespace = namespace
+        self._store: Any = None
+        self._run = ServedRun()
         self._verified = False
-        self._timeouts = options.timeouts
         self._lock = asyncio.Lock()
         self._joining: asyncio.Task[None] | None = None
+
+    async def follow(self, store: Any, run: ServedRun, *, serves_initial: bool) -> None:
+        """Take versions from the store of this run from now on, once an update to an earlier run's version has ended.
+
+        Args:
+            serves_initial: Whether the replica has the weights with which the run begins. If not, every version of the
+                run is newer than what the replica serves.
+        """
+        async with self._lock:
+            self._store, self._run, self._verified = store, run, False
+            if not serves_initial:
+                self._health.weights_version = OTHER_WEIGHTS
+            source = (ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
+            await self._answered(self._llm.collective_rpc("connect_store", args=source))
 
     async def start(self) -> None:
         """Serve the newest published version.
@@ -83,10 +97,6 @@ class WeightUpdates:
         Raises:
             InfraError, BugError: see `_catch_up`.
         """
-        if self._store is None:
-            return
-        source = (ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
-        await self._llm.collective_rpc("connect_store", args=source)
         await self._catch_up(self._store)
 
     async def join(self) -> None:
@@ -120,13 +130,13 @@ class WeightUpdates:
             BugError: the engine's weights differ from the published ones, or it computes other log-probs with them.
         """
         health, weights_version = self._health, publication.weights_version
-        until = asyncio.get_running_loop().time() + self._timeouts.apply_s
+        until = asyncio.get_running_loop().time() + self.timeouts.apply_s
         try:
             async with asyncio.timeout_at(until):
                 await self._lock.acquire()
         except TimeoutError as error:
             raise InfraError.wrap(
-                f"{health.describe_state()}: it was busy with another version for {self._timeouts.apply_s:g} s "
+                f"{health.describe_state()}: it was busy with another version for {self.timeouts.apply_s:g} s "
                 "(timeouts.apply_s)",
                 error,
             ) from error
@@ -140,7 +150,7 @@ class WeightUpdates:
                     fetch_s = await self._fetch(weights_version, until)
                 swap = await self._swap(weights_version, mode, clear_kv, until)
                 loaded, verify_s, mismatch_kl = time.perf_counter(), 0.0, None
-                if self._verify != "off":
+                if self._run.verify != "off":
                     with self._span("sync.verify", weights_version):
                         mismatch_kl = await self._check(publication)
                     verify_s = time.perf_counter() - loaded
@@ -163,7 +173,7 @@ class WeightUpdates:
         """
         lost: WeightsVersion | None = None
         problem = "the weight store did not answer"
-        until = time.monotonic() + self._timeouts.start_s
+        until = time.monotonic() + self.timeouts.start_s
         while time.monotonic() < until:
             try:
                 async with asyncio.timeout(2 * ASK_STORE_S):
@@ -184,7 +194,7 @@ class WeightUpdates:
                 logger.warning("%s; this version or the next one is tried again", error.brief)
                 lost = newest.weights_version
         raise InfraError(
-            f"replica {self._health.replica} found no version that it could fetch within {self._timeouts.start_s:g} s "
+            f"replica {self._health.replica} found no version that it could fetch within {self.timeouts.start_s:g} s "
             f"(timeouts.start_s): {problem}"
         )
 
@@ -209,7 +219,7 @@ class WeightUpdates:
             await self._answered(self._llm.collective_rpc("fetch_version", args=(*weights_version, left_s)))
             while not all(await self._answered(self._llm.collective_rpc("await_fetch", args=(FETCH_SLICE_S,)))):
                 if loop.time() >= until:
-                    limit_s = self._timeouts.apply_s
+                    limit_s = self.timeouts.apply_s
                     raise TimeoutError(f"the workers have not mapped it after {limit_s:g} s (timeouts.apply_s)")
                 await asyncio.sleep(FETCH_SLICE_S)
         except Exception as error:
@@ -224,7 +234,7 @@ class WeightUpdates:
             InfraError: the engine hangs.
             Others: the errors of the call.
         """
-        limit = asyncio.timeout(self._timeouts.engine_s)
+        limit = asyncio.timeout(self.timeouts.engine_s)
         try:
             async with limit:
                 return await call
@@ -297,7 +307,7 @@ class WeightUpdates:
             self._health.give_up(f"loading version {version} failed half-way: {error!r}")
             return
         try:
-            async with asyncio.timeout(self._timeouts.engine_s):
+            async with asyncio.timeout(self.timeouts.engine_s):
                 await self._llm.resume_generation()
         except Exception as second:  # noqa: BLE001  the first error is the one to report
             self._health.give_up(f"resuming after {error!r} failed: {second!r}", crash=True)
@@ -313,9 +323,9 @@ class WeightUpdates:
         """
         self._health.enter("verifying")
         served: dict[str, int] = {}
-        compares_weights = self._verify == "every" or not self._verified
+        compares_weights = self._run.verify == "every" or not self._verified
         try:
-            async with asyncio.timeout(self._timeouts.apply_s):
+            async with asyncio.timeout(self.timeouts.apply_s):
                 if compares_weights:
                     # A few groups at a time, so that decoding continues.
                     for groups in _batches(merge(await self._llm.collective_rpc("group_sizes"))):
@@ -331,7 +341,7 @@ class WeightUpdates:
                 f"version {publication.version} is not what was published: checksums differ in {', '.join(wrong)}"
             )
             raise BugError(self._health.broken)
-        limit = self._max_mismatch_kl
+        limit = self._run.max_mismatch_kl
         if mismatch_kl is not None and limit is not None and not mismatch_kl <= limit:  # so that NaN fails, too
             self._health.give_up(
                 f"with the weights of version {publication.version}, the engine computes other log-probs than the "

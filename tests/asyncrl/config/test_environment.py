@@ -162,7 +162,7 @@ def test_a_port_in_use_is_reported() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         changes = {"serve.port": server.getsockname()[1]}
-        assert single(machine_problems(changes, serve_only=True)).key == "serve.port"
+        assert single(machine_problems(changes, scope="serve")).key == "serve.port"
 
 
 # ------------------------------------------------------------------------------------------------ packages

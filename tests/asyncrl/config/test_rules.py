@@ -56,6 +56,7 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("project_name", RECORD | {"project_name": "../elsewhere"}, "dump_dir"),
     ("data.train_files", {"data.train_files": []}, "no prompts"),
     ("data.train_files", {"data.reasoning_gym": {"task": "chain_sum"}}, "chain_sum generates the prompts"),
+    ("rollout.attach", {"rollout.attach": "servers"}, "a cluster of its own"),
     ("rollout.max_model_len", {"rollout.max_model_len": 191}, "do not fit"),
     ("rollout.sampling.temperature", {"rollout.sampling.temperature": 0}, "nothing is explored"),
     ("rollout.sampling.temperature", GAE | {"rollout.sampling.temperature": 0, "rollout.n": 1}, "nothing is explored"),
@@ -216,6 +217,7 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
     ("weight_sync.clear_kv_cache", True, {"async_training.partial_mode": "abort"}),
     ("recovery.window_s", 60.0, {"recovery.max_restarts": 0}),
     ("ray.object_store_memory_bytes", 10**9, {"ray.address": "auto"}),
+    ("rollout.num_replicas", 2, {"ray.address": "auto", "rollout.attach": "servers"}),
     ("algorithm.norm_adv_by_std_in_grpo", False, RLOO),
     ("algorithm.gamma", 0.9, {}),
     ("algorithm.lam", 0.9, RLOO),
@@ -380,7 +382,7 @@ def test_sync_accepts_the_overrides_of_an_asynchronous_run() -> None:
 
 
 def test_serving_needs_no_training_data() -> None:
-    assert check_config(None, ["data.train_files=[]"], serve_only=True).problems == ()
+    assert check_config(None, ["data.train_files=[]"], scope="serve").problems == ()
 
 
 def test_part_weights_has_every_source_of_rewards() -> None:

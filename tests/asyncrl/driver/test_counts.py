@@ -95,7 +95,7 @@ class Parts:
 
         replaced: dict[str, Any] = {
             "Run": Run,
-            "start_store": lambda namespace, **_: LocalActor(WeightStoreActor()),
+            "claim_store": AsyncMock(side_effect=lambda *_, **__: LocalActor(WeightStoreActor())),
             "start_queue": self._start_queue,
             "start_app": AsyncMock(),
         }

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from asyncrl.core.failures import BugError, DeadlineError, FencedError, InfraError
+from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedError, InfraError
 from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsVersion
 from asyncrl.driver.health_monitor import object_store_share
 from asyncrl.weights import object_store
@@ -24,6 +24,8 @@ from asyncrl.weights.object_store import (
     ObjectStoreFeed,
     ObjectStorePublisher,
     ReplicaReports,
+    ServedRun,
+    claim_store,
     find_store,
     on_clock,
     start_store,
@@ -328,3 +330,28 @@ async def test_an_object_store_that_fails_is_an_infra_error(
 async def test_the_store_is_found_by_its_namespace(store: Any) -> None:
     assert find_store(NAMESPACE) is not None
     assert find_store("another") is None
+
+
+async def test_one_run_at_a_time_has_the_store_of_deployed_rollout_servers() -> None:
+    """The store of a run that has died makes room for the same run, and a living one keeps every other run out."""
+
+    async def claim(name: str, limit_s: float = 60.0) -> Any:
+        run = ServedRun(name, namespace=name)
+        return await claim_store("servers", run, max_restarts=0, limit_s=limit_s)
+
+    first = await claim("runs/a on one")
+    assert (await ask(first.served_run.remote())).namespace == "runs/a on one"
+    with pytest.raises(ConfigError, match="the run runs/a on one is attached"):
+        await claim("runs/b on two")
+    with pytest.raises(DeadlineError, match=r"an earlier driver of this run \(runs/a on one\) still holds"):
+        await claim("runs/a on one", limit_s=0.1)
+    claimed: list[Any] = []
+
+    async def claim_again() -> None:
+        claimed.append(await claim("runs/a on one"))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(claim_again)
+        await anyio.to_thread.run_sync(ray.kill, first)
+    assert (await ask(find_store("servers").served_run.remote())).name == "runs/a on one"  # type: ignore[union-attr]
+    ray.kill(claimed[0])

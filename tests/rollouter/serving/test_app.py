@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import anyio
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import DeadlineError, InfraError
-from rollouter.serving import app
+from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
+from rollouter.serving import app, http
+from rollouter.serving.options import ReplicaFacts
 
 NAMESPACE = "run"
 NAME = app.app_name(NAMESPACE)
@@ -46,7 +48,7 @@ async def test_a_start_ends_at_its_deadline_if_serve_does_not_answer(
             await start(monkeypatch, answer.wait, start_s=0.2)
         monkeypatch.setattr(app.serve, "status", answer.wait)
         with anyio.fail_after(30), pytest.raises(DeadlineError, match=r"not replaced within 0\.2 s"):
-            await app.replicas_up(NAMESPACE, 0.2)
+            await app.replicas_up(NAME, 0.2)
     finally:
         answer.set()
 
@@ -55,4 +57,80 @@ async def test_a_deleted_application_is_an_infra_error(monkeypatch: pytest.Monke
     with pytest.raises(InfraError, match=f"no application {NAME} any more .it has run-reward."):
         await start(monkeypatch, serving(reward="RUNNING"))
     with anyio.fail_after(30), pytest.raises(InfraError, match=f"no application {NAME} any more"):
-        await app.replicas_up(NAMESPACE, 10.0)
+        await app.replicas_up(NAME, 10.0)
+
+
+def overrides(**args: Any) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in app._overrides(args))
+
+
+def test_arguments_of_a_deployment_are_keys_of_the_configuration() -> None:
+    assert overrides(model="m", num_replicas="2", rollout={"max_num_seqs": 8, "sampling": {"stop": ["a"]}}) == {
+        "model.path": "m",
+        "rollout.num_replicas": "2",
+        "rollout.max_num_seqs": "8",
+        "rollout.sampling.stop": '["a"]',
+    }
+    assert overrides(**{"rollout.response_length": "7", "serve": {"api_key_env": None}}) == {
+        "rollout.response_length": "7",
+        "serve.api_key_env": "null",
+    }
+
+
+def test_a_deployment_with_wrong_arguments_is_refused_with_all_problems() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*num_replica.*max_num_seqs"):
+        app.build_app({"rollout": {"num_replica": 2, "max_num_seqs": 0}})
+
+
+def test_a_deployment_has_the_replicas_and_the_api_in_front_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(http, "build_http_app", lambda *args, **kwargs: built.update(kwargs, options=args[0]))
+    app.build_app({"config": "quickstart", "num_replicas": 2})
+    assert (built["options"].namespace, built["options"].num_replicas, built["trajectories"]) == (None, 2, True)
+
+
+def servers(monkeypatch: pytest.MonkeyPatch, facts: list[ReplicaFacts], **deployments: Any) -> None:
+    """Replace Serve by one with the application `servers`."""
+    running = SimpleNamespace(status=app.ApplicationStatus("RUNNING"), deployments=deployments, message="")
+
+    async def results_async() -> list[ReplicaFacts]:
+        return facts
+
+    handle = SimpleNamespace(broadcast=lambda method: SimpleNamespace(results_async=results_async))
+    monkeypatch.setattr(app.serve, "status", lambda: SimpleNamespace(applications={"servers": running}))
+    monkeypatch.setattr(app.serve, "get_deployment_handle", lambda *names: handle)
+    monkeypatch.setattr(app, "_gpus", lambda: False)
+
+
+FITTING = ReplicaFacts("one", "model", 768, "raw_logprobs")
+
+
+async def attach(**rollout: Any) -> int:
+    config = Config.model_validate({"rollout": {"attach": "servers", **rollout}, "ray": {"address": "auto"}})
+    return await app.attach(config, app.RolloutApp("servers", "store", attached=True))
+
+
+async def test_a_run_attaches_to_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers(monkeypatch, [FITTING, FITTING], rollout=None)
+    assert await attach() == 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "rollout", "message"),
+    [
+        (replace(FITTING, max_model_len=700), {}, "context of 700 tokens, and the run needs 768"),
+        (FITTING, {"sampling": {"temperature": 0.5}}, r"report raw_logprobs, and rollout\.sampling\.temperature=0\.5"),
+    ],
+)
+async def test_engines_that_do_not_fit_the_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, facts: ReplicaFacts, rollout: dict[str, Any], message: str
+) -> None:
+    servers(monkeypatch, [FITTING, facts], rollout=None)
+    with pytest.raises(ConfigError, match=message):
+        await attach(**rollout)
+
+
+async def test_an_application_without_rollout_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers(monkeypatch, [], other=None)
+    with pytest.raises(ConfigError, match=r"rollout\.attach='servers': .* \(rollout servers: none\); deploy them"):
+        await attach()

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
+from asyncrl.weights.object_store import ServedRun
 from rollouter.serving.options import deployment_options, serving_options
 
 
@@ -33,10 +34,11 @@ def test_options_on_cpu() -> None:
 
 
 def test_replicas_record_events_and_write_no_files() -> None:
-    assert options(profiler={"level": "full", "buffer_events": 7}).profiler == ProfilerSettings("full", None, 7)
-    assert (
-        options(profiler={"level": "off"}).profiler._replace(buffer_events=PROFILING_OFF.buffer_events) == PROFILING_OFF
-    )
+    def served(profiler: dict[str, Any]) -> ProfilerSettings:
+        return ServedRun.of(Config.model_validate({"profiler": profiler}), name="run", namespace="run").profiler
+
+    assert served({"level": "full", "buffer_events": 7}) == ProfilerSettings("full", None, 7)
+    assert served({"level": "off"})._replace(buffer_events=PROFILING_OFF.buffer_events) == PROFILING_OFF
 
 
 def test_health_checks_allow_for_a_stopped_rollouter() -> None:

@@ -1,0 +1,79 @@
+"""Everything that this package takes from the inside of Ray Serve and of Ray's LLM library: it may change with any
+release.
+
+`tests/rollouter/serving/test_ray_internals.py` fails on a version of Ray other than `CHECKED_RAY` and names what is
+missing there. The names of Ray's LLM library are imported at their first use, because they import vLLM, which
+takes 7 s on CPU; the driver needs only the functions.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from ray.serve.config import ProxyLocation
+from ray.serve.context import _get_global_client
+
+from asyncrl.core.failures import InfraError
+
+if TYPE_CHECKING:
+    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
+    from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS, OpenAiIngress
+    from ray.llm._internal.serve.core.ingress.middleware import (
+        SetRequestIdMiddleware,
+        add_exception_handling_middleware,
+    )
+    from ray.llm._internal.serve.core.server.llm_server import LLMServer
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+__all__ = [
+    "DEFAULT_ENDPOINTS",
+    "LLMServer",
+    "OpenAiIngress",
+    "SetRequestIdMiddleware",
+    "VLLMEngine",
+    "add_exception_handling_middleware",
+    "to_model_metadata",
+]
+
+CHECKED_RAY = "2.60.0"
+"""The version of Ray with which the tests of serving have passed."""
+LLM_MODULES = {
+    "DEFAULT_ENDPOINTS": "ray.llm._internal.serve.core.ingress.ingress",
+    "LLMServer": "ray.llm._internal.serve.core.server.llm_server",
+    "OpenAiIngress": "ray.llm._internal.serve.core.ingress.ingress",
+    "SetRequestIdMiddleware": "ray.llm._internal.serve.core.ingress.middleware",
+    "VLLMEngine": "ray.llm._internal.serve.engines.vllm.vllm_engine",
+    "add_exception_handling_middleware": "ray.llm._internal.serve.core.ingress.middleware",
+    "to_model_metadata": "ray.llm._internal.serve.core.configs.openai_api_models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LLM_MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(LLM_MODULES[name]), name)
+
+
+def http_address() -> tuple[str, int] | None:
+    """Return host and port on which Serve listens, or None if it runs without HTTP. Blocking."""
+    options = _get_global_client().http_config
+    if options.host is None or options.location == ProxyLocation.Disabled:
+        return None
+    return options.host, options.port
+
+
+def route_prefix_of(app: str) -> str:
+    """Return the path under which Serve offers an application over HTTP, without a slash at its end. Blocking.
+
+    Raises:
+        InfraError: Serve does not run the application, or offers it by handle only.
+    """
+    details = cast("dict[str, Any]", _get_global_client().get_serve_details())
+    prefix = details["applications"].get(app, {}).get("route_prefix")
+    if prefix is None:
+        raise InfraError(
+            f"Ray Serve does not offer the application {app} over HTTP, so no agent can reach it (rollout.agent); "
+            "deploy it with a route_prefix"
+        )
+    return str(prefix).rstrip("/")

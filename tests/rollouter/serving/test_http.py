@@ -1,0 +1,62 @@
+"""Requests of agents find the Rollouter of the run that uses the replicas. The tests run no Ray."""
+
+from __future__ import annotations
+
+import secrets
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from asyncrl.weights.object_store import ServedRun
+from rollouter.gateway.protocol import GatewayResponse, RequestError
+from rollouter.serving import http
+
+
+def key(incarnation: int) -> str:
+    """Return a trajectory's key as a Rollouter issues it."""
+    return f"asyncrl-{incarnation}-{secrets.token_urlsafe(32)}"
+
+
+class Rollouter:
+    """The handle of a Rollouter, which answers with its run's name until it has ended."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.has_ended = False
+        self.answer = SimpleNamespace(remote=self._answer)
+
+    async def _answer(self, key: str, path: str, body: Any) -> GatewayResponse:
+        if self.has_ended:
+            raise ray.exceptions.ActorDiedError()
+        return GatewayResponse(200, {"run": self.run})
+
+
+async def test_agents_of_the_next_run_reach_its_rollouter(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouters: dict[str, Rollouter] = {}
+
+    def find_store(namespace: str) -> Any:
+        async def served_run() -> ServedRun:
+            return ServedRun(namespace=next(reversed(rollouters)))
+
+        return SimpleNamespace(served_run=SimpleNamespace(remote=served_run)) if rollouters else None
+
+    def get_actor(name: str, namespace: str) -> Rollouter:
+        if name != "rollouter-1":
+            raise ValueError(name)
+        return rollouters[namespace]
+
+    monkeypatch.setattr(http, "find_store", find_store)
+    monkeypatch.setattr(http.ray, "get_actor", get_actor)
+    calls = http.RolloutCalls("servers")
+    with pytest.raises(RequestError, match="key"):
+        await calls(key(1), "/chat/completions", {})
+    for run in ("a", "b"):
+        rollouters[run] = Rollouter(run)
+        assert (await calls(key(1), "/chat/completions", {})).body == {"run": run}
+        rollouters[run].has_ended = True
+    with pytest.raises(RequestError, match="key"):
+        await calls(key(1), "/chat/completions", {})
+    with pytest.raises(RequestError, match="key"):
+        await calls(key(2), "/chat/completions", {})

@@ -1,0 +1,37 @@
+"""What the project uses of the inside of Ray. After an upgrade, these tests say what to look at."""
+
+from __future__ import annotations
+
+import ray
+from ray.serve.context import ServeControllerClient
+
+from rollouter.serving import ray_internals
+
+WHERE = f"see rollouter/serving/ray_internals.py, which was checked with Ray {ray_internals.CHECKED_RAY}"
+
+
+def test_this_is_the_version_of_ray_that_was_checked() -> None:
+    assert ray.__version__ == ray_internals.CHECKED_RAY, (
+        f"Ray {ray.__version__} may have another inside; {WHERE}: run `make slow`, mend what fails in serving, agents "
+        "and attach, and then set CHECKED_RAY"
+    )
+
+
+def test_ray_has_everything_that_is_used() -> None:
+    missing = []
+    for name, module in ray_internals.LLM_MODULES.items():
+        try:
+            getattr(ray_internals, name)
+        except (ImportError, AttributeError):
+            missing.append(f"{module}.{name}")
+    for owner, name in [
+        (ServeControllerClient, "http_config"),
+        (ServeControllerClient, "get_serve_details"),
+        # `OpenAIEngine` and `RolloutEngine` override the first two and call the last one.
+        (ray_internals.VLLMEngine, "start"),
+        (ray_internals.VLLMEngine, "_start_async_llm_engine"),
+        (ray_internals.VLLMEngine, "_prepare_engine_config"),
+    ]:
+        if not hasattr(owner, name):
+            missing.append(f"{owner.__module__}.{owner.__name__}.{name}")
+    assert not missing, f"Ray {ray.__version__} has no {', '.join(missing)}; {WHERE}"
