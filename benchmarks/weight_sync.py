@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import GenerateRequest
-from asyncrl.weights.object_store import ObjectStorePublisher, start_store
+from asyncrl.weights.object_store import ObjectStorePublisher, ServedRun, start_store
 from benchmarks.agents.fleets import finished_turns
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, report
@@ -49,7 +49,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
     config = Config.model_validate({"model": {"path": str(path)}, "rollout": {"max_model_len": MAX_MODEL_LEN}})
-    publisher = ObjectStorePublisher(start_store(NAMESPACE), call_s=60)
+    served = ServedRun.of(config, name="the benchmark", namespace=NAMESPACE)
+    publisher = ObjectStorePublisher(start_store(NAMESPACE, served), call_s=60)
     weights = _weights(path)
     target = {key: np.empty_like(array) for key, array in weights.items()}
     copies, publishes, applies, pauses, loads = [], [], [], [], []

@@ -11,7 +11,7 @@ import anyio
 
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import EngineFleet, StoreStatus
-from asyncrl.weights.object_store import start_store
+from asyncrl.weights.object_store import ServedRun, start_store
 from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL
 from benchmarks.agents.lag import measure_lag
 from benchmarks.agents.over_sampling import measure_over_sampling
@@ -48,7 +48,7 @@ class BenchmarkEngine:
 async def running_engine() -> AsyncIterator[BenchmarkEngine]:
     """Start an engine for the duration of the block; Ray has to be connected."""
     config = Config.model_validate({"model": {"path": MODEL}, "rollout": {"max_model_len": MAX_MODEL_LEN}})
-    store = start_store(NAMESPACE)
+    store = start_store(NAMESPACE, ServedRun.of(config, name="the benchmark", namespace=NAMESPACE))
     async with serving(config, NAMESPACE) as fleet:
         yield BenchmarkEngine(fleet, store)
 

@@ -77,6 +77,8 @@ class RunRecords:
     """Samples whose finished payload was lost or damaged: generating their turns twice is correct."""
     rewinds: Sequence[WeightsVersion] = ()
     """Versions to which training went back, in the journal's order."""
+    applied: Collection[int] = ()
+    """Versions that all replicas served at the same time, according to the journal."""
     broken_calls: Sequence[BrokenCall] = ()
     max_staleness: int | None = None
     """The configured bound; None: there is none."""
@@ -178,7 +180,7 @@ def _spans(records: RunRecords) -> Iterator[Violation]:
     wrong = [
         f"{turn.sample_id}/{turn.key} {[tuple(span) for span in turn.spans]}"
         for turn in records.turns
-        if not _plausible(turn, records.rewinds)
+        if not _plausible(turn, records)
     ]
     yield from _named("spans in order", wrong, "turn {}")
     by_sample: dict[SampleId, list[CompletedTurn]] = {}
@@ -197,16 +199,21 @@ def _spans(records: RunRecords) -> Iterator[Violation]:
     yield from _named("records agree", other, "{}")
 
 
-def _plausible(turn: CompletedTurn, rewinds: Sequence[WeightsVersion]) -> bool:
+def _plausible(turn: CompletedTurn, records: RunRecords) -> bool:
     starts = [span.first_token for span in turn.spans]
     versions = [span.version for span in turn.spans]
     if not starts:
         return turn.num_tokens == 0
     if starts[0] != 0 or starts[-1] >= turn.num_tokens or any(a >= b for a, b in pairwise(starts)):
         return False
-    # Versions decrease only where training went back, and then not below the version to which it went back.
-    downs = [after for before, after in pairwise(versions) if after <= before]
-    return all(any(rewind.version <= after for rewind in rewinds) for after in downs)
+    # Versions decrease where training went back, and then not below the version to which it went back. They also
+    # decrease where a turn moves to a replica that has not loaded the newer version yet.
+    return all(
+        after > before
+        or any(rewind.version <= after for rewind in records.rewinds)
+        or (after < before and not any(after < version < before for version in records.applied))
+        for before, after in pairwise(versions)
+    )
 
 
 def _tokens_survive(records: RunRecords) -> Iterator[Violation]:

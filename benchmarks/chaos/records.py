@@ -14,7 +14,7 @@ from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.ports import SampleCounts, WeightsVersion
 from asyncrl.core.types import SampleId, SampleMeta
 from asyncrl.queue.journal_reader import read_beginning, read_counts, read_operations, read_samples
-from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining
+from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining, SetAppliedVersion
 from asyncrl.queue.state import QueueState
 from asyncrl.queue.turn_log import read_turns
 from asyncrl.storage.run_dir import SAMPLES
@@ -66,11 +66,12 @@ class JournalFacts(NamedTuple):
     metas: dict[SampleId, SampleMeta]
     generated_anew: set[SampleId]
     rewinds: list[WeightsVersion]
+    applied: set[int]
 
 
 def journal_facts(operations: Iterable[Operation]) -> JournalFacts:
     """Collect the values in the journal's order."""
-    facts = JournalFacts({}, set(), [])
+    facts = JournalFacts({}, set(), [], set())
     for operation in operations:
         if isinstance(operation, OfferSamples):
             facts.metas.update((sample.meta.sample_id, sample.meta) for sample in operation.samples)
@@ -79,6 +80,8 @@ def journal_facts(operations: Iterable[Operation]) -> JournalFacts:
         elif isinstance(operation, RewindTraining):
             facts.generated_anew.update(operation.trained_since)
             facts.rewinds.append(WeightsVersion(operation.lineage, operation.version))
+        elif isinstance(operation, SetAppliedVersion):
+            facts.applied.add(operation.version)
     return facts
 
 
@@ -114,6 +117,7 @@ def read_records(
         metas=facts.metas,
         generated_anew=facts.generated_anew,
         rewinds=facts.rewinds,
+        applied=facts.applied,
         broken_calls=broken_calls,
         max_staleness=drift["max_staleness"] if drift["stale_action"] == "drop" else None,
         completed=completed,

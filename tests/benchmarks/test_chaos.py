@@ -74,6 +74,7 @@ def good() -> RunRecords:
         turns=[turn(index, place) for index in (1, 2, 3) for place in range(2)],
         metas={sample_id: meta(sample_id) for sample_id in ids(1, 2, 3)},
         rewinds=[WeightsVersion(1, 1)],
+        applied=[1, 2],
         broken_calls=[BrokenCall("sample_0_1/0", (7, 8), (7, 8), (7, 8, 9)), BrokenCall("sample_0_4/0", (7, 8))],
         max_staleness=2,
     )
@@ -81,6 +82,11 @@ def good() -> RunRecords:
 
 def test_a_run_that_kept_its_promises_breaks_none() -> None:
     assert violations(good()) == []
+
+
+def test_a_turn_may_move_to_a_replica_that_loads_the_newer_version_later() -> None:
+    moved = [turn(1, 0, (0, 1), (2, 0)), *good().turns[1:]]
+    assert violations(replace(good(), turns=moved, rewinds=[])) == []
 
 
 def test_samples_that_the_journal_has_forgotten_follow_from_its_counts_and_the_trainers_record() -> None:
@@ -146,7 +152,7 @@ def test_rewound_steps_are_not_in_the_surviving_model() -> None:
             "versions 1 to 1; turns: 0",
         ),
         ({"turns": [turn(1, 0, (0, 2), (2, 0))]}, "spans in order", "sample_0_1/0"),
-        ({"turns": [turn(1, 0, (0, 2), (2, 1))], "rewinds": []}, "spans in order", "sample_0_1/0"),
+        ({"turns": [turn(1, 0, (0, 3), (2, 1))], "rewinds": []}, "spans in order", "sample_0_1/0"),
         ({"turns": [turn(1, 0, (1, 0))]}, "spans in order", "sample_0_1/0"),
         ({"turns": [turn(1, 0, (0, 0), (4, 1))]}, "spans in order", "sample_0_1/0"),
         ({"turns": [turn(1, 0, (0, 0), (2, 0))], "rewinds": []}, "spans in order", "sample_0_1/0"),

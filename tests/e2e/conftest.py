@@ -80,7 +80,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     import torch
     from transformers import LlamaForCausalLM
 
-    from asyncrl.weights.object_store import start_store
+    from asyncrl.weights.object_store import ServedRun, start_store
     from rollouter.serving.app import start_app, stop_app
 
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
         log_to_driver=False,
     )
     try:
-        store = start_store(NAMESPACE)
+        store = start_store(NAMESPACE, ServedRun.of(config, name="the tests", namespace=NAMESPACE))
         anyio.run(partial(start_app, config, namespace=NAMESPACE))
         yield EngineProcess(config, store, LlamaForCausalLM.from_pretrained(path))
         anyio.run(stop_app, NAMESPACE)

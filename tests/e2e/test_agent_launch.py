@@ -37,7 +37,7 @@ def client() -> Iterator[openai.OpenAI]:
     """Start the application of a launch with an agent, and return a client of its endpoint."""
     import ray
 
-    from asyncrl.weights.object_store import start_store
+    from asyncrl.weights.object_store import ServedRun, start_store
     from rollouter.serving.app import start_app, stop_app
     from rollouter.serving.http import endpoint_url
     from rollouter.serving.options import rollout_app
@@ -56,7 +56,7 @@ def client() -> Iterator[openai.OpenAI]:
         log_to_driver=False,
     )  # fmt: skip
     try:
-        start_store(NAMESPACE)
+        _store = start_store(NAMESPACE, ServedRun.of(config, name="the tests", namespace=NAMESPACE))
         anyio.run(partial(start_app, config, namespace=NAMESPACE))
         url = endpoint_url(rollout_app(config, NAMESPACE))
         assert url == f"http://127.0.0.1:18231/{NAMESPACE}-agents/v1"
