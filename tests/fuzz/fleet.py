@@ -40,15 +40,18 @@ from asyncrl.weights.object_store import ObjectStoreFeed
 from benchmarks.chaos.watch import CallWatch
 from rollouter.serving import fleet as serving
 from rollouter.serving.client import Delta, ReplicaStream
-from rollouter.serving.options import app_name
+from rollouter.serving.options import rollout_app
+from rollouter.serving.replica.weights import OTHER_WEIGHTS
 from tests.fuzz.remote import ActorHost, Gate
 from tests.fuzz.world import FuzzWorld
 
 REPORT_S = 1.0
 SERVE_S = 20.0
 """Seconds until a hung replica has failed its health checks."""
+EARLIER_RUN = WeightsVersion(3, 40)
+"""The version that replicas still serve of another run that was attached to them."""
 FLEETS: dict[str, Engines] = {}
-"""The engines of each launch, by the name of its application."""
+"""The engines by the name of their application: those of each launch, or those to which all launches attach."""
 
 
 @contextmanager
@@ -153,16 +156,17 @@ class OpenCall:
 
 
 class Engines:
-    """All replicas of one launch, and Serve, which replaces those that end."""
+    """All replicas of one application, and Serve, which replaces those that end."""
 
-    def __init__(self, world: FuzzWorld, config: Config, store: ActorHost, namespace: str) -> None:
+    def __init__(self, world: FuzzWorld, namespace: str, store: ActorHost | None = None) -> None:
+        """`store`: that of the launch which starts the replicas; None: launches attach to them."""
         self.namespace = namespace
         self.replicas: list[FuzzReplica] = []
         self.fail_next_apply = False
         self.owners: dict[WeightsVersion, Gate] = {}
         """The process that holds the weights of each published version."""
         self._world = world
-        self._config = config
+        self._config = world.setup.config
         self._store = store
         self._names = itertools.count(1)
         self._tokens = itertools.count(1)
@@ -170,7 +174,7 @@ class Engines:
         self._chunk = world.rng.randint(1, 3)
         self._restart_s = world.rng.uniform(0.1, 3.0)
         self._changed = anyio.Event()
-        FLEETS[app_name(namespace)] = self
+        FLEETS[rollout_app(self._config, namespace).name] = self
 
     def start(self, group: TaskGroup) -> None:
         for _ in range(self._world.setup.num_replicas):
@@ -196,6 +200,17 @@ class Engines:
         replica.hung = True
         asyncio.get_running_loop().call_later(SERVE_S, self.crash, replica, "Serve has ended it")
 
+    async def attach(self, store: ActorHost) -> None:
+        """Let the replicas follow the store of a launch, as `app.attach` does."""
+        self._store = store
+        await self.until_all_up()
+        for replica in self.up():
+            replica.weights_version = OTHER_WEIGHTS
+
+    def detach(self) -> None:
+        """Serve the last version from now on, because the launch and its store have ended."""
+        self._store = None
+
     async def until_all_up(self) -> None:
         while len(self.up()) < self._world.setup.num_replicas:
             await self._changed.wait()
@@ -218,7 +233,6 @@ class Engines:
             await anyio.sleep(self._restart_s)
 
     async def _live(self, replica: FuzzReplica) -> None:
-        store = self._store.handle(replica.gate)
         await replica.sleep(0.01)
         await self._catch_up(replica)
         # Serve does not know the replica yet.
@@ -226,12 +240,19 @@ class Engines:
         self._phase(replica, "serving")
         number = int(replica.name.partition("-")[2])
         while True:
-            with suppress(InfraError):  # the store is being restarted
-                await object_store._ask(lambda _: store.report.remote(replica.report(number)), 5.0, "reporting")
+            if (host := self._store) is not None:
+                store = host.handle(replica.gate)
+                with suppress(InfraError):  # the store is being restarted
+                    await object_store._ask(
+                        lambda _, store=store: store.report.remote(replica.report(number)), 5.0, "reporting"
+                    )
             await replica.sleep(REPORT_S)
 
     async def _catch_up(self, replica: FuzzReplica) -> None:
         """See `WeightUpdates._catch_up`."""
+        if self._store is None:
+            replica.weights_version = EARLIER_RUN
+            return
         store, lost = self._store.handle(replica.gate), None
         while True:
             newest = await object_store._ask(

@@ -40,10 +40,19 @@ DRIVER_CALL_S = 20.0
 
 async def play(world: FuzzWorld) -> None:
     """Launch the run again and again until a launch completes."""
-    while world.launches < MAX_LAUNCHES:
-        world.launches += 1
-        if await LaunchOfRun(world).run():
-            return
+    async with anyio.create_task_group() as servers:
+        engines = None
+        if world.setup.attaches:
+            engines = Engines(world, "servers")
+            engines.start(servers)
+        while world.launches < MAX_LAUNCHES:
+            world.launches += 1
+            if await LaunchOfRun(world, engines).run():
+                servers.cancel_scope.cancel()
+                return
+            if engines is not None:
+                engines.detach()
+                await anyio.sleep(world.some(0.5))
     raise AssertionError(f"none of {MAX_LAUNCHES} launches completed")
 
 
@@ -89,7 +98,8 @@ class FuzzQueueActor(QueueActor):
 
 
 class LaunchOfRun:
-    def __init__(self, world: FuzzWorld) -> None:
+    def __init__(self, world: FuzzWorld, servers: Engines | None = None) -> None:
+        """`servers`: the replicas to which the launch attaches; None: it starts its own."""
         self.world = world
         self.setup, self.files, self.rng = world.setup, world.files, world.rng
         self.config = self.setup.config
@@ -102,7 +112,7 @@ class LaunchOfRun:
         self.store_host = self._make_store()
         self.gate = Gate()
         self.queue = QueueClient(self.queue_host.handle(self.gate), DRIVER_CALL_S)
-        self.engines = Engines(world, self.config, self.store_host, f"{self.setup.seed}-{world.launches}")
+        self.engines = servers or Engines(world, f"{self.setup.seed}-{world.launches}", self.store_host)
         self.prompts = prompts(world)
         self.rollout, self.train = RolloutPart(self), TrainPart(self)
         self.rollouter, self.trainer = (self._make_supervisor(part, state) for part in (self.rollout, self.train))
@@ -191,7 +201,8 @@ class LaunchOfRun:
         self.world.completed_step = self.progress.step
         self._forget_validations()
         async with anyio.create_task_group() as self.processes:
-            self.engines.start(self.processes)
+            if not self.setup.attaches:
+                self.engines.start(self.processes)
             try:
                 await self._run()
             except (AsyncRLError, ExceptionGroup) as failure:
@@ -220,6 +231,8 @@ class LaunchOfRun:
             self.scope = group.cancel_scope
             for supervisor in (self.rollouter, self.trainer):
                 await supervisor.part.start(supervisor.incarnation)
+            if self.setup.attaches:
+                await self.engines.attach(self.store_host)
             await self.queue.attach("rollouter", self.rollouter.incarnation)
             await self.queue.attach("trainer", self.trainer.incarnation)
             if self.resumes:

@@ -191,7 +191,7 @@ class TrainPart(FuzzPart):
             await Gated(record, process.gate, world.pause).append_rewind(progress.step)
             for step in [step for step in files.checkpoints if step > progress.step]:
                 del files.checkpoints[step]
-        if self.lineage > 0 or progress.version > 0:
+        if self.lineage > 0 or progress.version > 0 or launch.setup.attaches:
             await ranks.publish(progress.version, progress.step, validate=launch.owes_validation())
         process.ready.set()
         await process.go.wait()

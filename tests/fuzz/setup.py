@@ -69,6 +69,11 @@ class FuzzSetup:
     num_recorded: int | None = None
     """The number of samples that an earlier run has recorded; None: samples are neither recorded nor replayed."""
 
+    @property
+    def attaches(self) -> bool:
+        """Whether all launches use the replicas of one separately deployed application (`rollout.attach`)."""
+        return self.config.rollout.attach is not None
+
     def __str__(self) -> str:
         training, drift = self.config.trainer, self.config.async_training
         faults = ", ".join(f"{fault.kind} at {fault.at_s:.2f} s" for fault in self.faults) or "no faults"
@@ -82,7 +87,8 @@ class FuzzSetup:
             f"over-sampled {self.config.rollout.over_sample}, "
             f"{self.max_turns} turns{' in rows' if self.forks else ''}, "
             f"{'no' if self.num_recorded is None else self.num_recorded} records, "
-            f"{self.num_replicas} replicas, calls of {self.call_s:g} s, poison {self.poison}, validation every "
+            f"{self.num_replicas} replicas{', attached' if self.attaches else ''}, "
+            f"calls of {self.call_s:g} s, poison {self.poison}, validation every "
             f"{training.test_freq if self.config.has_validation else 'never'}; {faults}"
         )
 
@@ -122,6 +128,7 @@ def draw(seed: int) -> FuzzSetup:
             "n": rng.randint(1, 2),
             "max_concurrent_samples": rng.randint(1, 6),
             "response_length": 8,
+            "attach": "servers" if random.Random(f"attach {seed}").random() < 0.2 else None,
         },
         "async_training": {
             "staleness_threshold": threshold,
