@@ -126,7 +126,10 @@ def deployment_options(options: ServingOptions) -> dict[str, Any]:
     return {
         **_replicas(options.timeouts.probe_s),
         "num_replicas": options.num_replicas,
-        "request_router_config": {"request_router_class": ROUTER},
+        "request_router_config": {
+            "request_router_class": ROUTER,
+            "request_router_kwargs": {"max_model_len": options.llm_config["engine_kwargs"]["max_model_len"]},
+        },
         "placement_group_bundles": [dict(bundle) for bundle in options.bundles],
         "placement_group_strategy": "PACK",
         "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": options.env_vars}},

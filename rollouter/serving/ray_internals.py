@@ -11,8 +11,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from asyncrl.core.failures import InfraError
 
@@ -25,11 +28,19 @@ if TYPE_CHECKING:
     )
     from ray.llm._internal.serve.core.server.llm_server import LLMServer
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
+    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
 __all__ = [
     "DEFAULT_ENDPOINTS",
+    "DeploymentHandleSource",
+    "DeploymentID",
     "LLMServer",
     "OpenAiIngress",
+    "PowerOfTwoChoicesRequestRouter",
+    "PrefixCacheAffinityRouter",
+    "PrefixTree",
+    "RequestMetadata",
     "SetRequestIdMiddleware",
     "VLLMEngine",
     "add_exception_handling_middleware",
@@ -42,6 +53,8 @@ LLM_MODULES = {
     "DEFAULT_ENDPOINTS": "ray.llm._internal.serve.core.ingress.ingress",
     "LLMServer": "ray.llm._internal.serve.core.server.llm_server",
     "OpenAiIngress": "ray.llm._internal.serve.core.ingress.ingress",
+    "PrefixCacheAffinityRouter": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router",
+    "PrefixTree": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree",
     "SetRequestIdMiddleware": "ray.llm._internal.serve.core.ingress.middleware",
     "VLLMEngine": "ray.llm._internal.serve.engines.vllm.vllm_engine",
     "add_exception_handling_middleware": "ray.llm._internal.serve.core.ingress.middleware",
@@ -53,6 +66,38 @@ def __getattr__(name: str) -> Any:
     if name not in LLM_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(LLM_MODULES[name]), name)
+
+
+class PlacementRouter(RequestRouter):
+    """A request router that learns what becomes of each call that it routes.
+
+    Serve's public hooks report calls that a replica has accepted and tries that have ended. A caller that is cancelled
+    while Serve routes its call appears in none of them.
+    """
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        try:
+            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except BaseException:
+            self.on_request_abandoned(pending_request)
+            raise
+        self.on_request_placed(pending_request, replica.replica_id)
+        return replica
+
+    def on_request_placed(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
+        """Serve sends the call to this replica now; `on_request_completed` follows once, even if sending fails."""
+        raise NotImplementedError
+
+    def on_request_abandoned(self, pending_request: PendingRequest) -> None:
+        """Serve will not send the call, because the caller was cancelled or routing failed."""
+        raise NotImplementedError
+
+
+async def choose_replica(router: RequestRouter, request: PendingRequest) -> RunningReplica:
+    """Have a router choose the replica of a call as Serve does, through its queue of pending calls."""
+    return await router._choose_replica_for_request(request)
 
 
 def http_address() -> tuple[str, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ray
 from ray.serve.context import ServeControllerClient
+from ray.serve.request_router import RequestRouter
 
 from rollouter.serving import ray_internals
 
@@ -27,6 +28,7 @@ def test_ray_has_everything_that_is_used() -> None:
     for owner, name in [
         (ServeControllerClient, "http_config"),
         (ServeControllerClient, "get_serve_details"),
+        (RequestRouter, "_choose_replica_for_request"),
         # `OpenAIEngine` and `RolloutEngine` override the first two and call the last one.
         (ray_internals.VLLMEngine, "start"),
         (ray_internals.VLLMEngine, "_start_async_llm_engine"),
