@@ -32,7 +32,7 @@ from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
-from asyncrl.storage.checkpoint_claim import check_claim
+from asyncrl.storage.checkpoint_claim import check_claim, pull_claim
 from asyncrl.storage.checkpoint_manifest import (
     ABANDONED,
     HF_DIRECTORY,
@@ -46,6 +46,7 @@ from asyncrl.storage.checkpoint_manifest import (
     dump_manifest,
     read_lineage,
 )
+from asyncrl.storage.remote_checkpoints import RemoteCheckpoints
 from asyncrl.storage.run_dir import disk_error, sync
 from trainer.workers.placement import Role
 from trainer.workers.worker import RoleGroup
@@ -184,13 +185,16 @@ class CheckpointDirectory:
         keep: int,
         history: LineageHistory = NO_REWINDS,
         run_id: str | None = None,
+        remote: RemoteCheckpoints | None = None,
     ) -> None:
         """
         Args:
             history: the history of the run; checkpoints are written in its newest lineage.
             run_id: the run that must have claimed the directory (`asyncrl.storage.checkpoint_claim`); None: it is in
                 the run directory, whose lock excludes other runs.
+            remote: the URL of which `directory` is the mirror; it gets each checkpoint when the mirror has it.
         """
+        self._remote = remote
         self._history = history
         self._root = directory
         self._run_id = run_id
@@ -222,10 +226,13 @@ class CheckpointDirectory:
                 manifest = Manifest(progress, queue, self._identity, files, self._history.lineage)
                 (building / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
                 self._set_abandoned_aside()
-                return self._publish(building, progress.step)
+                path = self._publish(building, progress.step)
             except (OSError, FencedError):
                 shutil.rmtree(building, ignore_errors=True)
                 raise
+            if self._remote is not None:
+                self._remote.upload(path, self._check_claim)
+            return path
 
     def prune(self) -> int:
         """Delete all checkpoints but the newest `keep`; return the step of the oldest that is left."""
@@ -234,6 +241,7 @@ class CheckpointDirectory:
             checkpoints = checkpoint_steps(self._root)
             for step in list(checkpoints)[: -self._keep]:
                 self._delete(checkpoints.pop(step))
+        self._keep_remote()
         return min(checkpoints)
 
     def set_abandoned_aside(self) -> None:
@@ -243,6 +251,11 @@ class CheckpointDirectory:
         with _disk_errors(self._root):
             self._delete_temporary()
             self._set_abandoned_aside()
+        self._keep_remote()
+
+    def _keep_remote(self) -> None:
+        if self._remote is not None:
+            self._remote.keep([path.name for path in checkpoint_steps(self._root).values()])
 
     def _set_abandoned_aside(self) -> None:
         for step, path in checkpoint_steps(self._root).items():
@@ -257,6 +270,8 @@ class CheckpointDirectory:
 
     def _check_claim(self) -> None:
         if self._run_id is not None:
+            if self._remote is not None:
+                pull_claim(self._remote)
             check_claim(self._root, self._run_id, self._history.lineage)
 
     def _check_lineage(self) -> None:

@@ -21,6 +21,7 @@ from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
 from asyncrl.storage.checkpoint_claim import read_run_id
 from asyncrl.storage.checkpoint_manifest import LineageHistory, Progress, Resume, run_identity
+from asyncrl.storage.remote_checkpoints import remote_checkpoints
 from asyncrl.storage.run_dir import RunDir
 from asyncrl.storage.trained_steps import TrainedStepsFile
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
@@ -101,8 +102,14 @@ class Trainer:
         """
         keep = config.trainer.max_checkpoints_to_keep
         run_id = None if run_dir.checkpoint_dir is None else read_run_id(run_dir.path)
+        remote = await to_thread.run_sync(remote_checkpoints, run_dir)
         files = CheckpointDirectory(
-            run_dir.checkpoints, identity=run_identity(config), keep=keep, history=history, run_id=run_id
+            run_dir.checkpoints,
+            identity=run_identity(config),
+            keep=keep,
+            history=history,
+            run_id=run_id,
+            remote=remote,
         )
         trained_steps = TrainedStepsFile(run_dir.path, history.lineage)
         with waits.waiting("model"):

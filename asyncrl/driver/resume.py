@@ -25,7 +25,7 @@ from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.observe.status.run_status import read_readable_state
 from asyncrl.observe.status.summary import read_readable_summary
 from asyncrl.queue.journal_reader import JournalHead, incarnation_of_files, read_head
-from asyncrl.storage.checkpoint_claim import CLAIM, Claim, read_claim, read_run_id
+from asyncrl.storage.checkpoint_claim import CLAIM, Claim, pull_claim, read_claim, read_run_id
 from asyncrl.storage.checkpoint_manifest import (
     ABANDONED,
     CHECKPOINTS,
@@ -42,6 +42,7 @@ from asyncrl.storage.checkpoint_manifest import (
     read_lineage,
     run_identity,
 )
+from asyncrl.storage.remote_checkpoints import remote_checkpoints
 from asyncrl.storage.run_dir import JOURNAL, RUNS, RunDir, SavedConfig, read_json, runs_of
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def find_resume(config: Config, *, root: Path = RUNS, warn: Callable[[str], None
     """
     if config.resume == "none":
         return None
+    if (remote := remote_checkpoints(RunDir.of(Path(), config.trainer.checkpoint_dir))) is not None:
+        remote.pull()
+        pull_claim(remote)
     found = _newest(config, root, warn) if config.resume == "auto" else _named(config, warn)
     return None if found is None else _resume(config, found, warn)
 
@@ -175,8 +179,8 @@ class _ResumeSource(NamedTuple):
 
 
 def _newest(config: Config, root: Path, warn: Callable[[str], None]) -> _ResumeSource | None:
-    if config.trainer.checkpoint_dir is not None:
-        return _in_checkpoint_dir(Path(config.trainer.checkpoint_dir).expanduser(), config, warn)
+    if (directory := RunDir.of(Path(), config.trainer.checkpoint_dir).checkpoint_dir) is not None:
+        return _in_checkpoint_dir(directory, config, warn)
     if config.run_dir is not None:
         return _in_run_dir(Path(config.run_dir), config, warn)
     passed: list[str] = []
@@ -309,8 +313,8 @@ def _named(config: Config, warn: Callable[[str], None]) -> _ResumeSource:
 
 
 def _checkpoint_dir(config: Config) -> Path | None:
-    directory = config.trainer.checkpoint_dir
-    return None if directory is None else Path(directory).expanduser().resolve()
+    directory = RunDir.of(Path(), config.trainer.checkpoint_dir).checkpoint_dir
+    return None if directory is None else directory.resolve()
 
 
 def _check_claimed(directory: Path, config: Config) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from asyncrl.core.failures import ConfigError, FencedError, InfraError
 from asyncrl.storage.checkpoint_manifest import LineageHistory, checkpoint_steps
+from asyncrl.storage.remote_checkpoints import RemoteCheckpoints, remote_checkpoints
 from asyncrl.storage.run_dir import RunDir, disk_error, read_json, replace_file, sync
 
 CLAIM = "run.json"
@@ -80,23 +81,28 @@ def claim_checkpoints(run_dir: RunDir, history: LineageHistory, *, new: bool, ex
     """
     if (root := run_dir.checkpoint_dir) is None:
         return
-    if new and checkpoint_steps(root):
+    where = run_dir.checkpoint_url or root
+    remote = remote_checkpoints(run_dir)
+    if new and (checkpoint_steps(root) if remote is None else remote.steps()):
         raise ConfigError(
-            f"trainer.checkpoint_dir={root} has checkpoints, none of which this run continues from: later they could "
+            f"trainer.checkpoint_dir={where} has checkpoints, none of which this run continues from: later they could "
             "be taken for its own. Give another directory, or remove them if they are not needed."
         )
     try:
         root.mkdir(mode, parents=True, exist_ok=True)
+        if remote is not None:
+            remote.pull()
+            pull_claim(remote)
         run_id = read_run_id(run_dir.path)
         if run_id is None:
             run_id = secrets.token_hex(16)
             replace_file(run_dir.path / RUN_ID, f"{run_id}\n", durable=True)
         if exclusive:
             (root / CLAIM).touch(exist_ok=False)
-        _write(root, Claim(run_id, run_dir.path, socket.gethostname(), history))
+        _write(root, Claim(run_id, run_dir.path, socket.gethostname(), history), remote)
     except FileExistsError:
         raise ConfigError(
-            f"trainer.checkpoint_dir={root} belongs to another run, which has just claimed it ({root / CLAIM}): "
+            f"trainer.checkpoint_dir={where} belongs to another run, which has just claimed it ({where}/{CLAIM}): "
             "each run needs a directory of its own. Give another one, or continue that run with resume=auto."
         ) from None
     except OSError as error:
@@ -113,9 +119,11 @@ def record_history(run_dir: RunDir, history: LineageHistory) -> None:
     if (root := run_dir.checkpoint_dir) is None:
         return
     run_id = read_run_id(run_dir.path) or ""
+    if (remote := remote_checkpoints(run_dir)) is not None:
+        pull_claim(remote)
     claim = check_claim(root, run_id, history.lineage)
     try:
-        _write(root, Claim(run_id, run_dir.path, claim.host, history))
+        _write(root, Claim(run_id, run_dir.path, claim.host, history), remote)
     except OSError as error:
         raise disk_error(Path(error.filename or root), error) from error
 
@@ -149,12 +157,27 @@ def check_claim(checkpoint_dir: Path, run_id: str, lineage: int) -> Claim:
     return claim
 
 
-def _write(root: Path, claim: Claim) -> None:
+def pull_claim(remote: RemoteCheckpoints) -> None:
+    """Make the claim in the mirror that of the URL.
+
+    Raises:
+        ConfigError, InfraError: see `RemoteCheckpoints`.
+    """
+    if (content := remote.read(CLAIM)) is None:
+        (remote.mirror / CLAIM).unlink(missing_ok=True)
+    else:
+        replace_file(remote.mirror / CLAIM, content.decode(errors="replace"), durable=True)
+
+
+def _write(root: Path, claim: Claim, remote: RemoteCheckpoints | None) -> None:
     record = {
         "run_id": claim.run_id,
         "run_dir": str(claim.run_dir),
         "host": claim.host,
         "history": claim.history.dump(),
     }
-    replace_file(root / CLAIM, json.dumps(record, indent=1) + "\n", durable=True)
+    text = json.dumps(record, indent=1) + "\n"
+    if remote is not None:
+        remote.write(CLAIM, text.encode())
+    replace_file(root / CLAIM, text, durable=True)
     sync(root)

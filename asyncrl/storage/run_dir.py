@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import yaml
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 RUNS = Path("runs")
+MIRRORS = Path("~/.asyncrl/checkpoints")
+"""Directory of the local copies of checkpoints on a URL, each under its quoted URL."""
 JOURNAL = "journal.db"
 JOURNAL_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm")
 SAMPLES = "samples"
@@ -43,11 +46,17 @@ class RunDir:
 
     path: Path
     checkpoint_dir: Path | None = None
-    """`trainer.checkpoint_dir`; None: the checkpoints are in the run directory."""
+    """`trainer.checkpoint_dir`, or its mirror on this machine if it is a URL; None: the checkpoints are in the run
+    directory."""
+    checkpoint_url: str | None = None
+    """`trainer.checkpoint_dir` if it is a URL (`asyncrl.storage.remote_checkpoints`)."""
 
     @classmethod
     def of(cls, path: Path, checkpoint_dir: str | None) -> RunDir:
         """Return the names for a run with this `trainer.checkpoint_dir`."""
+        if checkpoint_dir is not None and "://" in checkpoint_dir:
+            url = checkpoint_dir.rstrip("/")
+            return cls(path.absolute(), MIRRORS.expanduser() / quote(url, safe=""), url)
         return cls(path.absolute(), None if checkpoint_dir is None else Path(checkpoint_dir).expanduser())
 
     @classmethod

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from fsspec import get_filesystem_class
 from pydantic import Field
 
 from asyncrl.config.environment import check_api_key, similar_path, writable_parent
@@ -251,6 +252,13 @@ def _run_dir(config: Config) -> Iterator[ConfigProblem]:
 def _checkpoint_dir(config: Config) -> Iterator[ConfigProblem]:
     key, given = "trainer.checkpoint_dir", config.trainer.checkpoint_dir
     if given is None:
+        return
+    if "://" in given:
+        try:
+            get_filesystem_class(given.partition("://")[0])
+        except (ImportError, ValueError) as error:  # the error names the package
+            fix = "install that package, or give a directory or another URL that fsspec knows"
+            yield ConfigProblem(key, given, f"checkpoints cannot be written there ({error})", fix)
         return
     path = Path(given).expanduser()
     parent, obstacle = writable_parent(path)

@@ -187,9 +187,9 @@ class TrainerConfig(EngineConfig):
     save_freq: Frequency = -1
     """Steps between checkpoints; -1: write one only at the end."""
     checkpoint_dir: str | None = None
-    """Directory of the checkpoints, for this run alone; null: `checkpoints` in the run directory. On storage that
-    survives the machine of the driver, `resume=auto` continues the run on another machine from its last checkpoint
-    (docs/reliability.md)."""
+    """Directory of the checkpoints, for this run alone, or an `fsspec` URL such as `s3://bucket/run`; null:
+    `checkpoints` in the run directory. On storage that survives the machine of the driver, `resume=auto` continues the
+    run on another machine from its last checkpoint (docs/reliability.md)."""
     save_last: bool = True
     """Write a checkpoint at the end of the run."""
     max_checkpoints_to_keep: Positive = 2
