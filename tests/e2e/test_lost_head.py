@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.storage.run_dir import RunDir
 from tests.e2e.launches import SHORT, balanced, start
 
 pytestmark = pytest.mark.timeout(600)
@@ -22,18 +23,22 @@ def trained_in(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_whose_machine_is_lost_continues_elsewhere_from_its_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_run_whose_machine_is_lost_continues_elsewhere_from_its_checkpoints(tmp_path: Path, scheme: str) -> None:
     checkpoints = tmp_path / "network" / "run"
+    given = f"{scheme}{checkpoints}"
     keys = (
-        *SHORT, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=3", f"trainer.checkpoint_dir={checkpoints}",
+        *SHORT, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=3", f"trainer.checkpoint_dir={given}",
     )  # fmt: skip
     first = start(tmp_path, *keys)
-    first.wait_until((checkpoints / "step_000003").exists, "checkpoint")
+    first.wait_until((checkpoints / "step_000003" / "manifest.json").exists, "checkpoint")
     first.kill_all()
     assert first.survivors() == []
     before = trained_in(first.run_dir)
     shutil.rmtree(first.run_dir)
-    newest = max(int(path.name[-6:]) for path in checkpoints.glob("step_*"))
+    newest = max(int(path.parent.name[-6:]) for path in checkpoints.glob("step_*/manifest.json"))
+    if scheme:
+        shutil.rmtree(RunDir.of(first.run_dir, given).checkpoints)
 
     second = start(tmp_path, *keys, "resume=auto", run_dir=tmp_path / "elsewhere")
     assert second.wait() == 0, second.output()
@@ -53,3 +58,5 @@ def test_a_run_whose_machine_is_lost_continues_elsewhere_from_its_checkpoints(tm
     assert [step["step"] for step in second.steps()] == list(range(newest + 1, STEPS + 1))
     assert (checkpoints / f"step_{STEPS:06d}").is_dir() and not (second.run_dir / "checkpoints").exists()
     assert second.survivors() == []
+    if scheme:
+        shutil.rmtree(RunDir.of(second.run_dir, given).checkpoints)

@@ -17,8 +17,10 @@ from asyncrl.driver.run_directory import check_run_dir, open_run_dir
 from asyncrl.observe.status.run_status import STATE_FILE, StateFile
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.operations import AttachPart, MarkCheckpoint, RewindTraining
+from asyncrl.storage import run_dir as run_dirs
 from asyncrl.storage.checkpoint_claim import CLAIM, claim_checkpoints, record_history
 from asyncrl.storage.checkpoint_manifest import CHECKPOINTS, NO_REWINDS, Progress, find_latest, load_manifest
+from asyncrl.storage.remote_checkpoints import remote_checkpoints
 from asyncrl.storage.run_dir import RunDir
 from tests.fakes.queues import end
 from tests.fakes.run_on_disk import RunOnDisk, snapshot, write_checkpoint
@@ -273,6 +275,31 @@ def test_a_run_continues_in_a_new_directory_if_its_own_is_lost(remote: RunOnDisk
     rmtree(second.path)
     with pytest.raises(ConfigError, match=r"checkpoints of the run in .*/second on .*, not of the one in .*/third"):
         RunOnDisk(tmp_path / "third", trainer=remote.config.trainer.model_dump()).resume()
+
+
+def test_a_run_whose_checkpoints_are_at_a_url_continues_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dirs, "MIRRORS", tmp_path / "mirrors")
+    url = f"file://{tmp_path}/bucket/run"
+    first = RunOnDisk(tmp_path / "first", trainer={"checkpoint_dir": url})
+    claim_checkpoints(first.files, NO_REWINDS, new=True, exclusive=True, mode=0o700)
+    remote = remote_checkpoints(first.files)
+    assert remote is not None
+    for step in (3, 6):
+        remote.upload(first.checkpoint(step, seq=10 * step), lambda: None)
+    first.checkpoint(9)  # not uploaded when the machine is lost
+    rmtree(first.path)
+    monkeypatch.setattr(run_dirs, "MIRRORS", tmp_path / "other-machine")
+    again = first.again(run_dir=str(tmp_path / "second"))
+    found = find_resume(again)
+    assert found is not None and found.checkpoint is not None
+    assert (found.run_dir, found.manifest.progress.step, found.lineage) == (None, 6, 1)
+    assert found.checkpoint.is_relative_to(tmp_path / "other-machine") and f"{first.path} on " in found.lost
+    second = open_run_dir(again, found)
+    claim_checkpoints(second, found.history, new=False, exclusive=False, mode=0o700)
+    there = find_resume(again)
+    assert there is not None and (there.run_dir, there.lineage, there.lost) == (second.path, 2, "")
 
 
 def test_a_run_directory_that_is_here_is_not_left(remote: RunOnDisk, tmp_path: Path) -> None:
