@@ -13,6 +13,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.core.failures import AsyncRLError, BugError
 from asyncrl.core.ports import ApplyReport
+from asyncrl.core.worker_threads import keep_worker_threads
 
 Metrics = dict[str, float]
 
@@ -87,6 +88,7 @@ async def stream_records(part: str, run: Callable[[RecordSink], Awaitable[None]]
         with send:
             await run(StreamSink(send))
 
+    keep_worker_threads()
     task = asyncio.create_task(drive(), name=part)
     try:
         with records:

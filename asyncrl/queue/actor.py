@@ -29,6 +29,7 @@ from asyncrl.core.call_batcher import CallBatcher
 from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, FencedError, InfraError
 from asyncrl.core.ports import PartName, QueuedSample, QueueSnapshot
 from asyncrl.core.types import SampleMeta
+from asyncrl.core.worker_threads import keep_worker_threads
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings, profile
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.queue.journal import Journal
@@ -116,6 +117,7 @@ class QueueActor:
 
     async def call(self, caller: QueueCaller, operation: Operation, timeout_s: float | None = None) -> Any:
         """Perform the operation, delete the files that are not needed after it, and return its answer."""
+        keep_worker_threads()  # the journal writes in one, and each call is a task of its own
         match operation:
             case LeaseSamples():
                 profile.set_position(step=caller.step, version=operation.trainer_version)
