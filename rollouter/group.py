@@ -139,17 +139,22 @@ class GroupGeneration:
             return
         started = time.perf_counter()
         unfinished = dict.fromkeys(requests)
+
+        async def end(key: str, turn: Turn) -> None:
+            with profile.context(trajectory=number_of(key)):
+                await self._record(key, turn)
+                del unfinished[key]
+                trajectory = single_turn(prompt, turn)
+                generate_s = time.perf_counter() - started
+                fields = {**self._event_fields(key, trajectory), "generate_s": round(generate_s, 6)}
+                profile.record_ended("trajectory", generate_s, **fields)
+                self._end(key, trajectory)
+
         try:
-            async with aclosing(self._finished_turns(self.session, requests)) as finished:
+            # Turns that are reported together are recorded together, which is one write.
+            async with task_group() as ends, aclosing(self._finished_turns(self.session, requests)) as finished:
                 async for key, turn in finished:
-                    with profile.context(trajectory=number_of(key)):
-                        await self._record(key, turn)
-                        del unfinished[key]
-                        trajectory = single_turn(prompt, turn)
-                        generate_s = time.perf_counter() - started
-                        fields = {**self._event_fields(key, trajectory), "generate_s": round(generate_s, 6)}
-                        profile.record_ended("trajectory", generate_s, **fields)
-                        self._end(key, trajectory)
+                    ends.start_soon(end, key, turn)
         except anyio.get_cancelled_exc_class():
             for key in unfinished:
                 turn = self.turns.get(key)

@@ -29,16 +29,20 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 async def gather(function: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
     """Call `function` with all items at once and return the results in order.
 
-    The first failure cancels the other calls, and is raised without an exception group around it.
+    The first failure cancels the other calls, and is raised without an exception group around it. The first call runs
+    in the caller's task, so a single item starts no task.
     """
+    items = list(items)
     results: dict[int, Any] = {}
 
     async def call(number: int, item: Item) -> None:
         results[number] = await function(item)
 
     async with task_group() as group:
-        for number, item in enumerate(items):
+        for number, item in enumerate(items[1:], start=1):
             group.start_soon(call, number, item)
+        for item in items[:1]:
+            await call(0, item)
     return [results[number] for number in range(len(results))]
 
 

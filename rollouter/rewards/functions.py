@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
@@ -171,6 +171,10 @@ class RewardFunction:
         return {**names, "trajectory": trajectory} if takes_it else names
 
     @cached_property
+    def is_async(self) -> bool:
+        return is_async(self.call)
+
+    @cached_property
     def slots(self) -> AbstractAsyncContextManager[Any]:
         """A context to enter around `invoke`. It limits the number of worker processes, but not of threads: a deadline
         kills a process, but cannot kill a thread."""
@@ -181,20 +185,26 @@ class RewardFunction:
         """A limiter without a limit: callers bound the calls, and an abandoned thread must not occupy capacity."""
         return anyio.CapacityLimiter(math.inf)
 
-    async def invoke(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+    async def invoke(self, rows: Iterable[Mapping[str, Any]]) -> Any:
         """Call the function, off the event loop unless it is async. Return its result, or raise its exception.
 
         Args:
-            rows: The arguments by name, see `row_of`, of one trajectory or, with `batch`, of several.
+            rows: The arguments by name, see `row_of`, of one trajectory or, with `batch`, of several. They are iterated
+                over in a thread.
         """
+        in_thread = partial(to_thread.run_sync, abandon_on_cancel=True, limiter=self.threads)
+        if self.is_async:
+            return await (await in_thread(self._bound, rows))()
+        if self.name in IN_PROCESS:
+            bound = await in_thread(self._bound, rows)
+            return await to_process.run_sync(bound, cancellable=True, limiter=self.threads)
+        return await in_thread(lambda: self._bound(rows)())
+
+    def _bound(self, rows: Iterable[Mapping[str, Any]]) -> Callable[[], Any]:
+        rows = list(rows)
         given = {own: [row[name] for row in rows] for name, own in self.arguments.items()}
         arguments = given if self.batch else {own: values[0] for own, values in given.items()}
-        call = partial(self.call, **arguments, **self.kwargs)
-        if is_async(self.call):
-            return await call()
-        if self.name in IN_PROCESS:
-            return await to_process.run_sync(call, cancellable=True, limiter=self.threads)
-        return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self.threads)
+        return partial(self.call, **arguments, **self.kwargs)
 
 
 def load_reward_functions(config: RewardConfig) -> dict[str, RewardFunction]:
@@ -270,10 +280,10 @@ def extra_info(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def score_of(result: Any, about: str, *, num_turns: int) -> Score:
+def score_of(result: Any, about: Callable[[], str], *, num_turns: int) -> Score:
     """Read the score of one trajectory with `num_turns` turns. Extras that are not finite numbers are dropped.
 
-    `about` describes the call, for errors.
+    `about` returns a description of the call, for errors.
 
     Raises:
         UserCodeError: `result` is not a score.
@@ -281,14 +291,14 @@ def score_of(result: Any, about: str, *, num_turns: int) -> Score:
     if not isinstance(result, Mapping):
         return Score(_score(result, about))
     if "score" not in result:
-        raise UserCodeError(f"{about} returned a mapping without 'score': {shown(result)}")
+        raise UserCodeError(f"{about()} returned a mapping without 'score': {shown(result)}")
     turns = _turn_scores(result.get("turn_scores"), about, num_turns)
     extras = {encodable(str(key)): finite(item) for key, item in result.items() if key not in ("score", "turn_scores")}
     extra = {key: item for key, item in extras.items() if item is not None}
     return Score(_score(result["score"], about) + sum(turns), extra, turns)
 
 
-def listed(results: Any, about: str, *, length: int) -> Sequence[Any]:
+def listed(results: Any, about: Callable[[], str], *, length: int) -> Sequence[Any]:
     """Return the result of a batch function as a sequence: a list, or an array or tensor of one dimension.
 
     Raises:
@@ -296,20 +306,20 @@ def listed(results: Any, about: str, *, length: int) -> Sequence[Any]:
     """
     items = _sequence(results)
     if items is None or len(items) != length:
-        raise UserCodeError(f"{about} returned {shown(results)}; expected a list of {length} scores")
+        raise UserCodeError(f"{about()} returned {shown(results)}; expected a list of {length} scores")
     return items
 
 
-def _score(value: Any, about: str) -> float:
+def _score(value: Any, about: Callable[[], str]) -> float:
     number = finite(value)
     if number is None:
         raise UserCodeError(
-            f"{about} returned {shown(value)}; expected a finite number, or a mapping with one under 'score'"
+            f"{about()} returned {shown(value)}; expected a finite number, or a mapping with one under 'score'"
         )
     return number
 
 
-def _turn_scores(value: Any, about: str, num_turns: int) -> tuple[float, ...]:
+def _turn_scores(value: Any, about: Callable[[], str], num_turns: int) -> tuple[float, ...]:
     if value is None:
         return ()
     items = _sequence(value)
@@ -317,8 +327,8 @@ def _turn_scores(value: Any, about: str, num_turns: int) -> tuple[float, ...]:
     scores = tuple(number for number in numbers if number is not None)
     if items is None or len(scores) != len(numbers) or len(scores) != num_turns:
         raise UserCodeError(
-            f"{about} returned turn_scores {shown(value)}; expected a list of {num_turns} finite numbers, one for each "
-            "turn of the assistant"
+            f"{about()} returned turn_scores {shown(value)}; expected a list of {num_turns} finite numbers, one for "
+            "each turn of the assistant"
         )
     return scores
 

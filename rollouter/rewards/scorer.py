@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import anyio
@@ -44,38 +45,39 @@ class FunctionScorer:
         return self._function.whole_group
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
-        function = self._function
-        texts = await to_thread.run_sync(
-            lambda: [self._decode(trajectory.turn_ids()) for trajectory in trajectories], limiter=function.threads
-        )
-        rows = [row_of(prompt, trajectory, text) for trajectory, text in zip(trajectories, texts, strict=True)]
-        if function.batch and rows:
-            about = self._about(prompt, texts[0])
-            results = listed(await self._call(about, rows), about, length=len(rows))
+        if self._function.batch and trajectories:
+            about = partial(self._about, prompt, trajectories[0])
+            results = listed(await self._call(prompt, trajectories), about, length=len(trajectories))
         else:
-            results = await gather(lambda row: self._call(self._about(prompt, row["solution_str"]), [row]), rows)
+            results = await gather(lambda trajectory: self._call(prompt, [trajectory]), trajectories)
         return [
-            score_of(result, self._about(prompt, text), num_turns=len(trajectory.turns))
-            for result, trajectory, text in zip(results, trajectories, texts, strict=True)
+            score_of(result, partial(self._about, prompt, trajectory), num_turns=len(trajectory.turns))
+            for result, trajectory in zip(results, trajectories, strict=True)
         ]
 
-    async def _call(self, about: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    async def _call(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Any:
+        # `invoke` makes the rows, and so decodes the responses, in the thread of the function.
+        rows = (row_of(prompt, trajectory, self._text(trajectory)) for trajectory in trajectories)
         async with self._function.slots, self._capacity:
             with anyio.move_on_after(self._timeout_s) as deadline:
                 try:
                     return await self._function.invoke(rows)
                 except Exception as error:
+                    about = self._about(prompt, trajectories[0])
                     raise UserCodeError.wrap(f"{about} raised {describe(error)}", error) from error
             assert deadline.cancelled_caught
         raise UserCodeError(
-            f"{about} did not return within reward.timeout_s = {self._timeout_s:g} s; raise the limit, or bound the "
-            "function's work"
+            f"{self._about(prompt, trajectories[0])} did not return within reward.timeout_s = {self._timeout_s:g} s; "
+            "raise the limit, or bound the function's work"
         )
 
-    def _about(self, prompt: Prompt, text: str) -> str:
+    def _text(self, trajectory: Trajectory) -> str:
+        return self._decode(trajectory.turn_ids())
+
+    def _about(self, prompt: Prompt, trajectory: Trajectory) -> str:
         index = prompt.extra_info.get("index")
         row = f"{prompt.data_source!r}" if index is None else f"{prompt.data_source!r}, row {index}"
-        return f"reward function {self._function.name} on a response to {row} ({shown(text)})"
+        return f"reward function {self._function.name} on a response to {row} ({shown(self._text(trajectory))})"
 
 
 class ToolScorer:

@@ -247,7 +247,7 @@ async def test_a_function_that_hangs_frees_its_capacity(gate: threading.Event) -
     def reward(**fields: Any) -> float:
         return 1.0 if fields["solution_str"] == "fast" else float(gate.wait())
 
-    one_at_a_time = scorer(own(reward), timeout_s=0.05, max_concurrency=1)
+    one_at_a_time = scorer(own(reward), timeout_s=0.5, max_concurrency=1)
     with pytest.raises(UserCodeError, match="did not return"):
         await one_at_a_time.score(make_prompt(1), [answer("slow")])
     assert await one_at_a_time.score(make_prompt(1), [answer("fast")]) == [Score(1.0)]
