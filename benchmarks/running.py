@@ -60,12 +60,12 @@ def run_asyncrl(*arguments: str) -> None:
 
 
 @contextmanager
-def local_ray(namespace: str, **options: Any) -> Iterator[None]:
-    """Start Ray on 4 cores of this machine for the duration of the block."""
+def local_ray(namespace: str, *, num_cpus: int = 4, **options: Any) -> Iterator[None]:
+    """Start Ray on this machine for the duration of the block, with `num_cpus` logical cores."""
     import ray
 
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
-    ray.init(address="local", namespace=namespace, num_cpus=4, **quiet, **options)
+    ray.init(address="local", namespace=namespace, num_cpus=num_cpus, **quiet, **options)
     try:
         yield
     finally:
