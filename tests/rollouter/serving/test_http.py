@@ -51,12 +51,12 @@ async def test_agents_of_the_next_run_reach_its_rollouter(monkeypatch: pytest.Mo
     monkeypatch.setattr(http.ray, "get_actor", get_actor)
     calls = http.RolloutCalls("servers")
     with pytest.raises(RequestError, match="key"):
-        await calls(key(1), "/chat/completions", {})
+        await calls.answer(key(1), "/chat/completions", {})
     for run in ("a", "b"):
         rollouters[run] = Rollouter(run)
-        assert (await calls(key(1), "/chat/completions", {})).body == {"run": run}
+        assert (await calls.answer(key(1), "/chat/completions", {})).body == {"run": run}
         rollouters[run].has_ended = True
     with pytest.raises(RequestError, match="key"):
-        await calls(key(1), "/chat/completions", {})
+        await calls.answer(key(1), "/chat/completions", {})
     with pytest.raises(RequestError, match="key"):
-        await calls(key(2), "/chat/completions", {})
+        await calls.answer(key(2), "/chat/completions", {})
