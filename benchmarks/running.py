@@ -63,12 +63,14 @@ def run_asyncrl(*arguments: str) -> None:
 def local_ray(namespace: str, **options: Any) -> Iterator[None]:
     """Start Ray on 4 cores of this machine for the duration of the block."""
     import ray
+    from ray import serve
 
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     ray.init(address="local", namespace=namespace, num_cpus=4, **quiet, **options)
     try:
         yield
     finally:
+        serve.shutdown()  # a handle that reports metrics for autoscaling would start Ray again
         ray.shutdown()
 
 

@@ -139,11 +139,8 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
         ) from None
 
 
-async def attach(config: Config, app: RolloutApp) -> int:
+async def attach(config: Config, app: RolloutApp) -> None:
     """Let the replicas of a separately deployed application follow the run's weight store, which has been claimed.
-
-    Returns:
-        The number of replicas.
 
     Raises:
         ConfigError: the application does not run, or its engines do not fit the run.
@@ -186,7 +183,6 @@ async def attach(config: Config, app: RolloutApp) -> int:
                 f"rollout.sampling.temperature={config.rollout.sampling.temperature:g} needs {wanted.logprobs_mode}: "
                 "the recorded log-probs would be those of another distribution; deploy with the same temperature"
             )
-    return len(facts)
 
 
 def _quiet_serve(config: Config) -> None:

@@ -3,6 +3,7 @@
 generate_tokens ──▶ generation ──▶ gate ──▶ AsyncLLM
 apply_version ────▶ weights ──────▶ │          │      fetch, pause, load, resume, verify
 attach ───────────▶ weights, health                   follow the store of another run
+Serve asks it to end ──▶ generation                   hand all requests back: their callers continue them elsewhere
 weight store ◀───── health ◀────────┴──────────┘      reports, pings; ends the process, so that Serve replaces it
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +20,23 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 
 from asyncrl.config.sections.run import TimeoutsConfig
-from asyncrl.core.failures import InfraError
+from asyncrl.core.failures import InfraError, ReplicaLeftError
 from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publication
 from asyncrl.profiling import profile
 from asyncrl.storage.media import restrict_formats
 from asyncrl.weights.object_store import ServedRun, find_store
+from rollouter.serving.autoscaling import WANTED_REPLICAS
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.options import ReplicaFacts, ServingOptions, app_namespace
-from rollouter.serving.ray_internals import LLMServer
+from rollouter.serving.ray_internals import LLMServer, asked_to_end
 from rollouter.serving.replica.engine import OpenAIEngine, RolloutEngine
 from rollouter.serving.replica.event_forwarding import EventForwarder
 from rollouter.serving.replica.generation import TokenGeneration
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.weights import PauseMode, WeightUpdates
+
+LEAVE_POLL_S = 0.1
+"""Interval at which a replica checks whether Serve has asked it to end. Serve has no call that says so in time."""
 
 
 class RolloutServer(LLMServer):
@@ -61,12 +66,21 @@ class RolloutServer(LLMServer):
         await llm.update_weight_version("0")
         self._weights = WeightUpdates(self.engine, self._health, self._namespace, options.timeouts)
         self._generation = TokenGeneration(llm, self._health, self._weights.gate, self._weights.pauses)
+        self._finding_run: asyncio.Lock | None = None if store is not None else asyncio.Lock()
         if store is not None:
             # The files of a separately deployed model need not be those with which the run begins.
             await self._weights.follow(store, run, serves_initial=options.namespace is not None)
             await self._weights.start()
         self._health.up = True
         self._health.end_update()
+        self._health.in_background(self._await_leave())
+
+    async def _await_leave(self) -> None:
+        """Hand all requests back once Serve asks this replica to end. Serve gives it `graceful_shutdown_timeout_s`."""
+        while not asked_to_end():  # noqa: ASYNC110  see LEAVE_POLL_S
+            await asyncio.sleep(LEAVE_POLL_S)
+        self._health.enter("leaving")
+        self._generation.hand_back()
 
     async def _run(self) -> tuple[Any, ServedRun]:
         """Return the weight store of the run that uses this replica, or None without a run, and the run. Record events
@@ -75,6 +89,17 @@ class RolloutServer(LLMServer):
         run: ServedRun = ServedRun() if store is None else await store.served_run.remote()
         profile.configure(f"replica-{self._facts.replica}", run.profiler)
         return store, run
+
+    async def _find_run(self) -> None:
+        """Before the first call, look for a run that has attached while this replica was starting: Serve did not know
+        the replica yet, so the run has not asked it."""
+        if (lock := self._finding_run) is None:
+            return
+        async with lock:
+            if self._finding_run is not None:
+                with suppress(InfraError):  # there is none
+                    await self.attach()
+                self._finding_run = None
 
     async def attach(self) -> ReplicaFacts:
         """Serve the versions of the run that has attached to this application, and report to it.
@@ -87,6 +112,7 @@ class RolloutServer(LLMServer):
             raise InfraError(f"no run is attached any more: Ray namespace {self._namespace} has no weight store")
         await self._weights.follow(store, run, serves_initial=False)
         self._health.report_to(store)
+        self._finding_run = None
         return self._facts
 
     async def reconfigure(self, timeouts: TimeoutsConfig) -> None:
@@ -101,15 +127,28 @@ class RolloutServer(LLMServer):
 
         The first call waits until the replica serves the newest version.
         """
-        await self._weights.join()
+        if not self._health.leaving:
+            await self._find_run()
+            await self._weights.join()
         async with aclosing(self._forwarder.attach(self._generation.run(requests))) as items:
             async for item in items:
                 yield item
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
-        """See `WeightUpdates.apply`. The report also contains this replica's profiler events."""
+        """See `WeightUpdates.apply`. The report also contains this replica's profiler events.
+
+        Raises:
+            ReplicaLeftError: this replica is leaving, so it serves no further request.
+        """
+        if self._health.leaving:
+            raise ReplicaLeftError(f"replica {self._facts.replica} is leaving")
         report = await self._weights.apply(publication, mode, clear_kv)
         return replace(report, events=tuple(self._forwarder.take_all()))
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what `rollouter.serving.autoscaling` needs in Serve's controller. Serve calls this method."""
+        wanted = self._health.wanted_replicas
+        return {} if wanted is None else {WANTED_REPLICAS: float(wanted)}
 
     async def check_health(self) -> None:
         """Raise if the replica must be replaced. Serve calls this method, and replaces the replica if it raises."""

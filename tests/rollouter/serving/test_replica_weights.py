@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from asyncrl.config.sections.run import TimeoutsConfig
@@ -70,9 +72,13 @@ async def test_the_first_requests_of_a_replica_get_the_newest_version() -> None:
         served.append(updates.health.weights_version.version)
         yield "accepted"
 
+    async def knows_its_run() -> None:
+        return
+
     server: Any = SimpleNamespace(
-        _weights=updates, _forwarder=EventForwarder("one"), _generation=SimpleNamespace(run=run)
-    )
+        _weights=updates, _forwarder=EventForwarder("one"), _generation=SimpleNamespace(run=run),
+        _health=SimpleNamespace(leaving=False), _find_run=knows_its_run,
+    )  # fmt: skip
 
     async def generate() -> None:
         assert [item async for item in RolloutServer.generate_tokens(server, [])] == ["accepted"]
@@ -157,6 +163,24 @@ async def test_a_server_reports_to_the_run_that_has_attached(monkeypatch: pytest
     assert (reported_to, updates._store) == ([store], store)
     with pytest.raises(InfraError, match="no run is attached any more: Ray namespace servers has no weight store"):
         await RolloutServer.attach(server)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+async def test_a_replica_that_started_while_a_run_attached_finds_it_before_its_first_request(attached: bool) -> None:
+    asked: list[str] = []
+
+    async def attach() -> None:
+        asked.append("attach")
+        await anyio.lowlevel.checkpoint()
+        if not attached:
+            raise InfraError("no run is attached")
+
+    server: Any = SimpleNamespace(_finding_run=asyncio.Lock(), attach=attach)
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(RolloutServer._find_run, server)
+    await RolloutServer._find_run(server)
+    assert asked == ["attach"]
 
 
 async def test_a_user_config_changes_time_limits_of_a_running_engine() -> None:
