@@ -13,6 +13,7 @@ from asyncrl.cli.main import BAD_CONFIG
 from asyncrl.config import plan
 from asyncrl.config.compose import CheckedConfig, Mode, check_config, to_yaml
 from asyncrl.config.environment import num_parameters
+from asyncrl.config.placement import Placement, node_rows
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts
@@ -25,7 +26,11 @@ _ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
 @click.command()
 @click.argument("mode", type=click.Choice(["fully_async", "sync"]))
 @click.argument("arguments", nargs=-1, metavar=_ARGUMENTS)
-@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and the resource plan; start nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the resolved configuration and the resource plan, on a cluster by node; start nothing.",
+)
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
 @click.option("-m", "--multirun", is_flag=True, hidden=True)
 def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool, multirun: bool) -> int:
@@ -112,20 +117,48 @@ def _show_plan(outcome: CheckedConfig, as_json: bool) -> int:
         found = [asdict(problem) for problem in outcome.problems]
         click.echo(json.dumps({"error": error.message, "problems": found}, indent=2, default=str))
         return BAD_CONFIG
-    warnings = [*outcome.warnings, *plan.shortages(resources)]
+    shared = config.ray.address is not None
+    warnings = [*outcome.warnings, *(() if shared else plan.shortages(resources))]
+    placement = _placement(config) if shared else None
+    code = BAD_CONFIG if placement is not None and placement.lacks and not config.ray.autoscaling else 0
     if as_json:
         answer: dict[str, Any] = {
             "config": config.public_values(),
             "plan": resources.as_json(),
             "warnings": [asdict(warning) for warning in warnings],
         }
+        if placement is not None:
+            answer["placement"] = placement.as_json()
         click.echo(json.dumps(answer, indent=2, default=str))
-        return 0
+        return code
     click.echo(to_yaml(config))
     click.echo(_table([("part", "count", "threads", "GPUs", "memory"), *plan.process_rows(resources)]))
     click.echo("\n" + _table(plan.quantity_rows(resources)))
+    if placement is not None:
+        click.echo("\n" + _table([("node", "labels", "CPUs", "GPUs", "processes"), *node_rows(placement)]))
     _warn(warnings)
-    return 0
+    if placement is not None:
+        _report_room(placement, config)
+    return code
+
+
+def _placement(config: Config) -> Placement:
+    """Ask the cluster at `ray.address` for its nodes, and return the plan of the run's processes on them."""
+    from asyncrl.driver.cluster import connected
+
+    assert config.ray.address is not None
+    with connected(config.ray.address):
+        from asyncrl.driver.cluster_state import plan_placement
+
+        return plan_placement(config)
+
+
+def _report_room(placement: Placement, config: Config) -> None:
+    for problem in placement.lacks:
+        click.echo(f"{'the cluster adds nodes' if config.ray.autoscaling else 'error'}: {problem}", err=True)
+    if placement.unplaced and not placement.lacks:
+        left = ", ".join(f"{count} {name}" for name, count in placement.unplaced.items())
+        click.echo(f"warning: the nodes may have no room for everything (not placed: {left})", err=True)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -21,6 +21,7 @@ FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _COMMANDS = {
+    "clean": ("clean", "Remove what killed launches left in a Ray cluster."),
     "launch": ("launch", "Train a model."),
     "report": ("report", "Show where a run's time went, as a page."),
     "serve": ("launch", "Serve a model over HTTP, without training."),
@@ -70,6 +71,7 @@ def cli() -> None:
     asyncrl report                                  where the time of the newest run went, and what cost the most
     asyncrl timeline quickstart                     the requests of a run over time, in the browser
     asyncrl skip ls ~/.asyncrl/skip                 the records of skipped stages
+    asyncrl clean --dry-run                         what killed launches left in a Ray cluster
     """
 
 

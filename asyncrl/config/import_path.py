@@ -12,6 +12,9 @@ from typing import Any
 
 from asyncrl.core.failures import ConfigError, UserCodeError
 
+SHIPPED = "asyncrl_user_code"
+"""Package of the user's files that Ray has brought to this node (`asyncrl.config.code_files`)."""
+
 
 def load_object(reference: str, key: str) -> Any:
     """Import the object that `reference` names.
@@ -52,6 +55,8 @@ def import_module(name: str, key: str) -> ModuleType:
     # A console script does not look into the directory it is started in; `python` does.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
+    if (shipped := _shipped_directory()) is not None and str(shipped) not in sys.path:
+        sys.path.append(str(shipped))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -68,8 +73,26 @@ def import_module(name: str, key: str) -> ModuleType:
         raise UserCodeError.wrap(f"{key}: importing {name} failed: {error}", error) from error
 
 
+def _shipped_directory() -> Path | None:
+    """Return the directory with the files that the driver has sent to this node; None if there are none."""
+    spec = importlib.util.find_spec(SHIPPED)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def _shipped_file(path: Path) -> Path | None:
+    """Return the copy of a file of the driver's working directory; None if it was not sent to this node."""
+    if (directory := _shipped_directory()) is None:
+        return None
+    root = Path((directory / "shipped_from.txt").read_text(encoding="utf-8"))
+    if path.is_absolute() and not path.is_relative_to(root):
+        return None
+    return directory / (path.relative_to(root) if path.is_absolute() else path)
+
+
 def _import_file(location: str, key: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
+    if not path.is_file() and (shipped := _shipped_file(Path(location).expanduser())) is not None:
+        path = shipped
     if not path.is_file():
         siblings = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise ConfigError(f"{key}: there is no file {path}{nearest(path.name, siblings)}")

@@ -37,6 +37,7 @@ from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.tasks import Interrupts, task_group
 from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
+from asyncrl.driver.cluster_state import check_room, pending_demands
 from asyncrl.driver.health_monitor import HealthMonitor
 from asyncrl.driver.resume import journal_identity
 from asyncrl.driver.run_directory import already_finished
@@ -60,6 +61,8 @@ from rollouter.serving.app import attach, start_app
 from rollouter.serving.options import rollout_app
 from rollouter.weight_updates import RolloutStart
 
+DEMANDS_S = 5.0
+"""Interval at which Ray is asked for what the run waits for."""
 LAST_ANSWER_S = 5.0
 """Time limit of the last status reports after a failure; a healthy part answers within milliseconds."""
 
@@ -154,6 +157,10 @@ class Run:
         """Start everything, slow parts concurrently; the probes become tasks of `group`."""
         config = self._config
         app = rollout_app(config, namespace)
+        if config.ray.address is not None:
+            if delay := await to_thread.run_sync(check_room, config, abandon_on_cancel=True):
+                self._view.message("warning", delay)
+            group.start_soon(self._watch_demands, namespace, app.name)
         with attribute_failure_to("store"):
             store = await claim_store(
                 app.store_namespace,
@@ -189,6 +196,18 @@ class Run:
         with attribute_failure_to("queue"):
             await self._start_queue(prepared["num_prompts"])
         group.start_soon(self._services.probe_queue)
+
+    async def _watch_demands(self, namespace: str, app: str) -> None:
+        """Report what the run waits for on a shared cluster, whenever it changes."""
+        shown: tuple[str, ...] = ()
+        while True:
+            waiting = await to_thread.run_sync(pending_demands, namespace, app, abandon_on_cancel=True)
+            before, self._status.pending_demands = self._status.pending_demands, waiting
+            if waiting != shown and waiting == before:  # a bundle that is just being placed waits for a moment, too
+                text = f"waiting for room on the cluster: {'; '.join(waiting)}" if waiting else "the cluster has room"
+                self._view.message("", text)
+                shown = waiting
+            await anyio.sleep(DEMANDS_S)
 
     def _plan_steps(self) -> None:
         """Compute the length of the run, which requires the data to be read."""

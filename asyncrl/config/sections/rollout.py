@@ -11,7 +11,16 @@ from pydantic import AfterValidator, Field
 
 from asyncrl.config.environment import check_code, is_importable
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with
-from asyncrl.config.sections.base import ConfigSection, Dtype, NonNegative, Positive, Seconds, Share
+from asyncrl.config.sections.base import (
+    ConfigSection,
+    Dtype,
+    NodePool,
+    NonNegative,
+    Positive,
+    Seconds,
+    Share,
+)
+from asyncrl.config.sections.trainer import check_pool
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -195,7 +204,7 @@ class AgentConfig(ConfigSection):
         return self.program is not None or bool(self.command)
 
 
-class RolloutConfig(ConfigSection):
+class RolloutConfig(NodePool):
     """Generation: the engines and their requests."""
 
     attach: str | None = None
@@ -240,6 +249,11 @@ class RolloutConfig(ConfigSection):
     dump_dir: str | None = None
     """Directory of a JSONL dump of all trajectories: messages, tokens, masks, versions, times, rewards. null: none."""
 
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether a replica has more GPUs than a node of the pool."""
+        return self.n_gpus_per_node is not None and self.tensor_parallel_size > self.n_gpus_per_node
+
 
 def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
     for name, value in config.rollout.engine_kwargs.items():
@@ -253,6 +267,30 @@ def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
             quantization,
             "quantized weights never equal the published ones, so the first weight sync would fail",
             "set weight_sync.verify=off",
+        )
+
+
+def _pool(config: Config) -> Iterator[ConfigProblem]:
+    rollout = config.rollout
+    per_replica, per_node, size = rollout.tensor_parallel_size, rollout.n_gpus_per_node, rollout.num_processes
+    yield from check_pool(config, "rollout")
+    if per_node is None or size is None:
+        return
+    if max(per_replica, per_node) % min(per_replica, per_node) or size % per_replica:
+        yield ConfigProblem(
+            "rollout.tensor_parallel_size",
+            per_replica,
+            f"replicas of {per_replica} GPUs do not fill {rollout.nnodes} nodes with {per_node} GPUs each "
+            "(rollout.nnodes, rollout.n_gpus_per_node)",
+            "set it to a divisor or, for replicas that span nodes, to a multiple of rollout.n_gpus_per_node",
+        )
+    elif rollout.num_replicas * per_replica != size:
+        yield ConfigProblem(
+            "rollout.num_replicas",
+            rollout.num_replicas,
+            f"rollout.nnodes x rollout.n_gpus_per_node is {size} GPUs, enough for {size // per_replica} replicas of "
+            f"{per_replica} (rollout.tensor_parallel_size)",
+            f"leave it out, or set it to {size // per_replica}",
         )
 
 
@@ -336,6 +374,7 @@ ENGINE_RULES: tuple[RuleFunction, ...] = (
                "{c.rollout.response_length} (rollout.response_length) do not fit the engine's context",
                "set it to null or at least {c.longest_trajectory}"),
     _engine_arguments,
+    _pool,
     ConfigRule("rollout.max_num_seqs", lambda c: c.rollout.max_num_seqs < c.rollout.n,
                "a group of {c.rollout.n} responses (rollout.n) is decoded in several rounds",
                "set it to {c.rollout.n} or more", "warning"),
@@ -404,8 +443,8 @@ _LOOP_KEYS = " ".join(
 """Keys that only the built-in loop reads; the other keys also apply to an agent of the user's own."""
 
 _ENGINE_KEYS = (
-    "num_replicas tensor_parallel_size max_num_seqs dtype enforce_eager gpu_memory_utilization cpu_kv_cache_gib "
-    "cpu_threads engine_kwargs*"
+    "num_replicas nnodes n_gpus_per_node node_labels* tensor_parallel_size max_num_seqs dtype enforce_eager "
+    "gpu_memory_utilization cpu_kv_cache_gib cpu_threads engine_kwargs*"
 )
 """Keys of `rollout` that only the start of engines reads."""
 
