@@ -35,6 +35,7 @@ _BASE = "base"
 """The packaged config that all others build on: the schema's defaults and a place for each group."""
 _SCHEMA_NODE = "schema"
 _USER_NODE = "user"
+_PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,10 @@ def _check(
         config = as_sync(config) if mode == "sync" else config
         problems += check_rules(config, _set_keys(user_values), scope=scope)
         problems += check_environment(config, scope=scope)
-    places = {**base.places, **dict.fromkeys(overridden, "command line")}
+    kept = {
+        key: place for key, place in base.places.items() if not any(key.startswith(f"{one}.") for one in overridden)
+    }
+    places = {**kept, **dict.fromkeys(overridden, "command line")}
     return CheckedConfig(
         config,
         tuple(one if one.where else replace(one, where=_place(one.key, places)) for one in problems),
@@ -148,8 +152,8 @@ def recipes() -> list[str]:
 class _CompositionError(Exception):
     """A problem that prevents composition."""
 
-    def __init__(self, key: str, value: Any, consequence: str, fix: str) -> None:
-        self.problem = ConfigProblem(key, value, consequence, fix)
+    def __init__(self, key: str, value: Any, consequence: str, fix: str, where: str = "") -> None:
+        self.problem = ConfigProblem(key, value, consequence, fix, where=where)
         super().__init__(str(self.problem))
 
 
@@ -172,8 +176,7 @@ class _BaseConfig:
     """`file line N` by dotted key."""
 
     def options(self, group: str) -> list[str]:
-        folders = [CONF / group, *([self.folder / group] if self.folder else [])]
-        return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+        return _options(group, self.folder)
 
 
 def _read_source(name: str) -> _BaseConfig:
@@ -203,8 +206,15 @@ def _read_file(name: str, file: Path) -> _BaseConfig:
         raise _CompositionError("config", name, "it is not a mapping of keys to values", "write it as `key: value`")
     node: Tree = {str(key): value for key, value in tree.items()}
     values = leaves({key: value for key, value in node.items() if key != "defaults"})
-    node["defaults"] = _complete_defaults(node.get("defaults"), name)
-    return _BaseConfig(name, _USER_NODE, node, file.parent.resolve(), values, dict(_lines(root, "", file.name)))
+    folder, places = file.parent.resolve(), dict(_lines(root, "", file.name))
+    node["defaults"] = _complete_defaults(node.get("defaults"), name, folder, places)
+    return _BaseConfig(name, _USER_NODE, node, folder, values, places)
+
+
+def _options(group: str, folder: Path | None) -> list[str]:
+    """Return the options of a group: the packaged ones, and those in the user's folder."""
+    folders = [CONF / group, *([folder / group] if folder else [])]
+    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
 
 
 def _unreadable(name: str, error: Exception) -> _CompositionError:
@@ -212,8 +222,8 @@ def _unreadable(name: str, error: Exception) -> _CompositionError:
     return _CompositionError("config", name, consequence, "correct the file")
 
 
-def _complete_defaults(defaults: Any, name: str) -> list[Any]:
-    """Return the file's defaults list as Hydra needs it.
+def _complete_defaults(defaults: Any, name: str, folder: Path, places: Mapping[str, str]) -> list[Any]:
+    """Return the defaults list of the file `name` in `folder` as Hydra needs it.
 
     The list starts with `base` unless it names a recipe. `_self_` follows the configs, so that the file's own keys
     override theirs. Choices of packaged groups become overrides, which Hydra requires at the end of the list.
@@ -225,9 +235,10 @@ def _complete_defaults(defaults: Any, name: str) -> list[Any]:
         raise _CompositionError("defaults", defaults, f"{name}: Hydra's defaults are a list", fix)
     configs: list[Any] = []
     choices: list[Any] = []
-    for entry in defaults:
+    for number, entry in enumerate(defaults):
+        _check_default(entry, folder, places.get(f"defaults.{number}", name))
         group, option = next(iter(entry.items())) if isinstance(entry, Mapping) and len(entry) == 1 else (None, None)
-        group = str(group).removeprefix("override ").strip().removeprefix("/")
+        group = _group(group)
         if group in groups():
             choices.append({f"override /{group}": option})
         else:
@@ -239,8 +250,51 @@ def _complete_defaults(defaults: Any, name: str) -> list[Any]:
     return [*configs, *choices]
 
 
+def _group(name: Any) -> str:
+    """Return the group that an entry `name: option` of a defaults list chooses."""
+    return str(name).removeprefix("override ").strip().removeprefix("/")
+
+
+def _check_default(entry: Any, folder: Path, where: str) -> None:
+    """Refuse an entry of a defaults list that names no recipe, group or option. Hydra checks other forms of entries."""
+    if isinstance(entry, str) and _PLAIN_NAME.fullmatch(entry):
+        names = [_BASE, "_self_", *recipes()]
+        own = sorted(file.stem for file in folder.glob("*.yaml"))
+        if entry.removesuffix(".yaml") not in (*names, *own):
+            close = get_close_matches(entry, [*names, *own], n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            consequence = f"there is no recipe of this name, and no file {entry}.yaml in {folder}"
+            fix = f"{hint}Recipes are {', '.join(recipes())}; a group's option is chosen with {{GROUP: OPTION}}"
+            raise _CompositionError("defaults", entry, consequence, fix, where)
+    if not isinstance(entry, Mapping) or len(entry) != 1:
+        return
+    ((name, option),) = entry.items()
+    group = _group(name)
+    if not _PLAIN_NAME.fullmatch(group):
+        return
+    if not (options := _options(group, folder)):
+        close = get_close_matches(group, groups(), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        fix = f"{hint}Groups are {', '.join(groups())}; keys of a section are not written in `defaults`"
+        raise _CompositionError("defaults", dict(entry), f"there is no group {group}", fix, where)
+    if not isinstance(option, str | list | None):
+        consequence = "a group's option is the name of a file, and this is none"
+        fix = f"write keys of {group} outside of `defaults`; its options are {', '.join(options)}"
+        raise _CompositionError("defaults", dict(entry), consequence, fix, where)
+    if isinstance(option, str) and _PLAIN_NAME.fullmatch(option):
+        try:
+            _check_option(group, option, options)
+        except _CompositionError as refused:
+            raise _CompositionError(
+                "defaults", dict(entry), refused.problem.consequence, refused.problem.fix, where
+            ) from None
+
+
 def _lines(node: yaml.Node | None, prefix: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key of a file with its line."""
+    """Yield each dotted key of a file, and each number of a list's entry, with its line."""
+    for number, entry in enumerate(node.value if isinstance(node, yaml.SequenceNode) else ()):
+        yield f"{prefix}{number}", f"{name} line {entry.start_mark.line + 1}"
+        yield from _lines(entry, f"{prefix}{number}.", name)
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         yield f"{prefix}{key.value}", f"{name} line {key.start_mark.line + 1}"
         yield from _lines(value, f"{prefix}{key.value}.", name)

@@ -248,7 +248,60 @@ def test_an_unusable_file_is_reported(tmp_path: Path, text: str, expected: str) 
     assert any(expected in str(problem) for problem in errors(found))
 
 
+@pytest.mark.parametrize(
+    ("entry", "value", "consequence", "fix"),
+    [
+        (
+            "quickstrat",
+            "quickstrat",
+            "no recipe of this name, and no file quickstrat.yaml in",
+            "did you mean quickstart?",
+        ),
+        ("mien", "mien", "no recipe of this name", "did you mean mine?"),
+        ("{algoritm: grpo_kl}", {"algoritm": "grpo_kl"}, "there is no group algoritm", "did you mean algorithm?"),
+        ("{rollout: {n: 4}}", {"rollout": {"n": 4}}, "is the name of a file", "write keys of rollout outside of"),
+        ("{seed: 4}", {"seed": 4}, "there is no group seed", "Groups are algorithm"),
+        (
+            "{algorithm: grpo_lk}",
+            {"algorithm": "grpo_lk"},
+            "has no option of this name",
+            "did you mean grpo_kl? Options",
+        ),
+    ],
+)
+def test_a_wrong_entry_of_the_defaults_is_reported_with_its_line(
+    tmp_path: Path, entry: str, value: Any, consequence: str, fix: str
+) -> None:
+    write(tmp_path / "mine.yaml", "seed: 3\n")
+    text = f"# first\ndefaults:\n  - quickstart\n  - {entry}\n"
+    problem = single(check_config(write(tmp_path / "my.yaml", text)).problems)
+    assert (problem.key, problem.value, problem.where) == ("defaults", value, "my.yaml line 4")
+    assert consequence in problem.consequence
+    assert fix in problem.fix
+
+
+def test_a_file_may_build_on_another_file_beside_it(tmp_path: Path) -> None:
+    write(tmp_path / "mine.yaml", "seed: 3\n")
+    for name in ("mine", "mine.yaml"):
+        text = f"defaults: [quickstart, {name}, {{algorithm: null}}]\n"
+        assert load_config(write(tmp_path / "my.yaml", text)).seed == 3
+
+
 TOOL = {"class_name": "calculator"}
+
+
+def test_an_entry_of_a_list_is_reported_with_its_own_line(tmp_path: Path) -> None:
+    text = "defaults: [calculator]\nrollout:\n  multi_turn:\n    tools:\n      - class_name: calculator\n"
+    file = write(
+        tmp_path / "my.yaml", f"{text}      - class_name: calculator\n        timout_s: 3\n      - calculator\n"
+    )
+    entry, key = check_config(file).problems
+    if entry.key.endswith("timout_s"):
+        entry, key = key, entry
+    assert (entry.key, entry.where) == ("rollout.multi_turn.tools.2", "my.yaml line 8")
+    assert (key.key, key.where) == ("rollout.multi_turn.tools.1.timout_s", "my.yaml line 7")
+    given = only_problem("rollout.multi_turn.tools=[{class_name: calculator}, {timout_s: 3}]", source=file)
+    assert given.where == "command line"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_missing_secret_is_reported_with_its_key_and_variable(
         problem = single(check_config(write(tmp_path, with_server(env={"API_TOKEN": "${secret:CANARY}"}))).problems)
         assert problem.key == f"{MULTI_TURN}.tools.0.mcp.env.API_TOKEN" and problem.value == "${secret:CANARY}"
         assert "no variable CANARY" in problem.consequence and "export CANARY=" in problem.fix
-        assert (problem.severity, problem.where) == ("error", "mine.yaml line 7")
+        assert (problem.severity, problem.where) == ("error", "mine.yaml line 12")
 
 
 def test_a_tool_that_is_off_needs_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_plain_secret_in_the_environment_of_a_server_is_refused_and_not_shown(
 ) -> None:
     file = write(tmp_path, with_server(env={"API_TOKEN": value}))
     printed = cli("launch", "fully_async", file, "--dry-run", code=2)
-    assert f"{MULTI_TURN}.tools.0.mcp.env.API_TOKEN = …  (mine.yaml line 7)" in printed.err
+    assert f"{MULTI_TURN}.tools.0.mcp.env.API_TOKEN = …  (mine.yaml line 12)" in printed.err
     assert "write API_TOKEN: ${secret:API_TOKEN}" in printed.err
     assert CANARY not in printed.out + printed.err
     assert CANARY not in cli("launch", "fully_async", file, "--dry-run", "--json", code=2).out
