@@ -51,7 +51,7 @@ reads the variable when it starts the tool server, or constructs the tool, envir
 Elsewhere it is an error, because nothing would look it up. Every launch, also of a resumed run, needs the variables
 and refuses to start if one is not set; on a cluster at `ray.address`, each node needs them. Errors, the standard error
 of tool servers, and results of tools show `${secret:NAME}` in place of the value. `mcp.env` refuses plain values of
-variables whose names contain TOKEN, KEY, SECRET or PASSWORD.
+variables whose names contain TOKEN, KEY, SECRET or PASSWORD; the other places that may have secrets give a warning.
 
 config.yaml, `--dry-run`, the trackers and messages about the configuration have `${oc.env:NAME}` unresolved, not
 its value. The journal, checkpoints and records add a digest, so that a resumed run notices another value. Resolved

@@ -11,7 +11,7 @@ from typing import Literal
 
 from asyncrl.config.interpolation import HIDDEN, looks_secret, secret_names, texts
 from asyncrl.config.keys import leaves
-from asyncrl.config.problems import ConfigProblem, RuleFunction
+from asyncrl.config.problems import ConfigProblem, RuleFunction, Severity
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer
 
@@ -47,7 +47,8 @@ def _texts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _secret_places(config: Config) -> Iterator[ConfigProblem]:
-    """Refuse secrets that nothing would look up, and secrets as plain text in the environment of a tool server."""
+    """Refuse secrets that nothing would look up, and secrets as plain text in the environment of a tool server. Warn of
+    values elsewhere whose names are those of secrets."""
     for key, text in _texts(config):
         name = key.rpartition(".")[2]
         if secret_names(text) and not any(fnmatchcase(key, pattern) for pattern in _SECRET_KEYS):
@@ -55,10 +56,17 @@ def _secret_places(config: Config) -> Iterator[ConfigProblem]:
             fix = "use ${oc.env:NAME} for a value that is no secret, or a key that ends in _env for the key of an API; "
             fix += f"secrets can be in {', '.join(pattern.removesuffix('.*') for pattern in _SECRET_KEYS)}"
             yield ConfigProblem(key, text, consequence, fix)
-        elif text and looks_secret(name) and fnmatchcase(key, _SECRET_KEYS[0]) and not secret_names(text):
+        elif (
+            text
+            and looks_secret(name)
+            and not secret_names(text)
+            and any(fnmatchcase(key, one) for one in _SECRET_KEYS)
+        ):
             consequence = "it looks like a secret, and config.yaml, the journal and the trackers would contain it"
-            fix = f"export {name}=... where the run is started, and write {name}: ${{secret:{name}}}"
-            yield ConfigProblem(key, HIDDEN, consequence, fix)
+            variable = re.sub(r"\W", "_", name, flags=re.ASCII).upper()
+            fix = f"export {variable}=... where the run is started, and write {name}: ${{secret:{variable}}}"
+            severity: Severity = "error" if fnmatchcase(key, _SECRET_KEYS[0]) else "warning"
+            yield ConfigProblem(key, HIDDEN, consequence, fix, severity)
 
 
 def _missing_secrets(config: Config) -> Iterator[ConfigProblem]:

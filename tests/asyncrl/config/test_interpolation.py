@@ -115,6 +115,38 @@ def test_a_plain_secret_in_the_environment_of_a_server_is_refused_and_not_shown(
 
 
 @pytest.mark.parametrize(
+    ("key", "variable"),
+    [
+        ("reward.kwargs.api_key", "API_KEY"),
+        ("reward.kwargs.judge.x-api-token", "X_API_TOKEN"),
+        ("reward.functions.0.kwargs.password", "PASSWORD"),
+        (f"{MULTI_TURN}.tools.0.config.token", "TOKEN"),
+    ],
+)
+def test_a_plain_secret_for_user_code_gives_a_warning_without_the_secret(
+    key: str, variable: str, tmp_path: Path, cli: CommandLine
+) -> None:
+    *_, name = key.split(".")
+    tree: dict[str, Any] = {}
+    if "tools" in key:
+        tool = {"class_name": "calculator", "config": {name: CANARY}}
+        turns = {"enable": True, "tools": [tool], "max_tool_response_length": 64}
+        tree = {"rollout": {"response_length": 160, "multi_turn": turns}}
+    elif "functions" in key:
+        function = {"name": "sums", "function": "exact_match", "kwargs": {name: CANARY}}
+        tree = {"reward": {"functions": [function]}}
+    else:
+        kwargs = {"judge": {name: CANARY}} if "judge" in key else {name: CANARY}
+        tree = {"reward": {"kwargs": kwargs}}
+    found = [one for one in check_config(write(tmp_path, tree)).problems if one.key == key]
+    problem = single(found)
+    assert (problem.severity, problem.value) == ("warning", "…")
+    assert problem.where.startswith("mine.yaml line")
+    assert f"export {variable}=" in problem.fix and f"write {name}: ${{secret:{variable}}}" in problem.fix
+    assert CANARY not in str(problem)
+
+
+@pytest.mark.parametrize(
     ("tree", "key"),
     [
         (with_server(environment={"API_TOKEN": CANARY}), f"{MULTI_TURN}.tools.0.mcp.environment"),
