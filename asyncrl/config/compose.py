@@ -185,6 +185,10 @@ def _read_source(name: str) -> _BaseConfig:
         return _read_file(name, file)
     if name in recipes():
         return _BaseConfig(name, primary=name)
+    if file.exists():
+        what = "a directory" if file.is_dir() else "a pipe, a socket or a device, and to read it could wait forever"
+        fix = "write the configuration into a file, and give that file"
+        raise _CompositionError("config", name, f"it is no regular file but {what}", fix)
     neighbours = [*file.parent.glob("*.yaml"), *file.parent.glob("*.yml")]
     close = get_close_matches(name, [*recipes(), *map(str, neighbours)], n=1)
     hint = f"did you mean {close[0]}? " if close else ""

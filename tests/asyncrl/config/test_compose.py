@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,16 @@ def test_entries_of_lists_are_read_from_a_file(tmp_path: Path) -> None:
     ).reward
     assert (reward.functions[0].name, reward.functions[0].weight) == ("brief", 0.5)
     assert reward.judge.params == {"temperature": 0}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_a_configuration_that_is_no_regular_file_is_reported_as_such(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "my.yaml"
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    problem = only_problem(source=str(path))
+    assert (problem.key, problem.value) == ("config", str(path))
+    assert f"it is no regular file but a {kind}" in problem.consequence
+    assert "write the configuration into a file" in problem.fix
 
 
 def test_a_missing_file_is_reported_with_a_similar_one(tmp_path: Path) -> None:
