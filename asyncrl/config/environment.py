@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -58,7 +59,13 @@ def writable_parent(path: Path) -> tuple[Path, str]:
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if not parent.is_dir():
         return parent, "is no directory"
-    return parent, "" if os.access(parent, os.W_OK | os.X_OK) else "cannot be written"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return parent, "cannot be written"
+    try:  # The permissions of root, of /proc and of some network file systems do not show it.
+        Path(tempfile.mkdtemp(prefix=".asyncrl-", dir=parent)).rmdir()
+    except OSError as error:
+        return parent, f"cannot be written ({error.strerror})"
+    return parent, ""
 
 
 def check_api_key(section: str, variable: str | None) -> Iterator[ConfigProblem]:

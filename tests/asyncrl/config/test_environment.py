@@ -81,6 +81,7 @@ def conversation(**multi_turn: Any) -> dict[str, Any]:
         ({"model.path": "none/of/these"}, "model.path", "is not there"),
         ({"run_dir": "used"}, "run_dir", "resume=auto"),
         ({"run_dir": "train.csv/run"}, "run_dir", "is no directory"),
+        ({"run_dir": "/proc/none/run"}, "run_dir", "/proc cannot be written"),
         ({"resume": "autp"}, "resume", "did you mean auto?"),
         ({"resume": "./none"}, "resume", "give none, auto, a run directory"),  # a path is not a misspelt `none`
         ({"serve.api_key_env": "MY_KEY"}, "serve.api_key_env", "export MY_KEY="),
@@ -487,6 +488,7 @@ def test_gpus_are_counted_by_nvml_without_nvidia_files_in_proc(monkeypatch: pyte
     [
         ("network", {}, "other machines", "give an absolute path, such as {here}/network"),
         ("{here}/mine.py/network", {}, "mine.py is no directory", "choose another directory"),
+        ("/proc/none/network", {}, "/proc cannot be written", "choose another directory"),
         ("{here}/run", {"run_dir": "{here}/run"}, "in the run directory {here}/run", "outside of run directories"),
         ("{here}/run/x", {"run_dir": "run"}, "in the run directory {here}/run", "outside of run directories"),
         ("{here}/other/checkpoints", {}, "in the run directory {here}/other", "outside of run directories"),
@@ -508,6 +510,7 @@ def test_a_checkpoint_dir_that_cannot_be_used_is_refused(
     problems = [problem for problem in found if problem.key == "trainer.checkpoint_dir"]
     if not consequence:
         assert problems == []
+        assert not [file.name for file in tmp_path.rglob(".asyncrl-*")]
         return
     problem = single(problems)
     assert consequence.format(here=tmp_path) in problem.consequence
