@@ -7,12 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from itertools import islice
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 _Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
-_Jobs = SimpleQueue["_Job | None"]
 
 MAX_BATCH = 16
 """Maximum number of jobs whose results return to the loop together; the first result waits for the others."""
@@ -27,15 +26,50 @@ class FileThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: _Jobs = SimpleQueue()
+        self._jobs = _Jobs()
         threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
-        weakref.finalize(asyncio.get_running_loop(), self._jobs.put, None)
+        weakref.finalize(asyncio.get_running_loop(), self._jobs.end)
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Return the result of `function`, or raise its error. A queued job whose caller is cancelled is not begun."""
+        """Return the result of `function`, or raise its error. A queued job whose caller is cancelled is not begun, and
+        it frees its memory at once, even while the disk hangs."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._jobs.put((function, future))
-        return await future
+        self._jobs.put(function, future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._jobs.remove(future)
+            raise
+
+
+class _Jobs:
+    """The jobs that are not begun, in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[Any], Callable[[], Any]] = {}
+        self._changed = threading.Condition()
+        self._ended = False
+
+    def put(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        with self._changed:
+            self._waiting[future] = function
+            self._changed.notify()
+
+    def remove(self, future: asyncio.Future[Any]) -> None:
+        with self._changed:
+            self._waiting.pop(future, None)
+
+    def end(self) -> None:
+        """Have the thread end after the jobs that wait."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def take(self) -> list[_Job]:
+        """Wait for jobs, and return up to `MAX_BATCH`. Return none at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            return [(self._waiting.pop(future), future) for future in list(islice(self._waiting, MAX_BATCH))]
 
 
 _threads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, FileThread]] = weakref.WeakKeyDictionary()
@@ -50,19 +84,12 @@ def file_thread(name: str) -> FileThread:
 
 
 def _work(queue: _Jobs) -> None:
-    job: _Job | None
-    while (job := queue.get()) is not None:
-        jobs = [job]
-        with suppress(Empty):
-            while len(jobs) < MAX_BATCH and (job := queue.get_nowait()) is not None:
-                jobs.append(job)
+    while jobs := queue.take():
         done = [(future, *_outcome(function)) for function, future in jobs if not future.cancelled()]
         if done:
             with suppress(RuntimeError):  # the loop is closed
                 done[0][0].get_loop().call_soon_threadsafe(_set_results, done)
-        if job is None:
-            return
-        del job, jobs, done  # frees the results while the thread waits
+        del jobs, done  # frees the results while the thread waits
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:

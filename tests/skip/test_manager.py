@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import json
@@ -9,7 +10,9 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -517,6 +520,28 @@ async def test_a_cancelled_job_is_not_started() -> None:
     go.set()
     await line.run(lambda: done.append(2))
     assert done == [2]
+
+
+async def test_a_job_that_is_given_up_while_the_disk_hangs_keeps_no_memory() -> None:
+    thread, begun, go = file_thread("test"), threading.Event(), threading.Event()
+
+    class Record:
+        """What a job would write."""
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(thread.run, lambda: begun.set() or go.wait(30))
+        await anyio.to_thread.run_sync(begun.wait, 30)
+        kept = weakref.WeakSet[Record]()
+        for _ in range(100):
+            with anyio.CancelScope() as scope:
+                kept.add(record := Record())
+                scope.cancel()
+                await thread.run(partial(str, record))
+            del record
+        gc.collect()
+        assert len(kept) <= 1, "the last one may be in a traceback"
+        go.set()
+    assert await thread.run(lambda: 5) == 5
 
 
 async def test_an_error_of_a_job_is_raised_in_its_caller() -> None:
