@@ -26,10 +26,12 @@ SHORTEST_HIDDEN = 4
 
 def hide(secret: str, reference: str) -> None:
     """Make `conceal`, and all errors that this process raises from now on, show `reference` instead of `secret`, also
-    where it is quoted as a literal of Python, in JSON or in a URL."""
-    if len(secret) >= SHORTEST_HIDDEN:
-        quoted = (repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret), quote(secret, safe=""))
-        _hidden.update(dict.fromkeys((secret, *quoted), reference))
+    where it is quoted as a literal of Python, in JSON or in a URL, and instead of each of its lines, since programs
+    indent and prefix the lines that they print."""
+    for part in dict.fromkeys((secret, *map(str.strip, secret.splitlines()))):
+        if len(part) >= SHORTEST_HIDDEN:
+            quoted = (repr(part)[1:-1], json.dumps(part)[1:-1], quote(part), quote(part, safe=""))
+            _hidden.update(dict.fromkeys((part, *quoted), reference))
 
 
 def conceal(text: str) -> str:

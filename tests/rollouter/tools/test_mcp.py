@@ -374,6 +374,26 @@ async def test_the_error_of_a_server_that_prints_its_secrets_does_not_have_them(
     assert "c4n4ry-orange" not in printed.out + printed.err
 
 
+async def test_no_line_of_a_secret_with_several_lines_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Programs print a key with its line breaks, or with a prefix for each line, or quoted on one line."""
+    key = "-----BEGIN KEY-----\nc4n4ry-mauve\nc4n4ry-ochre\n-----END KEY-----\n"
+    monkeypatch.setenv("COLOUR_SECRET", key)
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    program = (
+        "import os, sys; colour = os.environ['COLOUR']; print(colour, file=sys.stderr); print(repr(colour), "
+        "file=sys.stderr); raise SystemExit(''.join(f'  no colour> {line}\\n' for line in colour.splitlines()))"
+    )
+    server = {"command": [sys.executable, "-c", program], "env": {"COLOUR": "${secret:COLOUR_SECRET}"}}
+    with pytest.raises(InfraError, match=r"no colour> \$\{secret:COLOUR_SECRET\}") as raised:
+        async with box_of(server):
+            raise AssertionError("the server has started")
+    printed = capfd.readouterr()
+    assert "no colour> ${secret:COLOUR_SECRET}" in printed.err
+    assert "c4n4ry" not in printed.out + printed.err + str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("server", "key"),
     [
