@@ -8,11 +8,11 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pydantic
 import yaml
@@ -44,6 +44,12 @@ class CheckedConfig:
 
     config: Config | None
     problems: tuple[ConfigProblem, ...]
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Where values were written, by dotted key."""
+
+    def with_problems(self, more: Iterable[ConfigProblem]) -> Self:
+        """Return the configuration with further problems, which get their places."""
+        return replace(self, problems=(*self.problems, *_with_places(more, self.places)))
 
     @property
     def warnings(self) -> list[ConfigProblem]:
@@ -116,10 +122,7 @@ def _check(
         key: place for key, place in base.places.items() if not any(key.startswith(f"{one}.") for one in overridden)
     }
     places = {**kept, **dict.fromkeys(overridden, "command line")}
-    return CheckedConfig(
-        config,
-        tuple(one if one.where else replace(one, where=_place(one.key, places)) for one in problems),
-    )
+    return CheckedConfig(config, _with_places(problems, places), places)
 
 
 def _without_values(problem: ConfigProblem, read: ReadVariables) -> ConfigProblem:
@@ -527,6 +530,10 @@ def _set_keys(values: Mapping[str, Any]) -> set[str]:
         for key, value in values.items()
         if key in known and value != known[key].default and not (key.startswith("skip.") and key.startswith(off))
     }
+
+
+def _with_places(problems: Iterable[ConfigProblem], places: Mapping[str, str]) -> tuple[ConfigProblem, ...]:
+    return tuple(one if one.where else replace(one, where=_place(one.key, places)) for one in problems)
 
 
 def _place(key: str, places: Mapping[str, str]) -> str:

@@ -139,6 +139,12 @@ def _messages(prompt: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     for position, message in enumerate(prompt):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise DataError(f"{where}: field 'prompt[{position}]' is {_shown(message)}; expected 'role' and 'content'")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: field 'prompt[{len(prompt) - 1}]' is a message of the assistant, {_shown(prompt[-1])}; expected "
+            "the prompt to end where the model's turn begins, so remove the message (a correct answer belongs in "
+            "reward_model.ground_truth)"
+        )
     # Parquet gives every message the columns of all messages; a template must not see absent keys.
     return tuple(
         {key: value for key, value in message.items() if value is not None or key == "content"} for message in prompt
@@ -247,16 +253,25 @@ class _JsonLines(_DataFile):
         super().__init__(name, dataset.select(self._lines) if len(self._lines) < len(dataset) else dataset)
 
     def parsed(self, raw: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-        try:
-            row = parse_json(raw["text"])
-        except ValueError as error:
-            raise DataError(f"{self.where(index)}: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{self.where(index)}: {_shown(row)} is not a JSON object")
-        return row
+        return json_row(raw["text"], self.where(index))
 
     def where(self, index: int) -> str:
         return f"{self.name}, line {self._lines[index] + 1}"
+
+
+def json_row(line: str, where: str) -> Mapping[str, Any]:
+    """Return the raw row of a line of JSON.
+
+    Raises:
+        DataError: it is not a JSON object.
+    """
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: {_shown(row)} is not a JSON object")
+    return row
 
 
 def _open(name: str, key: str, cache_dir: Path) -> _DataFile:

@@ -181,33 +181,36 @@ def load_prompts(
         tools: Schemas of the tools, for the chat template.
 
     Raises:
-        ConfigError: there is no data, a file is missing, or no prompt is left after filtering.
-        DataError: a row is malformed, or changes the sampling distribution.
+        ConfigError: there is no data, a file is missing, a file or a row cannot be used, or no prompt is left after
+            filtering.
     """
     data = config.data
     vision = VisionEncoder(config.model, tokenizer)
 
     def load(split: str, max_samples: int | None) -> PromptSet | None:
         key = f"data.{split}_files"
-        if gym := data.reasoning_gym:
-            if split == "val" and not gym.val_size:
+        try:
+            if gym := data.reasoning_gym:
+                if split == "val" and not gym.val_size:
+                    return None
+                rows: RowSource = GymRows(gym, split=split, seed=config.seed)
+            elif files := data.train_files if split == "train" else data.val_files:
+                rows = FileRows(files, key=key, cache_dir=cache_dir)
+            else:
                 return None
-            rows: RowSource = GymRows(gym, split=split, seed=config.seed)
-        elif files := data.train_files if split == "train" else data.val_files:
-            rows = FileRows(files, key=key, cache_dir=cache_dir)
-        else:
-            return None
-        prompts = PromptSet(
-            rows,
-            tokenizer,
-            max_prompt_length=data.max_prompt_length,
-            overlong=data.overlong_prompts,
-            max_samples=max_samples,
-            train_sampling=config.rollout.sampling if split == "train" else None,
-            tools=tools,
-            template_kwargs=config.model.chat_template_kwargs,
-            vision=vision,
-        )
+            prompts = PromptSet(
+                rows,
+                tokenizer,
+                max_prompt_length=data.max_prompt_length,
+                overlong=data.overlong_prompts,
+                max_samples=max_samples,
+                train_sampling=config.rollout.sampling if split == "train" else None,
+                tools=tools,
+                template_kwargs=config.model.chat_template_kwargs,
+                vision=vision,
+            )
+        except DataError as error:
+            raise ConfigError(f"{key}: {error.message}", error.cause) from error
         if prompts.num_overlong:
             logger.warning(
                 "%s: %d of %d prompts are longer than data.max_prompt_length = %d (overlong_prompts: %s)",

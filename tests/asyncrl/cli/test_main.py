@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, InfraError
 from tests.fakes.command_line import CommandLine, in_subprocess
 
-HEAVY = {"torch", "ray", "vllm", "transformers", "datasets", "numpy"}
+HEAVY = {"torch", "ray", "vllm", "transformers", "datasets"}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,7 @@ HEAVY = {"torch", "ray", "vllm", "transformers", "datasets", "numpy"}
 def test_dry_runs_and_bad_configs_are_quick_and_load_nothing_heavy(arguments: tuple[str, ...], code: int) -> None:
     returned, loaded, cpu_s = in_subprocess(*arguments)
     assert (returned, loaded & HEAVY) == (code, set())
+    assert "numpy" not in loaded or "--dry-run" in arguments, "only rows need it"
     assert cpu_s < 2.0
 
 
@@ -49,6 +50,20 @@ def test_dry_run_json(cli: CommandLine) -> None:
 def test_dry_run_json_of_a_bad_config(cli: CommandLine) -> None:
     (problem,) = cli("launch", "fully_async", "--dry-run", "--json", "rollout.m=1", code=2).json["problems"]
     assert problem["key"] == "rollout.m"
+
+
+@pytest.mark.parametrize("options", [("--dry-run",), ("--dry-run", "--json"), ()])
+def test_a_row_that_cannot_be_used_is_refused_before_anything_starts(
+    cli: CommandLine, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    row = '{"prompt": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}'
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1="}\n' + row)
+    out, err = cli("launch", "fully_async", *options, f"data.train_files=[{file}]", code=2)
+    text = json.loads(out)["problems"][0]["consequence"] if "--json" in options else err
+    assert f"{file}, line 2: field 'prompt[1]' is a message of the assistant" in text
+    if "--json" not in options:
+        assert f"data.train_files = {file}  (command line)" in err and "fix: correct the row, or remove it" in err
 
 
 def test_a_bad_config_is_refused_with_key_value_consequence_and_fix(cli: CommandLine) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoProcessor
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig, ModelConfig
-from asyncrl.core.failures import DataError
+from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.types import Media, Prompt, SampleId
 from asyncrl.storage import media as stored_media
 from asyncrl.storage.media import digest, frames_of, image_bytes, video_array, video_bytes
@@ -383,13 +383,13 @@ def test_a_model_without_videos_gets_frames_as_images(tmp_path: Path, model: Mod
 
 
 def test_a_text_model_refuses_rows_with_images(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"train.jsonl, line 2: it has images .* takes text only; give a vision"):
+    with pytest.raises(ConfigError, match=r"train.jsonl, line 2: it has images .* takes text only; give a vision"):
         load(tmp_path, ModelConfig(path="asyncrl://quickstart"), {"prompt": "1+1="}, looking("one.png"))
 
 
 @pytest.mark.parametrize("overlong", ["left", "middle", "right", "error"])
 def test_prompts_with_images_are_not_cut(tmp_path: Path, model: ModelConfig, overlong: str) -> None:
-    with pytest.raises(DataError, match=r"max_prompt_length = 9.*filter"):
+    with pytest.raises(ConfigError, match=r"max_prompt_length = 9.*filter"):
         load(tmp_path, model, looking("one.png"), max_prompt_length=9, overlong_prompts=overlong)
 
 
@@ -400,5 +400,5 @@ def test_overlong_prompts_with_images_are_filtered(tmp_path: Path, model: ModelC
 
 def test_a_template_that_drops_images_is_refused(tmp_path: Path, model: ModelConfig) -> None:
     (template := tmp_path / "template.jinja").write_text("{{ messages[0]['role'] }}: nothing to see")
-    with pytest.raises(DataError, match="line 1: the model's processor refuses the prompt with its 1 images"):
+    with pytest.raises(ConfigError, match="line 1: the model's processor refuses the prompt with its 1 images"):
         load(tmp_path, model.model_copy(update={"chat_template": str(template)}), looking("one.png"))

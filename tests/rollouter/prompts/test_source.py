@@ -18,6 +18,7 @@ from asyncrl.config.sections.data import DataConfig, ModelConfig, ReasoningGymCo
 from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.types import SampleId
 from rollouter.prompts.chat_template import fit, load_tokenizer
+from rollouter.prompts.check import check_data
 from rollouter.prompts.dataset import FileRows, GymRows, parse_row
 from rollouter.prompts.source import LoadedPrompts, PromptSet, ShuffledPrompts, epoch_order, load_prompts
 from tests.fakes.hostile import BROKEN_JSON, messages, texts, values
@@ -111,6 +112,10 @@ def test_messages_from_parquet_have_no_null_keys(tmp_path: Path) -> None:
         ({"prompt": []}, "field 'prompt' is []"),
         ({"prompt": [{"content": "hi"}]}, "field 'prompt[0]'"),
         ({"prompt": 3}, "field 'prompt' is 3"),
+        (
+            {"prompt": [*question("1")["prompt"], {"role": "assistant", "content": "2"}]},
+            "field 'prompt[1]' is a message of",
+        ),
         (question("1", reward_model="4"), "field 'reward_model' is '4'"),
         (question("1", extra_info=[1]), "field 'extra_info' is [1]"),
         (question("1", extra_info={"sampling_params": {"seed": 1}}), "sampling_params.seed"),
@@ -123,10 +128,43 @@ def test_messages_from_parquet_have_no_null_keys(tmp_path: Path) -> None:
 )
 def test_errors_name_the_malformed_row(tmp_path: Path, tokenizer: Any, row: Any, expected: str) -> None:
     path = write_jsonl(tmp_path / "bad.jsonl", question("1"), "", row)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(tmp_path, tokenizer, path)
-    assert f"{path}, line 3" in caught.value.message
-    assert expected in caught.value.message
+    (problem,) = check_data(Config(data=DataConfig(train_files=(path,))))
+    assert (problem.key, problem.value, problem.severity) == ("data.train_files", path, "error")
+    for text in (caught.value.message, problem.consequence):
+        assert f"{path}, line 3" in text
+        assert expected in text
+
+
+def test_rows_are_checked_before_the_run_as_far_as_it_uses_them_and_time_allows(tmp_path: Path) -> None:
+    good = write_jsonl(
+        tmp_path / "good.jsonl", question("1"), question("2", extra_info={"sampling_params": {"n": None}})
+    )
+    bad = write_jsonl(tmp_path / "bad.jsonl", question("1"), {"prompt": 3}, {"prompt": 4})
+    pq.write_table(pa.Table.from_pylist([question("1"), {"prompt": []}]), tmp_path / "bad.parquet")
+    (tmp_path / "empty.jsonl").write_text("")
+    parquet, empty = str(tmp_path / "bad.parquet"), str(tmp_path / "empty.jsonl")
+
+    def found(**data: Any) -> list[tuple[str, str]]:
+        return [(one.key, one.consequence) for one in check_data(Config(data=DataConfig(**data)))]
+
+    assert found(train_files=(good, QUICKSTART + "/train.jsonl"), val_files=(good, "nowhere.jsonl")) == []
+    (train, row), (val, other) = found(train_files=(good, bad), val_files=(parquet,))
+    assert (train, val) == ("data.train_files", "data.val_files")
+    assert row.startswith(f"{bad}, line 2: field 'prompt' is 3; expected")
+    assert other.startswith(f"{parquet}, row 2: field 'prompt' is []; expected")
+    assert found(train_files=(empty,)) == [("data.train_files", f"{empty} is empty")]
+    assert found(train_files=(good, bad), max_train_samples=3) == []
+    assert len(found(train_files=(good, bad), max_train_samples=4)) == 1
+    own = {"temperature": 0.5}
+    rows = write_jsonl(tmp_path / "own.jsonl", question("1", extra_info={"sampling_params": own}))
+    assert [key for key, _ in found(train_files=(rows,), val_files=(rows,))] == ["data.train_files"]
+    ticks = iter(range(100))
+    late = check_data(Config(data=DataConfig(train_files=(bad,))), limit_s=0.5, clock=lambda: next(ticks))
+    assert list(late) == []
+    cluster = Config.model_validate({"data": {"train_files": [bad]}, "ray": {"address": "auto"}})
+    assert [one.severity for one in check_data(cluster)] == ["warning"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +172,7 @@ def test_errors_name_the_malformed_row(tmp_path: Path, tokenizer: Any, row: Any,
     [
         (["nowhere.jsonl"], ConfigError, r"data\.train_files: .*nowhere\.jsonl is not a file"),
         (["a.csv"], ConfigError, r"expected \.parquet or \.jsonl"),
-        (["a.parquet"], DataError, r"a\.parquet: cannot be read"),
+        (["a.parquet"], ConfigError, r"a\.parquet: cannot be read"),
         ([], ConfigError, "set one of the two"),
     ],
 )
@@ -276,12 +314,12 @@ def test_errors_name_a_missing_tokenizer_or_template(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_row_with_unusable_text_is_a_data_error_with_its_line(
+def test_a_row_with_unusable_text_is_refused_with_its_line(
     tmp_path: Path, tokenizer: Any, row: Any, message: str
 ) -> None:
     text = row if isinstance(row, str) else json.dumps(row)
     path = write_jsonl(tmp_path / "bad.jsonl", question("1"), text.encode(errors="replace").decode() or "{")
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path, tokenizer, path)
     assert "bad.jsonl, line 2" in caught.value.message
 
