@@ -26,6 +26,7 @@ from rollouter.requests import sampling_params
 from tests.fakes.dispatcher import DispatcherRig, group_request, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, MemoryPayloads, make_prompt
+from tests.fuzz.loop import run as run_virtually
 
 # ------------------------------------------------------------------------------------------------ samples
 
@@ -247,25 +248,28 @@ def test_the_drop_policy_counts_consecutive_drops() -> None:
 # ------------------------------------------------------------------------------------------------ time limits
 
 
-async def test_a_prompt_that_is_never_answered_cannot_block_an_on_policy_step() -> None:
+def test_a_prompt_that_is_never_answered_cannot_block_an_on_policy_step() -> None:
     """Each version waits for all samples of the previous one, so the straggler is dropped and replaced."""
 
     async def pace(session: str) -> None:
         if session in (sample_name(2), sample_name(7)):
             await anyio.sleep_forever()
 
-    rig = DispatcherRig(permits=4, total=8, fleet=FakeFleet(pace=pace), sample_s=0.2)
-    async with rig.running():
-        for version in (1, 2):
-            lease = await rig.lease(4)
-            assert len(lease.samples) == 4
-            await rig.queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
-            await rig.queue.set_applied_version(version)
-    counts = (await rig.queue.status()).counts
-    assert (counts.trained, counts.dropped["failed"]) == (8, 2)
-    assert rig.drops.counts == {"took too long": 2}
-    assert {sample_name(2), sample_name(7)} <= set(rig.fleet.cancelled)
-    assert rig.turns.turns == {}
+    async def main() -> None:
+        rig = DispatcherRig(permits=4, total=8, fleet=FakeFleet(pace=pace), sample_s=0.2)
+        async with rig.running():
+            for version in (1, 2):
+                lease = await rig.lease(4)
+                assert len(lease.samples) == 4
+                await rig.queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
+                await rig.queue.set_applied_version(version)
+        counts = (await rig.queue.status()).counts
+        assert (counts.trained, counts.dropped["failed"]) == (8, 2)
+        assert rig.drops.counts == {"took too long": 2}
+        assert {sample_name(2), sample_name(7)} <= set(rig.fleet.cancelled)
+        assert rig.turns.turns == {}
+
+    run_virtually(main, 0)
 
 
 async def test_a_run_whose_samples_all_time_out_stops() -> None:
@@ -279,30 +283,38 @@ async def test_a_run_whose_samples_all_time_out_stops() -> None:
     assert "was not generated within timeouts.sample_s = 0.02 s" in error.message
 
 
-async def test_a_backlog_of_rewards_drops_nothing() -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_a_backlog_of_rewards_drops_nothing(seed: int) -> None:
     """Scoring calls run one at a time, and each takes as long as the limit of a sample, so the last one waits eight
-    times the limit.
+    times the limit. Time is virtual, because on a busy machine generation, too, takes longer than the limit.
     """
-    place = anyio.Semaphore(1)
 
-    async def gate(prompt: Prompt) -> None:
-        async with place:
-            await anyio.sleep(0.03)
+    async def main() -> None:
+        place = anyio.Semaphore(1)
 
-    rig = DispatcherRig(permits=8, total=8, fleet=FakeFleet(), scorer=FakeScorer(gate=gate), sample_s=0.03)
-    assert len(await rig.run(8)) == 8
-    assert rig.drops.counts == {}
+        async def gate(prompt: Prompt) -> None:
+            async with place:
+                await anyio.sleep(0.03)
+
+        rig = DispatcherRig(permits=8, total=8, fleet=FakeFleet(), scorer=FakeScorer(gate=gate), sample_s=0.03)
+        assert len(await rig.run(8)) == 8
+        assert rig.drops.counts == {}
+
+    run_virtually(main, seed)
 
 
-async def test_pauses_do_not_count_against_the_time_limit() -> None:
-    with time_limit("a", 0.05) as limit:
-        with limit.paused():
-            await anyio.sleep(0.1)
-        await anyio.lowlevel.checkpoint()
-    with pytest.raises(TooLongError, match="a was not generated"), time_limit("a", 0.05) as limit:
-        with limit.paused():
-            await anyio.sleep(0.1)
-        await anyio.sleep(1)
+def test_pauses_do_not_count_against_the_time_limit() -> None:
+    async def main() -> None:
+        with time_limit("a", 0.05) as limit:
+            with limit.paused():
+                await anyio.sleep(0.1)
+            await anyio.lowlevel.checkpoint()
+        with pytest.raises(TooLongError, match="a was not generated"), time_limit("a", 0.05) as limit:
+            with limit.paused():
+                await anyio.sleep(0.1)
+            await anyio.sleep(1)
+
+    run_virtually(main, 0)
 
 
 async def test_a_wait_for_a_replica_does_not_count_against_the_time_limit() -> None:

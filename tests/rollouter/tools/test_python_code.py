@@ -36,7 +36,9 @@ LEVELS = {
     "namespaces": ("namespaces", "root", "user"),
     "filters": ("landlock", "seccomp"),
 }
-FAST = CodeLimits(wall_s=5.0, cpu_s=2, memory_mib=256, file_mib=1, disk_mib=4, threads=8)
+AMPLE_S = 60.0
+"""A wall time that ends no code of these tests: on a busy machine, a second of processor time takes many seconds."""
+FAST = CodeLimits(wall_s=AMPLE_S, cpu_s=2, memory_mib=256, file_mib=1, disk_mib=4, threads=8)
 
 
 @pytest.fixture(scope="module", params=list(LEVELS))
@@ -56,12 +58,12 @@ def sandbox_or_skip(limits: CodeLimits, *mechanisms: str) -> CodeSandbox:
 
 @pytest.fixture(scope="module")
 def tool() -> PythonTool:
-    return PythonTool(wall_s=5.0, cpu_s=1, memory_mib=256, output_bytes=2000)
+    return PythonTool(wall_s=AMPLE_S, cpu_s=1, memory_mib=256, output_bytes=2000)
 
 
 @pytest.fixture(scope="module")
 def session_tool() -> PythonTool:
-    return PythonTool(session=True, wall_s=1.0, cpu_s=1, memory_mib=256)
+    return PythonTool(session=True, wall_s=AMPLE_S, cpu_s=1, memory_mib=256)
 
 
 async def run(sandbox: CodeSandbox, code: str) -> CodeOutcome:
@@ -216,8 +218,8 @@ async def test_time_is_bounded(tool: PythonTool) -> None:
     assert spins.text == "spins\nStopped: the code used more than 1 s of processor time."
     assert spins.metrics == {"error": 0.0, "stopped": 1.0}
     slow = PythonTool(wall_s=0.5)
-    sleeps = await call(slow, "import time\nprint('sleeps')\ntime.sleep(60)")
-    assert sleeps.text == "sleeps\nStopped: the code took longer than 0.5 s."
+    sleeps = await call(slow, "import time\ntime.sleep(60)")
+    assert sleeps.text == "Stopped: the code took longer than 0.5 s."
 
 
 async def test_memory_is_bounded(level: CodeSandbox) -> None:

@@ -549,9 +549,21 @@ class Blocking(BaseTool[list[str]]):
             assert self.go.wait(30)
 
 
+class BlockingOnlyIn(Blocking):
+    """Its other methods need no thread, so that they meet every deadline, however busy the machine is."""
+
+    async def create(self, context: ToolContext, **kwargs: Any) -> list[str]:  # type: ignore[override]
+        self.log.append("create")
+        return []
+
+    async def release(self, state: list[str], **kwargs: Any) -> None:  # type: ignore[override]
+        self.log.append(f"release {','.join(state)}")
+
+
 async def begun(tool: Blocking) -> None:
-    """Wait until a method of the tool blocks its thread."""
-    await to_thread.run_sync(tool.begun.wait, 30)
+    """Wait until a method of the tool blocks its thread. On a busy machine, the thread begins long after the call, even
+    after the call's deadline."""
+    assert await to_thread.run_sync(tool.begun.wait, 30)
 
 
 async def test_sync_methods_do_not_block_the_event_loop() -> None:
@@ -593,16 +605,21 @@ async def test_a_state_that_a_thread_creates_too_late_is_released(ends: str) -> 
             if ends == "cancellation":
                 await begun(tool)
                 group.cancel_scope.cancel()
+        await begun(tool)
         assert tool.log == ["create"], "the session does not wait for the late state"
         tool.go.set()
     assert tool.log == ["create", "release "]
 
 
 async def test_release_waits_for_a_thread_that_uses_the_state() -> None:
-    tool = Blocking("execute")
-    async with opened(tool, timeout_s=0.05) as tools:
-        assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
-        threading.Timer(0.1, tool.go.set).start()
+    tool = BlockingOnlyIn("execute")
+    async with toolbox_of(tool, timeout_s=0.05) as toolbox:
+        async with toolbox.session(CONTEXT) as tools:
+            assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
+            await begun(tool)
+        await anyio.wait_all_tasks_blocked()
+        assert tool.log == ["create", "execute"]
+        tool.go.set()
     assert tool.log == ["create", "execute", "release a"]
 
 
@@ -610,16 +627,18 @@ async def test_a_stuck_thread_delays_neither_release_nor_toolbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(execution, "RELEASE_S", 0.1)
-    tool = Blocking("execute")
-    with anyio.fail_after(10):
+    tool = BlockingOnlyIn("execute")
+    with anyio.fail_after(25):
         async with opened(tool, timeout_s=0.05) as tools:
             assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
+            await begun(tool)
     assert tool.log == ["create", "execute", "release "]
     tool.go.set()
 
 
 async def test_a_stuck_release_of_a_late_state_does_not_delay_the_toolbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "RELEASE_S", 0.2)
+    """The state comes while the toolbox closes. Its release is abandoned after `RELEASE_S`, by when it has begun."""
+    monkeypatch.setattr(execution, "RELEASE_S", 2.0)
 
     class Stuck(Blocking):
         def release(self, state: list[str], **kwargs: Any) -> None:
@@ -627,12 +646,19 @@ async def test_a_stuck_release_of_a_late_state_does_not_delay_the_toolbox(monkey
 
     tool = Stuck("create", "release")
     held = tool.go
-    with anyio.fail_after(10):
+
+    def close(caller: execution.MethodCaller) -> None:
+        closing(caller)
+        held.set()
+
+    closing = execution.MethodCaller.close
+    monkeypatch.setattr(execution.MethodCaller, "close", close)
+    with anyio.fail_after(25):
         async with toolbox_of(tool, timeout_s=0.05) as toolbox:
             async with toolbox.session(CONTEXT) as tools:
                 assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
+            await begun(tool)
             tool.go = threading.Event()  # wait for the release
-            threading.Timer(0.1, held.set).start()
     assert tool.log == ["create", "release"]
     tool.go.set()
 
