@@ -238,13 +238,13 @@ async def claim_store(namespace: str, served: ServedRun, *, max_restarts: int, l
         DeadlineError: the store of an earlier driver of this run has not ended within `limit_s`.
     """
     until = anyio.current_time() + limit_s
+    owner: ServedRun | None = None
     while True:
         try:
             return start_store(namespace, served, max_restarts=max_restarts)
         except ValueError:
             store = await anyio.to_thread.run_sync(find_store, namespace)
         left_s = until - anyio.current_time()
-        owner: ServedRun | None = None
         if store is not None:
             with suppress(InfraError):  # it is ending
                 owner = await _answer(store.served_run.remote(), max(RETRY_S, left_s), "asking for the attached run")
@@ -253,10 +253,16 @@ async def claim_store(namespace: str, served: ServedRun, *, max_restarts: int, l
                 f"rollout.attach: the run {owner.name} is attached to these rollout servers, which can serve "
                 "the weights of one run only; wait for its end or stop it, or attach to another application"
             )
-        if left_s <= 0:
+        if left_s <= 0 and owner is not None:
             raise DeadlineError(
                 f"an earlier driver of this run ({served.name}) still holds these rollout servers after {limit_s:g} s "
                 "(timeouts.start_s), although its run directory is not locked any more: it may hang while it ends"
+            )
+        if left_s <= 0:
+            raise DeadlineError(
+                f"the weight store of another run in Ray namespace {namespace} has not answered for {limit_s:g} s "
+                "(timeouts.start_s), so nothing is known of that run, which holds these rollout servers: end its "
+                "driver, or attach to another application"
             )
         await anyio.sleep(RETRY_S)
 
@@ -267,6 +273,26 @@ def find_store(namespace: str) -> ray.actor.ActorHandle | None:
         return ray.get_actor(STORE_NAME, namespace=namespace)
     except ValueError:
         return None
+
+
+async def attached_run(namespace: str, *, limit_s: float) -> tuple[ray.actor.ActorHandle, ServedRun] | None:
+    """Return the weight store in a namespace and the run to which it belongs, or None if there is no run.
+
+    Raises:
+        InfraError: the store has not answered within `limit_s`, for example because it restarts.
+    """
+    try:
+        with anyio.fail_after(limit_s):
+            while (store := await anyio.to_thread.run_sync(find_store, namespace, abandon_on_cancel=True)) is not None:
+                with suppress(_StoreGoneError):  # it ends, or it restarts
+                    return store, await _answer(store.served_run.remote(), limit_s, "asking for the attached run")
+                await anyio.sleep(RETRY_S)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"asking for the attached run: the weight store in Ray namespace {namespace} did not answer within "
+            f"{limit_s:g} s"
+        ) from error
+    return None
 
 
 class ObjectStorePublisher:

@@ -22,14 +22,15 @@ import anyio
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
+from asyncrl.core.failures import ConfigError, DeadlineError, EngineCrashError, InfraError
 from rollouter.serving.access import http_access
+from rollouter.serving.client import FIRST_BACKOFF_S
 from rollouter.serving.handles import typed
 from rollouter.serving.http import route_prefix
 from rollouter.serving.options import (
@@ -42,6 +43,8 @@ from rollouter.serving.options import (
 )
 from rollouter.serving.replica.deployment import RolloutReplica
 from rollouter.serving.reward_model import build_reward_app
+
+logger = logging.getLogger(__name__)
 
 CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 """Start of a traceback's last line that identifies a `ConfigError` in a replica's constructor."""
@@ -147,8 +150,8 @@ async def attach(config: Config, app: RolloutApp) -> int:
 
     Raises:
         ConfigError: the application does not run, or its engines do not fit the run.
-        InfraError: the replicas did not attach; the message has the last error.
-        DeadlineError: a replica did not answer within `timeouts.start_s`.
+        InfraError: a replica refused; the message has its error.
+        DeadlineError: the replicas were not all up, or did not answer, within `timeouts.start_s`.
     """
     limit_s = config.timeouts.start_s
     running = await anyio.to_thread.run_sync(_applications, abandon_on_cancel=True)
@@ -162,31 +165,44 @@ async def attach(config: Config, app: RolloutApp) -> int:
         )
     try:
         with anyio.fail_after(limit_s):
-            await _started({app.name: "the rollout servers"})
-            handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app.name)
-            facts: list[ReplicaFacts] = await handle.broadcast("attach").results_async()
+            facts = await _attach_all(app)
     except TimeoutError:
+        message = ""
+        with anyio.move_on_after(config.timeouts.call_s), suppress(InfraError):
+            message = await serve_messages(app.name)
         raise DeadlineError(
             f"the replicas of {app.name} did not attach within {limit_s:g} s (timeouts.start_s): they may be starting "
-            "or busy; `serve status` shows their state"
+            "or busy; `serve status` shows their state",
+            message,
         ) from None
-    except (ray.exceptions.RayError, RayServeException) as error:
-        raise typed(error, f"attaching to {app.name}") from error
-    wanted = ReplicaFacts.of(serving_options(config, namespace=None, gpus=_gpus()), "")
+    wanted = await anyio.to_thread.run_sync(_wanted_facts, config)
     for one in facts:
-        if one.max_model_len < wanted.max_model_len:
-            raise ConfigError(
-                f"rollout.attach={app.name!r}: its engines have a context of {one.max_model_len} tokens, and the run "
-                f"needs {wanted.max_model_len} (data.max_prompt_length + rollout.response_length, or "
-                "rollout.max_model_len), so long samples would be refused; deploy with a larger rollout.max_model_len"
-            )
-        if one.logprobs_mode != wanted.logprobs_mode:
-            raise ConfigError(
-                f"rollout.attach={app.name!r}: its engines report {one.logprobs_mode}, and "
-                f"rollout.sampling.temperature={config.rollout.sampling.temperature:g} needs {wanted.logprobs_mode}: "
-                "the recorded log-probs would be those of another distribution; deploy with the same temperature"
-            )
+        if problem := one.misfit(wanted):
+            raise ConfigError(f"rollout.attach={app.name!r}: {problem}")
     return len(facts)
+
+
+async def _attach_all(app: RolloutApp) -> list[ReplicaFacts]:
+    """Attach every replica. If one ends meanwhile, wait for its successor.
+
+    Raises:
+        InfraError: a replica refused, or the application could not be deployed.
+    """
+    while True:
+        await _started({app.name: "the rollout servers"}, replaced=True)
+        try:
+            handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app.name)
+            return await handle.broadcast("attach").results_async()
+        except (ray.exceptions.RayError, RayServeException) as error:
+            failure = typed(error, f"attaching to {app.name}")
+            if not isinstance(failure, EngineCrashError) and not isinstance(error, DeploymentUnavailableError):
+                raise failure from error
+            logger.warning("%s; it is tried again", failure.brief)
+        await anyio.sleep(FIRST_BACKOFF_S)
+
+
+def _wanted_facts(config: Config) -> ReplicaFacts:
+    return ReplicaFacts.of(serving_options(config, namespace=None, gpus=_gpus()), "")
 
 
 def _quiet_serve(config: Config) -> None:
@@ -269,15 +285,19 @@ async def replicas_up(app: str, limit_s: float) -> None:
         raise DeadlineError(f"replicas that ended were not replaced within {limit_s:g} s") from error
 
 
-async def _started(names: Mapping[str, str]) -> None:
-    """Wait until all these applications run, and raise as soon as one of them fails to start."""
+async def _started(names: Mapping[str, str], *, replaced: bool = False) -> None:
+    """Wait until all these applications run, and raise as soon as one of them fails to start.
+
+    `replaced`: they have run before, so Serve replaces replicas that fail.
+    """
+    failed = {ApplicationStatus.DEPLOY_FAILED} | ({ApplicationStatus.UNHEALTHY} if not replaced else set())
     waiting = dict(names)
     while waiting:
         for name, what in tuple(waiting.items()):
             app = await _status(name)
             if app.status is ApplicationStatus.RUNNING:
                 del waiting[name]
-            elif app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            elif app.status in failed:
                 raise _start_error(what, app)
         if waiting:
             await anyio.sleep(STATUS_PERIOD_S)

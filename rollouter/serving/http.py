@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from asyncrl.core.failures import InfraError
-from asyncrl.weights.object_store import ServedRun, find_store
+from asyncrl.weights.object_store import attached_run
 from rollouter.agent.parsing import NO_TOOLS, check_format
 from rollouter.gateway.http import TrajectoryKeyMiddleware
 from rollouter.gateway.protocol import GatewayResponse, engines_failed, unknown_key
@@ -86,8 +86,9 @@ class RolloutCalls:
     A Rollouter that replaces another has a new name and new keys. So has a run that attaches to this application.
     """
 
-    def __init__(self, store_namespace: str) -> None:
+    def __init__(self, store_namespace: str, *, call_s: float) -> None:
         self._store_namespace = store_namespace
+        self._call_s = call_s
         self._actors: dict[int, Any] = {}
         self._limit: anyio.Semaphore | None = None
         """Created in the replica: it belongs to an event loop, and this object is pickled."""
@@ -134,10 +135,13 @@ class RolloutCalls:
 
     async def _actor(self, incarnation: int) -> Any:
         if incarnation not in self._actors:
-            store = await to_thread.run_sync(find_store, self._store_namespace)
-            if store is None:
+            try:
+                found = await attached_run(self._store_namespace, limit_s=self._call_s)
+            except InfraError as error:
+                raise engines_failed() from error
+            if found is None:
                 raise unknown_key()
-            run: ServedRun = await store.served_run.remote()
+            _, run = found
             name = rollouter_name(incarnation)
             try:
                 self._actors[incarnation] = await to_thread.run_sync(ray.get_actor, name, run.namespace)
@@ -185,7 +189,7 @@ class HttpFrontEnd:
         if not self._trajectories:
             return app
         namespace = self._options.namespace or app_namespace(serve.get_replica_context().app_name)
-        return TrajectoryKeyMiddleware(app, call=RolloutCalls(namespace))
+        return TrajectoryKeyMiddleware(app, call=RolloutCalls(namespace, call_s=self._options.timeouts.call_s))
 
 
 def build_http_app(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from asyncrl.assets import resolve
+from asyncrl.config.environment import model_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.config.sections.trainer import RewardModelConfig
@@ -17,6 +19,22 @@ WORKER_EXTENSION = "rollouter.serving.replica.worker.WeightLoader"
 ROUTER = "rollouter.serving.routing.SessionRouter"
 
 
+_SIZES = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "tie_word_embeddings",
+)
+"""The keys of config.json that determine the shapes of a model's weights."""
 UNANSWERED_CHECKS = 3
 """Serve replaces a replica after this many consecutive unanswered health checks. This is a constant of Serve."""
 PATIENCE = 1.5
@@ -87,13 +105,46 @@ class ReplicaFacts:
     model: str
     max_model_len: int
     logprobs_mode: str
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the model's config.json that determine the shapes of its weights; empty if it is not readable."""
 
     @classmethod
     def of(cls, options: ServingOptions, replica: str) -> Self:
-        """Return the facts of a replica with these options."""
+        """Return the facts of a replica with these options. Reads the model's config.json."""
         engine = options.llm_config["engine_kwargs"]
         model = options.llm_config["model_loading_config"]["model_source"]
-        return cls(replica, model, engine["max_model_len"], engine["logprobs_mode"])
+        return cls(replica, model, engine["max_model_len"], engine["logprobs_mode"], _sizes(model_config(model)))
+
+    def misfit(self, wanted: Self) -> str:
+        """Return why this replica cannot generate for a run that would start replicas with the facts `wanted`, or an
+        empty string if it can."""
+        if other := [name for name, size in wanted.sizes.items() if self.sizes.get(name, size) != size]:
+            here, there = ([f"{name}={one.sizes[name]}" for name in other] for one in (self, wanted))
+            return (
+                f"its engines have the model {self.model} ({', '.join(here)}), and model.path={wanted.model} has "
+                f"{', '.join(there)}, so the run's weights do not fit into them; attach to rollout servers of the same "
+                "model, or deploy them with it"
+            )
+        if self.max_model_len < wanted.max_model_len:
+            return (
+                f"its engines have a context of {self.max_model_len} tokens, and the run needs {wanted.max_model_len} "
+                "(data.max_prompt_length + rollout.response_length, or rollout.max_model_len), so long samples would "
+                "be refused; deploy with a larger rollout.max_model_len"
+            )
+        if self.logprobs_mode != wanted.logprobs_mode:
+            return (
+                f"its engines report {self.logprobs_mode}, and rollout.sampling.temperature of the run needs "
+                f"{wanted.logprobs_mode}: the recorded log-probs would be those of another distribution; deploy with "
+                "the same temperature"
+            )
+        return ""
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a model's config.json that determine the shapes of its weights."""
+    text = config.get("text_config")
+    merged = {**config, **(text if isinstance(text, dict) else {})}
+    return {name: merged[name] for name in _SIZES if name in merged}
 
 
 def serving_options(config: Config, *, namespace: str | None, gpus: bool) -> ServingOptions:

@@ -6,7 +6,7 @@ Importing `ray.serve.llm` imports vLLM, which takes 7 s on CPU. Only the replica
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -22,7 +22,8 @@ OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "det
 class _UserConfig(ConfigSection):
     """What `user_config` may change while the engine runs."""
 
-    timeouts: dict[str, float] = Field(default_factory=dict)
+    timeouts: dict[Literal["apply_s", "engine_s", "start_s"], float] = Field(default_factory=dict)
+    """The time limits that a replica reads. The others belong to runs."""
 
 
 class RolloutReplica:
@@ -48,7 +49,7 @@ class RolloutReplica:
             setattr(self, method, getattr(server, method))
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Apply Serve's `user_config` without a restart of the engine: `timeouts`, with the keys of the configuration.
+        """Apply Serve's `user_config` without a restart of the engine: `timeouts`, see `_UserConfig`.
 
         Raises:
             ConfigError: a key is unknown or a value is invalid.
@@ -59,6 +60,6 @@ class RolloutReplica:
         except ValidationError as error:
             raise ConfigError(
                 f"user_config={dict(user_config)}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}; it may have "
-                "`timeouts` with keys of the configuration (docs/config.md), e.g. {timeouts: {engine_s: 120}}"
+                "`timeouts` with apply_s, engine_s and start_s (docs/config.md), e.g. {timeouts: {engine_s: 120}}"
             ) from None
         await self._server.reconfigure(timeouts)

@@ -23,7 +23,7 @@ from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publication
 from asyncrl.profiling import profile
 from asyncrl.storage.media import restrict_formats
-from asyncrl.weights.object_store import ServedRun, find_store
+from asyncrl.weights.object_store import ServedRun, attached_run
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.options import ReplicaFacts, ServingOptions, app_namespace
 from rollouter.serving.ray_internals import LLMServer
@@ -48,7 +48,13 @@ class RolloutServer(LLMServer):
         self._facts = ReplicaFacts.of(options, context.replica_id.unique_id)
         self._namespace = options.namespace or app_namespace(context.app_name)
         self._forwarder = EventForwarder(self._facts.replica)
-        store, run = await self._run()
+        self._looking = asyncio.Lock()
+        self._knows_run = options.namespace is not None
+        """Whether every later run reaches this replica by `attach`. The replicas of a run's own serve no other run."""
+        self._call_s = options.timeouts.call_s
+        found = await attached_run(self._namespace, limit_s=self._call_s)
+        store, run = (None, ServedRun()) if found is None else found
+        profile.configure(f"replica-{self._facts.replica}", run.profiler)
         self._health = ReplicaHealth(
             replica=self._facts.replica,
             node_id=ray.get_runtime_context().get_node_id(),
@@ -68,26 +74,40 @@ class RolloutServer(LLMServer):
         self._health.up = True
         self._health.end_update()
 
-    async def _run(self) -> tuple[Any, ServedRun]:
-        """Return the weight store of the run that uses this replica, or None without a run, and the run. Record events
-        as the run wants them."""
-        store = await asyncio.to_thread(find_store, self._namespace)
-        run: ServedRun = ServedRun() if store is None else await store.served_run.remote()
-        profile.configure(f"replica-{self._facts.replica}", run.profiler)
-        return store, run
-
     async def attach(self) -> ReplicaFacts:
         """Serve the versions of the run that has attached to this application, and report to it.
 
         Raises:
-            InfraError: there is no such run any more.
+            InfraError: there is no such run any more, or its store does not answer.
         """
-        store, run = await self._run()
-        if store is None:
-            raise InfraError(f"no run is attached any more: Ray namespace {self._namespace} has no weight store")
-        await self._weights.follow(store, run, serves_initial=False)
-        self._health.report_to(store)
+        async with self._looking:
+            if (found := await attached_run(self._namespace, limit_s=self._call_s)) is None:
+                raise InfraError(f"no run is attached any more: Ray namespace {self._namespace} has no weight store")
+            await self._follow(*found)
         return self._facts
+
+    async def _join(self) -> None:
+        """Serve the run that attached while this replica started, before the run's first call.
+
+        The broadcast of `attach` did not reach the replica then. As Serve knows it at its first call, all later
+        broadcasts reach it.
+        """
+        if self._knows_run:
+            return
+        async with self._looking:
+            if self._knows_run:  # another call has looked meanwhile
+                return
+            if (found := await attached_run(self._namespace, limit_s=self._call_s)) is not None:
+                await self._follow(*found)
+            self._knows_run = True
+
+    async def _follow(self, store: Any, run: ServedRun) -> None:
+        if run != self._weights.run:
+            self._forwarder.take_all()  # events of an earlier run
+            profile.configure(f"replica-{self._facts.replica}", run.profiler)
+            await self._weights.follow(store, run, serves_initial=False)
+            self._health.report_to(store)
+        self._knows_run = True
 
     async def reconfigure(self, timeouts: TimeoutsConfig) -> None:
         """Use other time limits. The engine is not restarted."""
@@ -101,6 +121,7 @@ class RolloutServer(LLMServer):
 
         The first call waits until the replica serves the newest version.
         """
+        await self._join()
         await self._weights.join()
         async with aclosing(self._forwarder.attach(self._generation.run(requests))) as items:
             async for item in items:
@@ -108,6 +129,7 @@ class RolloutServer(LLMServer):
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
         """See `WeightUpdates.apply`. The report also contains this replica's profiler events."""
+        await self._join()
         report = await self._weights.apply(publication, mode, clear_kv)
         return replace(report, events=tuple(self._forwarder.take_all()))
 

@@ -28,7 +28,7 @@ from asyncrl.core.failures import BugError, InfraError
 from asyncrl.core.ports import ApplyReport, Publication, WeightsProbe, WeightsVersion
 from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
-from asyncrl.weights.object_store import STORE_NAME, ServedRun
+from asyncrl.weights.object_store import STORE_NAME, ServedRun, find_store
 from rollouter.serving.replica.engine import OpenAIEngine
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.request_phases import EnginePauses
@@ -72,7 +72,8 @@ class WeightUpdates:
         self._health = health
         self._namespace = namespace
         self._store: Any = None
-        self._run = ServedRun()
+        self.run = ServedRun()
+        """The run whose versions the engine serves, or the last one."""
         self._verified = False
         self._lock = asyncio.Lock()
         self._joining: asyncio.Task[None] | None = None
@@ -85,11 +86,12 @@ class WeightUpdates:
                 run is newer than what the replica serves.
         """
         async with self._lock:
-            self._store, self._run, self._verified = store, run, False
-            if not serves_initial:
-                self._health.weights_version = OTHER_WEIGHTS
             source = (ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
             await self._answered(self._llm.collective_rpc("connect_store", args=source))
+            # Without an await in between, because the call may be cancelled.
+            self._store, self.run, self._verified, self._joining = store, run, False, None
+            if not serves_initial:
+                self._health.weights_version = OTHER_WEIGHTS
 
     async def start(self) -> None:
         """Serve the newest published version.
@@ -97,7 +99,7 @@ class WeightUpdates:
         Raises:
             InfraError, BugError: see `_catch_up`.
         """
-        await self._catch_up(self._store)
+        await self._catch_up()
 
     async def join(self) -> None:
         """Serve the newest published version before the first request.
@@ -112,7 +114,7 @@ class WeightUpdates:
             return
         joining = self._joining
         if joining is None or (joining.done() and (joining.cancelled() or joining.exception() is not None)):
-            self._joining = joining = asyncio.create_task(self._catch_up(self._store))
+            self._joining = joining = asyncio.create_task(self._catch_up())
         # Requests may be cancelled, and a load that is interrupted breaks the replica.
         await asyncio.shield(joining)
 
@@ -150,7 +152,7 @@ class WeightUpdates:
                     fetch_s = await self._fetch(weights_version, until)
                 swap = await self._swap(weights_version, mode, clear_kv, until)
                 loaded, verify_s, mismatch_kl = time.perf_counter(), 0.0, None
-                if self._run.verify != "off":
+                if self.run.verify != "off":
                     with self._span("sync.verify", weights_version):
                         mismatch_kl = await self._check(publication)
                     verify_s = time.perf_counter() - loaded
@@ -162,10 +164,11 @@ class WeightUpdates:
         finally:
             self._lock.release()
 
-    async def _catch_up(self, store: Any) -> None:
+    async def _catch_up(self) -> None:
         """Serve the newest version of the store, or the model's files if nothing was ever published.
 
-        If a version cannot be fetched, because the Trainer that published it is dead, wait for the next version.
+        If a version cannot be fetched, because the Trainer that published it is dead, wait for the next version. If the
+        run has ended, so that there is no store any more, keep the weights.
 
         Raises:
             InfraError: no version could be fetched within `timeouts.start_s`, or an update failed during the load.
@@ -175,12 +178,19 @@ class WeightUpdates:
         problem = "the weight store did not answer"
         until = time.monotonic() + self.timeouts.start_s
         while time.monotonic() < until:
+            store = self._store
             try:
                 async with asyncio.timeout(2 * ASK_STORE_S):
                     newest: Publication | None = await store.start_with.remote(ASK_STORE_S, lost)
             except (TimeoutError, ray.exceptions.RayError) as error:
+                gone = isinstance(error, ray.exceptions.RayActorError)
+                if gone and await asyncio.to_thread(find_store, self._namespace) != store:
+                    return
                 problem = f"the weight store cannot be asked: {error}"
                 await asyncio.sleep(RETRY_S)
+                continue
+            if store != self._store:  # another run has attached meanwhile
+                lost = None
                 continue
             if newest is None or newest.weights_version <= self._health.weights_version:
                 return
@@ -323,7 +333,7 @@ class WeightUpdates:
         """
         self._health.enter("verifying")
         served: dict[str, int] = {}
-        compares_weights = self._run.verify == "every" or not self._verified
+        compares_weights = self.run.verify == "every" or not self._verified
         try:
             async with asyncio.timeout(self.timeouts.apply_s):
                 if compares_weights:
@@ -341,7 +351,7 @@ class WeightUpdates:
                 f"version {publication.version} is not what was published: checksums differ in {', '.join(wrong)}"
             )
             raise BugError(self._health.broken)
-        limit = self._run.max_mismatch_kl
+        limit = self.run.max_mismatch_kl
         if mismatch_kl is not None and limit is not None and not mismatch_kl <= limit:  # so that NaN fails, too
             self._health.give_up(
                 f"with the weights of version {publication.version}, the engine computes other log-probs than the "

@@ -25,6 +25,7 @@ from asyncrl.weights.object_store import (
     ObjectStorePublisher,
     ReplicaReports,
     ServedRun,
+    attached_run,
     claim_store,
     find_store,
     on_clock,
@@ -71,7 +72,7 @@ def plain(version: int) -> WeightsVersion:
 
 
 async def ask(ref: Any) -> Any:
-    return await object_store._answer(ref, 10, "asking")
+    return await object_store._answer(ref, 60, "asking")
 
 
 async def newer(store: Any, known: WeightsVersion) -> tuple[WeightsVersion, bool]:
@@ -344,7 +345,7 @@ async def test_one_run_at_a_time_has_the_store_of_deployed_rollout_servers() -> 
     with pytest.raises(ConfigError, match="the run runs/a on one is attached"):
         await claim("runs/b on two")
     with pytest.raises(DeadlineError, match=r"an earlier driver of this run \(runs/a on one\) still holds"):
-        await claim("runs/a on one", limit_s=0.1)
+        await claim("runs/a on one", limit_s=1.0)
     claimed: list[Any] = []
 
     async def claim_again() -> None:
@@ -353,5 +354,32 @@ async def test_one_run_at_a_time_has_the_store_of_deployed_rollout_servers() -> 
     async with anyio.create_task_group() as group:
         group.start_soon(claim_again)
         await anyio.to_thread.run_sync(ray.kill, first)
-    assert (await ask(find_store("servers").served_run.remote())).name == "runs/a on one"  # type: ignore[union-attr]
+    found = await attached_run("servers", limit_s=10)
+    assert found is not None and found[1] == ServedRun("runs/a on one", namespace="runs/a on one")
     ray.kill(claimed[0])
+    with anyio.fail_after(30):
+        while await attached_run("servers", limit_s=10) is not None:  # noqa: ASYNC110  Ray ends the actor
+            await anyio.sleep(0.05)
+
+
+async def test_a_store_that_restarts_answers_which_run_it_serves() -> None:
+    store = start_store("restarts", ServedRun("a"), max_restarts=-1)
+    died = (await ask(store.status.remote())).pid
+    os.kill(died, signal.SIGKILL)
+    found = await attached_run("restarts", limit_s=30)
+    assert found is not None and (found[0], found[1].name) == (store, "a")
+    ray.kill(store)
+
+
+async def test_a_store_that_does_not_answer_keeps_other_runs_out_without_a_guess_at_its_run() -> None:
+    store = start_store("hangs", ServedRun("runs/a on one"))
+    os.kill((await ask(store.status.remote())).pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineError, match=r"another run in Ray namespace hangs has not answered for 0\.3 s"):
+            await claim_store("hangs", ServedRun("runs/b on two"), max_restarts=0, limit_s=0.3)
+        with pytest.raises(
+            DeadlineError, match=r"the weight store in Ray namespace hangs did not answer within 0\.3 s"
+        ):
+            await attached_run("hangs", limit_s=0.3)
+    finally:
+        ray.kill(store)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
+import ray
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
@@ -89,48 +93,121 @@ def test_a_deployment_has_the_replicas_and_the_api_in_front_of_them(monkeypatch:
     assert (built["options"].namespace, built["options"].num_replicas, built["trajectories"]) == (None, 2, True)
 
 
-def servers(monkeypatch: pytest.MonkeyPatch, facts: list[ReplicaFacts], **deployments: Any) -> None:
-    """Replace Serve by one with the application `servers`."""
-    running = SimpleNamespace(status=app.ApplicationStatus("RUNNING"), deployments=deployments, message="")
+class DeployedApp:
+    """Replaces Serve by one with the application `servers`.
 
-    async def results_async() -> list[ReplicaFacts]:
-        return facts
+    `statuses` are its next statuses, the last of which stays. `answers` are those of the next broadcasts.
+    """
 
-    handle = SimpleNamespace(broadcast=lambda method: SimpleNamespace(results_async=results_async))
-    monkeypatch.setattr(app.serve, "status", lambda: SimpleNamespace(applications={"servers": running}))
-    monkeypatch.setattr(app.serve, "get_deployment_handle", lambda *names: handle)
-    monkeypatch.setattr(app, "_gpus", lambda: False)
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *answers: Any, statuses: Sequence[str] = ("RUNNING",), **deployments: Any
+    ) -> None:
+        self.answers, self.statuses, self.deployments = list(answers), list(statuses), deployments
+        monkeypatch.setattr(app.serve, "status", self._status)
+        monkeypatch.setattr(app.serve, "get_deployment_handle", lambda *names: self)
+        monkeypatch.setattr(app, "STATUS_PERIOD_S", 0.0)
+        monkeypatch.setattr(app, "_gpus", lambda: False)
+
+    def _status(self) -> Any:
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        running = SimpleNamespace(
+            status=app.ApplicationStatus(status), deployments=self.deployments, message=f"Serve says {status}"
+        )
+        return SimpleNamespace(applications={"servers": running})
+
+    def broadcast(self, method: str) -> Any:
+        async def results_async() -> Any:
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        assert method == "attach"
+        return SimpleNamespace(results_async=results_async)
 
 
-FITTING = ReplicaFacts("one", "model", 768, "raw_logprobs")
+ENGINES = SimpleNamespace(message="")
+FITTING = ReplicaFacts("one", "model", 768, "raw_logprobs", {"hidden_size": 128})
 
 
-async def attach(**rollout: Any) -> int:
-    config = Config.model_validate({"rollout": {"attach": "servers", **rollout}, "ray": {"address": "auto"}})
+async def attach(start_s: float = 60.0, **rollout: Any) -> int:
+    config = Config.model_validate(
+        {
+            "rollout": {"attach": "servers", **rollout},
+            "ray": {"address": "auto"},
+            "model": {"path": "asyncrl://quickstart"},
+            "timeouts": {"start_s": start_s},
+        }
+    )
     return await app.attach(config, app.RolloutApp("servers", "store", attached=True))
 
 
 async def test_a_run_attaches_to_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers(monkeypatch, [FITTING, FITTING], rollout=None)
+    DeployedApp(monkeypatch, [FITTING, FITTING], rollout=ENGINES)
     assert await attach() == 2
+
+
+@pytest.mark.parametrize(
+    "failure", [ray.exceptions.ActorDiedError(), DeploymentUnavailableError(DeploymentID("rollout", "servers"))]
+)
+async def test_a_run_waits_for_replicas_that_are_replaced_while_it_attaches(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """One is being replaced when the run comes, and another one ends during the call."""
+    statuses = ["RUNNING", "UNHEALTHY", "RUNNING", "UNHEALTHY", "RUNNING"]
+    deployed = DeployedApp(monkeypatch, failure, [FITTING], statuses=statuses, rollout=ENGINES)
+    assert await attach() == 1
+    assert (deployed.answers, deployed.statuses) == ([], ["RUNNING"])
+
+
+async def test_a_run_does_not_wait_for_replicas_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    DeployedApp(monkeypatch, statuses=["UNHEALTHY"], rollout=ENGINES)
+    with pytest.raises(DeadlineError, match=r"servers did not attach within 0\.2 s") as raised:
+        await attach(start_s=0.2)
+    assert "Serve says UNHEALTHY" in raised.value.cause
+
+
+@pytest.mark.parametrize(
+    ("statuses", "answer", "message"),
+    [
+        (["RUNNING"], InfraError("no run is attached any more"), "no run is attached any more"),
+        (["DEPLOY_FAILED"], None, "the rollout servers did not start: Serve says DEPLOY_FAILED"),
+    ],
+)
+async def test_a_failure_that_does_not_pass_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, statuses: list[str], answer: Any, message: str
+) -> None:
+    error = ray.exceptions.RayTaskError("attach", "traceback", answer)
+    DeployedApp(monkeypatch, error, statuses=statuses, rollout=ENGINES)
+    with pytest.raises(InfraError, match=message):
+        await attach()
 
 
 @pytest.mark.parametrize(
     ("facts", "rollout", "message"),
     [
+        (
+            replace(FITTING, sizes={"hidden_size": 256, "vocab_size": 512}),
+            {},
+            r"have the model model \(hidden_size=256, vocab_size=512\), and model\.path=.* has hidden_size=128",
+        ),
         (replace(FITTING, max_model_len=700), {}, "context of 700 tokens, and the run needs 768"),
-        (FITTING, {"sampling": {"temperature": 0.5}}, r"report raw_logprobs, and rollout\.sampling\.temperature=0\.5"),
+        (
+            FITTING,
+            {"sampling": {"temperature": 0.5}},
+            r"report raw_logprobs, and .*temperature .* processed_logprobs",
+        ),
     ],
 )
 async def test_engines_that_do_not_fit_the_run_are_refused(
     monkeypatch: pytest.MonkeyPatch, facts: ReplicaFacts, rollout: dict[str, Any], message: str
 ) -> None:
-    servers(monkeypatch, [FITTING, facts], rollout=None)
+    DeployedApp(monkeypatch, [FITTING, facts], rollout=ENGINES)
     with pytest.raises(ConfigError, match=message):
         await attach(**rollout)
 
 
 async def test_an_application_without_rollout_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers(monkeypatch, [], other=None)
+    DeployedApp(monkeypatch, [], other=ENGINES)
     with pytest.raises(ConfigError, match=r"rollout\.attach='servers': .* \(rollout servers: none\); deploy them"):
         await attach()

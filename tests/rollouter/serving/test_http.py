@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from asyncrl.core.failures import InfraError
 from asyncrl.weights.object_store import ServedRun
 from rollouter.gateway.protocol import GatewayResponse, RequestError
 from rollouter.serving import http
@@ -36,20 +37,18 @@ class Rollouter:
 async def test_agents_of_the_next_run_reach_its_rollouter(monkeypatch: pytest.MonkeyPatch) -> None:
     rollouters: dict[str, Rollouter] = {}
 
-    def find_store(namespace: str) -> Any:
-        async def served_run() -> ServedRun:
-            return ServedRun(namespace=next(reversed(rollouters)))
-
-        return SimpleNamespace(served_run=SimpleNamespace(remote=served_run)) if rollouters else None
+    async def attached_run(namespace: str, *, limit_s: float) -> tuple[Any, ServedRun] | None:
+        assert namespace == "servers"
+        return (None, ServedRun(namespace=next(reversed(rollouters)))) if rollouters else None
 
     def get_actor(name: str, namespace: str) -> Rollouter:
         if name != "rollouter-1":
             raise ValueError(name)
         return rollouters[namespace]
 
-    monkeypatch.setattr(http, "find_store", find_store)
+    monkeypatch.setattr(http, "attached_run", attached_run)
     monkeypatch.setattr(http.ray, "get_actor", get_actor)
-    calls = http.RolloutCalls("servers")
+    calls = http.RolloutCalls("servers", call_s=1)
     with pytest.raises(RequestError, match="key"):
         await calls(key(1), "/chat/completions", {})
     for run in ("a", "b"):
@@ -60,3 +59,13 @@ async def test_agents_of_the_next_run_reach_its_rollouter(monkeypatch: pytest.Mo
         await calls(key(1), "/chat/completions", {})
     with pytest.raises(RequestError, match="key"):
         await calls(key(2), "/chat/completions", {})
+
+
+async def test_agents_are_told_to_try_again_while_the_store_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def attached_run(namespace: str, *, limit_s: float) -> None:
+        raise InfraError("asking for the attached run: the weight store is gone")
+
+    monkeypatch.setattr(http, "attached_run", attached_run)
+    with pytest.raises(RequestError) as raised:
+        await http.RolloutCalls("servers", call_s=1)(key(1), "/chat/completions", {})
+    assert raised.value.status == 503

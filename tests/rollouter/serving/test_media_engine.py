@@ -50,7 +50,7 @@ class Replica:
         options = serving_options(config, namespace="test", gpus=False)
         arguments = AsyncEngineArgs(model=config.model.path, **options.llm_config["engine_kwargs"])
         self.llm = AsyncLLM.from_engine_args(arguments)
-        self.health = ReplicaHealth(replica="r", node_id="n", engine_s=60, store=None)
+        self.health = ReplicaHealth(replica="r", node_id="n", engine_s=60)
         gate = asyncio.Event()
         gate.set()
         self._generation = TokenGeneration(self.llm, self.health, gate, EnginePauses())

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
+import ray
 
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import ConfigError, InfraError
 from asyncrl.core.ports import Publication, WeightsVersion
 from asyncrl.weights.object_store import STORE_NAME, ServedRun
 from rollouter.serving.options import ReplicaFacts
-from rollouter.serving.replica import weights
+from rollouter.serving.replica import server, weights
 from rollouter.serving.replica.deployment import RolloutReplica
 from rollouter.serving.replica.event_forwarding import EventForwarder
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.server import RolloutServer
 from rollouter.serving.replica.weights import WeightUpdates
+
+FACTS = ReplicaFacts("one", "model", 768, "raw_logprobs")
 
 
 class Store:
@@ -39,7 +43,7 @@ class Store:
 class Updates(WeightUpdates):
     """The updates of a replica without an engine."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store | None) -> None:
         self.health = ReplicaHealth(replica="one", node_id="node", engine_s=30.0)
         self.calls: list[tuple[str, Any]] = []
         engine: Any = SimpleNamespace(client=SimpleNamespace(collective_rpc=self._call_workers), gauges=None)
@@ -58,6 +62,31 @@ class Updates(WeightUpdates):
         self.loading.set()
         await self.loaded.wait()
         self.health.weights_version = publication.weights_version
+        return self._report()
+
+
+class Replica(RolloutServer):
+    """A server without an engine."""
+
+    def __del__(self) -> None:  # that of `LLMServer` is a coroutine, which asks its engine
+        pass
+
+
+def server_of(updates: Updates, **parts: Any) -> Any:
+    """Return a server with these weight updates and no engine, whose replica has no run yet."""
+    replica: Any = Replica.__new__(Replica)
+    vars(replica).update(
+        _weights=updates,
+        _forwarder=EventForwarder("one"),
+        _facts=FACTS,
+        _health=updates.health,
+        _namespace="servers",
+        _call_s=1.0,
+        _looking=asyncio.Lock(),
+        _knows_run=True,
+        **parts,
+    )
+    return replica
 
 
 async def test_the_first_requests_of_a_replica_get_the_newest_version() -> None:
@@ -70,12 +99,10 @@ async def test_the_first_requests_of_a_replica_get_the_newest_version() -> None:
         served.append(updates.health.weights_version.version)
         yield "accepted"
 
-    server: Any = SimpleNamespace(
-        _weights=updates, _forwarder=EventForwarder("one"), _generation=SimpleNamespace(run=run)
-    )
+    replica = server_of(updates, _generation=SimpleNamespace(run=run))
 
     async def generate() -> None:
-        assert [item async for item in RolloutServer.generate_tokens(server, [])] == ["accepted"]
+        assert [item async for item in replica.generate_tokens([])] == ["accepted"]
 
     async with anyio.create_task_group() as group:
         for _ in range(3):
@@ -125,7 +152,7 @@ async def test_a_replica_that_attaches_to_a_run_takes_every_version_of_it() -> N
     run = ServedRun("runs/b on two", "run-b", verify="first", max_mismatch_kl=0.5)
     await updates.follow(Store(), run, serves_initial=False)
     assert updates.calls == [("connect_store", ("gcs", "run", STORE_NAME))]
-    assert updates._run is run
+    assert updates.run is run
     assert updates.health.weights_version < WeightsVersion(0, 0)
     await updates.start()
     assert updates.health.weights_version == WeightsVersion(0, 2)
@@ -137,36 +164,136 @@ async def test_an_update_of_the_earlier_run_ends_before_a_replica_attaches() -> 
     async with anyio.create_task_group() as group, updates._lock:
         group.start_soon(lambda: updates.follow(Store(), ServedRun("b"), serves_initial=False))
         await anyio.wait_all_tasks_blocked()
-        assert updates._run == ServedRun()
-    assert updates._run.name == "b"
+        assert updates.run == ServedRun()
+    assert updates.run.name == "b"
+
+
+class RunsOnServers:
+    """The runs that attach to the application of a replica, one after another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.attached: tuple[Store, ServedRun] | None = None
+        self.num_asked = 0
+        monkeypatch.setattr(server, "attached_run", self._attached_run)
+
+    async def _attached_run(self, namespace: str, *, limit_s: float) -> tuple[Store, ServedRun] | None:
+        self.num_asked += 1
+        await anyio.lowlevel.checkpoint()
+        return self.attached
 
 
 @pytest.mark.usefixtures("without_ray")
 async def test_a_server_reports_to_the_run_that_has_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    updates, store, run = Updates(Store()), Store(), ServedRun("b")
-    facts = ReplicaFacts("one", "model", 768, "raw_logprobs")
+    updates, store, runs = Updates(Store()), Store(), RunsOnServers(monkeypatch)
+    runs.attached = (store, ServedRun("b"))
     reported_to: list[Any] = []
-    found: list[Any] = [(store, run)]
-
-    async def find() -> Any:
-        return found.pop() if found else (None, ServedRun())
-
-    health = SimpleNamespace(report_to=reported_to.append)
-    server: Any = SimpleNamespace(_weights=updates, _health=health, _facts=facts, _namespace="servers", _run=find)
-    assert await RolloutServer.attach(server) == facts
+    replica = server_of(updates)
+    replica._health.report_to = reported_to.append
+    assert await replica.attach() == FACTS
     assert (reported_to, updates._store) == ([store], store)
+    updates.health.weights_version = WeightsVersion(0, 5)
+    assert await replica.attach() == FACTS
+    assert updates.health.weights_version == WeightsVersion(0, 5), "the run had attached already"
+    runs.attached = None
     with pytest.raises(InfraError, match="no run is attached any more: Ray namespace servers has no weight store"):
-        await RolloutServer.attach(server)
+        await replica.attach()
+
+
+@pytest.mark.usefixtures("without_ray")
+async def test_a_replica_that_started_while_a_run_attached_finds_it_at_its_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When its engine began to start, no run was attached. The broadcast of `attach` did not reach it."""
+    runs = RunsOnServers(monkeypatch)
+
+    async def run(requests: Any) -> AsyncGenerator[Any, None]:
+        served.append((updates.health.weights_version.version, updates.run.name))
+        yield "accepted"
+
+    for first in ("generate", "apply"):
+        updates, served = Updates(None), list[Any]()
+        replica = server_of(updates, _generation=SimpleNamespace(run=run))
+        replica._knows_run = False
+        runs.attached, runs.num_asked = (Store(), ServedRun("b", "run-b")), 0
+
+        async def generate(replica: Any = replica) -> None:
+            assert [item async for item in replica.generate_tokens([])] == ["accepted"]
+
+        if first == "apply":
+            await replica.apply_version(Publication(2, 1, 0, {}), "abort", True)
+            assert (updates._store, updates.health.weights_version.version) == (runs.attached[0], 2)
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(generate)
+        assert served == [(2, "b")] * 3
+        assert runs.num_asked == 1
+
+
+@pytest.mark.usefixtures("without_ray")
+async def test_the_first_requests_of_the_next_run_get_its_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates, runs = Updates(Store()), RunsOnServers(monkeypatch)
+    await updates.join()
+    assert updates.health.weights_version.version == 2
+    later = Store()
+    later.version = 1
+    runs.attached = (later, ServedRun("b"))
+    await server_of(updates).attach()
+    await updates.join()
+    assert updates.health.weights_version.version == 1
+
+
+@pytest.mark.usefixtures("without_ray")
+async def test_a_start_for_a_run_that_attached_later_uses_no_version_of_the_earlier_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The earlier run's store answers, or turns out to be gone, after the later run has attached."""
+    earlier, later = Store(), Store()
+    earlier.version, later.version = 7, 3
+    updates = Updates(earlier)
+    applied: list[int] = []
+    monkeypatch.setattr(updates, "apply", lambda publication, *_: record(publication))
+
+    async def record(publication: Publication) -> None:
+        applied.append(publication.version)
+        updates.health.weights_version = publication.weights_version
+
+    async def answer(timeout_s: float, lost: Any) -> Publication:
+        await updates.follow(later, ServedRun("b"), serves_initial=False)
+        return Publication(earlier.version, 1, 0, {})
+
+    earlier.start_with = SimpleNamespace(remote=answer)
+    await updates.start()
+    assert applied == [3]
+
+
+async def test_a_replica_whose_run_ends_while_it_starts_serves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    updates = Updates(store)
+    found: list[Any] = [store, None]  # the store restarts, and then its run ends
+    monkeypatch.setattr(weights, "find_store", lambda namespace: found.pop(0))
+    monkeypatch.setattr(weights, "RETRY_S", 0.0)
+
+    async def gone(timeout_s: float, lost: Any) -> Publication:
+        raise ray.exceptions.ActorDiedError()
+
+    store.start_with = SimpleNamespace(remote=gone)
+    with anyio.fail_after(30):
+        await updates.start()
+    assert (found, updates.health.weights_version) == ([], WeightsVersion(0, 0))
 
 
 async def test_a_user_config_changes_time_limits_of_a_running_engine() -> None:
     updates = Updates(Store())
-    server: Any = SimpleNamespace(_weights=updates, _health=updates.health)
     replica = RolloutReplica.__new__(RolloutReplica)
     replica._timeouts = TimeoutsConfig(apply_s=77)
-    replica._server = SimpleNamespace(reconfigure=lambda timeouts: RolloutServer.reconfigure(server, timeouts))
+    replica._server = SimpleNamespace(reconfigure=lambda timeouts: server_of(updates).reconfigure(timeouts))
     await replica.reconfigure({"timeouts": {"engine_s": 120}})
     assert (updates.timeouts.apply_s, updates.health.engine_s) == (77, 120)
-    for wrong in ({"timeouts": {"engine_s": -1}}, {"timeouts": {"engines_s": 1}}, {"engine": 1}):
+    for wrong in (
+        {"timeouts": {"engine_s": -1}},
+        {"timeouts": {"engines_s": 1}},
+        {"timeouts": {"probe_s": 1}},
+        {"engine": 1},
+    ):
         with pytest.raises(ConfigError, match=r"user_config=.*it may have `timeouts`"):
             await replica.reconfigure(wrong)
