@@ -20,6 +20,10 @@ ValuePath = tuple[str | int, ...]
 HIDDEN = "…"
 """Stands for a secret that the configuration contains as plain text."""
 _REFERENCE = re.compile(r"\$\{secret:([A-Za-z_]\w*)\}", re.ASCII)
+_INNERMOST = re.compile(r"\$\{(?!secret:)([^${}]*)\}")
+"""A reference without references inside."""
+_MAX_STEPS, _MAX_RESOLVED = 100, 100_000
+"""Limits for the references and the characters of one resolved value."""
 _SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIALS|(TOKEN|KEY)$|(^|_)(TOKEN|KEY)_", re.IGNORECASE)
 _NOT_SECRET_NAME = re.compile(r"_(FILE|PATH|DIR|ENV|URL|NAME)$", re.IGNORECASE)
 
@@ -177,19 +181,31 @@ def texts_from_environment(node: Any, read: ReadVariables) -> dict[ValuePath, st
 
 
 def resolved(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return the value at `keys` in `tree`, a written configuration, with this process's environment; unresolved if a
-    variable is not set, or if the value is a list or mapping."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    """Return the value at `keys` in `tree`, a written configuration, with this process's environment.
 
+    Anybody may have written it, so the work is bounded, unlike OmegaConf's. The value stays unresolved if a variable is
+    not set, a reference leads to a list or mapping or names another resolver, or it needs more than `_MAX_STEPS` steps.
+    """
     found: Any = tree
     for key in keys:
         found = found[key]
-    try:
-        with resolvers():
-            node = OmegaConf.create(dict(tree))
-            for key in keys:
-                node = node[key]
-    except OmegaConfBaseException:
-        return found
-    return found if OmegaConf.is_config(node) else node
+    text = found
+    for _ in range(_MAX_STEPS):
+        if not isinstance(text, str) or (match := _INNERMOST.search(text)) is None:
+            return text
+        value = _referred(tree, match[1])
+        if value is None or isinstance(value, Mapping | list) or len(text) > _MAX_RESOLVED:
+            break
+        text = value if match[0] == text else f"{text[: match.start()]}{value}{text[match.end() :]}"
+    return found
+
+
+def _referred(tree: Mapping[str, Any], reference: str) -> Any:
+    """Return what `${reference}` stands for, or None if it has no value here."""
+    if reference.startswith("oc.env:"):
+        name, _, default = reference.removeprefix("oc.env:").partition(",")
+        return os.environ.get(name.strip(), default.strip(" \"'") or None)
+    found: Any = tree
+    for key in reference.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found

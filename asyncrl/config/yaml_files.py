@@ -1,12 +1,14 @@
 """Reads YAML files within limits, so that no file can occupy the memory or the processor.
 
-A few aliases of aliases stand for billions of values, and deep nesting exceeds Python's recursion limit. The events of
-YAML's parser show both before any value is built.
+A few aliases of aliases stand for billions of values, deep nesting exceeds Python's recursion limit, an integer of many
+digits takes quadratic time, and so do nested `${…}`. The events of YAML's parser show all of them before any value is
+built.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,11 @@ MAX_EXPANDED = 1_000_000
 """Limit for the characters of a file's values if every alias is replaced by what it refers to. Each value counts as
 `_VALUE` characters in addition to its text."""
 _VALUE = 50
+MAX_NUMBER = 1_000
+"""Limit for the characters of a number. Hexadecimal integers and those to the base 60 can be too long to be shown."""
+MAX_REFERENCES = 20
+"""Limit for the `${` in a value."""
+_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-F_.:xob]*")
 
 
 def read_yaml(file: Path) -> str:
@@ -63,6 +70,10 @@ def _check(text: str, file: Path) -> None:
             expanded += sizes.get(event.anchor or "", _VALUE)
         elif isinstance(event, yaml.ScalarEvent):
             expanded += _VALUE + len(event.value)
+            if len(event.value) > MAX_NUMBER and event.style is None and _NUMBER.fullmatch(event.value):
+                raise _refusal(file, event, f"a number has more than {MAX_NUMBER} characters")
+            if event.value.count("${") > MAX_REFERENCES:
+                raise _refusal(file, event, f"a value has more than {MAX_REFERENCES} references ${{…}}")
             if event.anchor is not None:
                 sizes[event.anchor] = expanded - before
         elif isinstance(event, yaml.CollectionStartEvent):

@@ -36,6 +36,10 @@ HOSTILE = {
     "nested mappings": ("a: " + "{b: " * 30_000, "nested more than 50 levels"),
     "nested blocks": ("- " * 50_000, "nested more than 50 levels"),
     "many values": ("a: [" + "1," * 100_000 + "1]\n", "exceed 1000000 characters"),
+    "an integer to the base 60": ("a: 1" + ":1" * 100_000, "a number has more than 1000 characters"),
+    "a hexadecimal integer": ("a: [0x" + "f" * 100_000 + "]\n", "a number has more than 1000 characters"),
+    "a tagged integer": ("a: !!int 0b" + "1" * 100_000, "a number has more than 1000 characters"),
+    "nested references": ("a: '" + "${" * 5_000 + "b" + "}" * 5_000 + "'", "more than 20 references"),
     "a large file": ("# " + "x" * (256 << 10), "more than 256 KiB"),
 }
 
@@ -65,6 +69,41 @@ def test_a_hostile_config_of_a_run_directory_has_no_values(name: str, tmp_path: 
     started = time.thread_time()
     assert SavedConfig(tmp_path).value("a") is None
     assert time.thread_time() - started < 2
+
+
+def doubled(levels: int) -> str:
+    """Return a configuration in which the value at a.b has 2 ** levels references."""
+    lines = [f"k{level}: ${{k{level - 1}}}${{k{level - 1}}}" for level in range(1, levels + 1)]
+    return "\n".join(["k0: x", *lines, f"a: {{b: '${{k{levels}}}'}}"])
+
+
+@pytest.mark.parametrize("levels", [12, 40])
+def test_references_of_references_in_a_run_directory_stay_unresolved(levels: int, tmp_path: Path) -> None:
+    write(tmp_path / "config.yaml", doubled(levels))
+    started = time.thread_time()
+    assert SavedConfig(tmp_path).value("a", "b") == f"${{k{levels}}}"
+    assert time.thread_time() - started < 2
+
+
+def test_references_in_a_run_directory_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", "/data")
+    written = {
+        "${a.root}/x": "/data/x",
+        "${oc.env:PLACE}": "/data",
+        "${oc.env:NOT_SET,${a.n}}": "4",
+        "${oc.env:NOT_SET, 'home'}/${a.n}": "home/4",
+        "${a.n}": 4,
+        "${oc.env:NOT_SET}/x": "${oc.env:NOT_SET}/x",
+        "${secret:PLACE}": "${secret:PLACE}",
+        "${a}": "${a}",
+        "${oc.decode:1}": "${oc.decode:1}",
+        "${x.none}": "${x.none}",
+        "${": "${",
+    }
+    values = {"a": {"root": "${oc.env:PLACE}", "n": 4}, "x": {f"k{n}": text for n, text in enumerate(written)}}
+    write(tmp_path / "config.yaml", yaml.safe_dump(values))
+    saved = SavedConfig(tmp_path)
+    assert [saved.value("x", f"k{number}") for number in range(len(written))] == list(written.values())
 
 
 def test_unreadable_options_of_a_group_are_reported(tmp_path: Path) -> None:
