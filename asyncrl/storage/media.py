@@ -74,9 +74,25 @@ def _check_size(opened: ImageFile, kind: str) -> None:
             opened.seek(page)
         except EOFError:
             break
-        check_pixels(pixels := pixels + opened.width * opened.height)
+        check_pixels(pixels := pixels + max(opened.width * opened.height, _tile_pixels(opened)))
         if page >= MAX_FRAMES:
             raise _TooLargeError(f"it has more than {MAX_FRAMES} frames, the limit for a video")
+
+
+def _tile_pixels(page: ImageFile) -> int:
+    """Return the size of a tile of a TIFF as the number of RGB pixels that take as many bytes; otherwise 0.
+
+    libtiff decodes a tile as a whole, however small the page is.
+    """
+    from PIL.TiffImagePlugin import BITSPERSAMPLE, SAMPLESPERPIXEL, TILELENGTH, TILEWIDTH, TiffImageFile
+
+    if not isinstance(page, TiffImageFile):
+        return 0
+    width, height, samples = (page.tag_v2.get(tag, 0) for tag in (TILEWIDTH, TILELENGTH, SAMPLESPERPIXEL))
+    if not (isinstance(width, int) and isinstance(height, int)):
+        return 0
+    bits = max(page.tag_v2.get(BITSPERSAMPLE, (1,)))
+    return width * height * max(3, samples) * bits // 24
 
 
 def check_pixels(pixels: int) -> None:

@@ -64,7 +64,7 @@ def has_media(row: Mapping[str, Any], messages: Sequence[Message]) -> bool:
     """Return whether the row contains images or videos."""
     columns = any(_is_some(row.get(column)) for column in ("images", "videos"))
     return columns or any(
-        isinstance(part, Mapping) and part.get("type") in _PARTS
+        isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _PARTS
         for message in messages
         if isinstance(message["content"], list | tuple | np.ndarray)
         for part in message["content"]
@@ -87,6 +87,8 @@ def extract(
     def parts(content: Any, field: str) -> Iterator[Mapping[str, Any]]:
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
+        if not isinstance(content, list | tuple | np.ndarray):
+            raise DataError(f"{where}: field '{field}' is {type(content).__name__}; expected a text or a list of parts")
         for number, part in enumerate(content):
             at = f"{where}: field '{field}[{number}]'"
             if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
@@ -178,6 +180,8 @@ def _of_text(text: str, directory: Path | None) -> tuple[bytes, str]:
         raise ValueError(f"{text[:80]!r} is on the network, but nothing is fetched; give a file or its bytes")
     path = Path(text.removeprefix("file://"))
     path = path if path.is_absolute() or directory is None else directory / path
+    if path.exists() and not path.is_file():  # to open a pipe could block forever
+        raise ValueError(f"{text[:80]!r} is not a regular file")
     with path.open("rb") as file:
         return file.read(MAX_MEDIA_BYTES + 1), text
 

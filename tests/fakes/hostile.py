@@ -43,7 +43,10 @@ def messages() -> st.SearchStrategy[Any]:
     """Return chat messages in which any field may be missing or of a wrong type."""
     function = st.fixed_dictionaries({}, optional={"name": texts() | values(), "arguments": texts() | values()})
     call = st.fixed_dictionaries({}, optional={"id": texts() | values(), "function": function | values()})
-    part = st.fixed_dictionaries({}, optional={"type": st.just("text") | values(), "text": texts() | values()})
+    part = st.fixed_dictionaries(
+        {},
+        optional={"type": st.sampled_from(["text", "image"]) | values(), "text": texts() | values(), "image": values()},
+    )
     message = st.fixed_dictionaries(
         {},
         optional={

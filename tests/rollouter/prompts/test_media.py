@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,15 +152,18 @@ def test_equal_frames_of_a_video_are_kept() -> None:
         ({"type": "image", "image": PNG[:200]}, "pillow cannot read it"),
         ({"type": "image", "image": "data:image/png;base64,%%%"}, "base64 is damaged"),
         ({"type": "image", "image": "data:image/png,abc"}, "base64"),
+        ({"type": "image", "image": "pipe"}, "not a regular file"),
+        ({"type": "image", "image": "/dev/zero"}, "not a regular file"),
         ({"type": "image"}, "missing"),
         ({"type": "image", "image": 7}, "int"),
         ({"type": "video", "video": np.zeros((2, 4, 4, 3), dtype=np.float32)}, "expected uint8"),
         ({"type": "video", "video": []}, "list"),
     ],
 )
-def test_malformed_media_name_row_and_field(part: Any, why: str) -> None:
+def test_malformed_media_name_row_and_field(part: Any, why: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=why) as refused:
-        of_part(part)
+        of_part(part, tmp_path)
     assert "data.jsonl, line 3: field 'prompt[0].content[1]'" in str(refused.value)
 
 
@@ -165,6 +171,17 @@ def test_a_part_of_an_unknown_type_is_refused() -> None:
     content = [{"type": "image", "image": PNG}, {"type": "audio", "audio": "a.wav"}]
     with pytest.raises(DataError, match="'audio'; known are text, image"):
         parse([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("content", [None, 5, {"type": "image"}, [None], [{"type": ["image"]}], [{"type": {}}]])
+@pytest.mark.parametrize("columns", [{}, {"images": [PNG]}, {"videos": [None]}])
+def test_contents_of_wrong_types_are_no_other_error(content: Any, columns: Mapping[str, Any]) -> None:
+    try:
+        parsed = parse([{"role": "user", "content": content}], **columns)
+    except DataError as error:
+        assert "data.jsonl, line 3: field 'prompt[0].content" in error.message
+    else:
+        assert not (columns or parsed.media), "the chat template decides"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +260,27 @@ def test_a_video_has_a_limited_number_of_frames(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ValueError, match="more than 20 frames"):
         frames_of(Media("video", tiff(*[(1, 1)] * 21)))
     assert decoded == []
+
+
+def tiled(page: tuple[int, int], tile: tuple[int, int], samples: int = 1, bits: int = 8) -> bytes:
+    """Return a TIFF of one page in one tile, which is zeros."""
+    packed = zlib.compress(bytes(tile[0] * tile[1] * samples * bits // 8))
+    tags = {256: page[0], 257: page[1], 258: bits, 259: 8, 262: 2 if samples > 1 else 1, 277: samples}
+    tags |= {322: tile[0], 323: tile[1], 324: 8, 325: len(packed)}
+    if samples > 3:
+        tags[338] = 0
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
+    return struct.pack("<2sHI", b"II", 42, 8 + len(packed)) + packed + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_tile_that_is_larger_than_its_page_counts(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setattr(stored_media, "MAX_PIXELS", 1024 * 1024)
+    assert len(frames_of(Media(kind, tiled((16, 16), (1024, 1024))))) == 1
+    with pytest.raises(ValueError, match="it has at least 1049600 pixels"):
+        frames_of(Media(kind, tiled((16, 16), (1025, 1024))))
+    with pytest.raises(ValueError, match="it has at least 1398101 pixels"):
+        frames_of(Media(kind, tiled((16, 16), (1024, 512), samples=4, bits=16)))
 
 
 def test_all_media_of_a_row_share_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
