@@ -178,6 +178,18 @@ async def test_calls_that_pass_a_limit_are_refused(call: str) -> None:
     assert (await run(filtered(), code)).output == "(-1, 1)\n"  # EPERM
 
 
+async def test_files_in_memory_have_no_long_lists_of_access_rights() -> None:
+    code = """
+import os, struct
+users = [(1, 6, -1)] + [(2, 6, os.getuid())] * 8000 + [(4, 4, -1), (16, 6, -1), (32, 4, -1)]
+rights = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *user) for user in users)
+os.mkdir("a")
+os.setxattr("a", "system.posix_acl_access", rights)
+"""
+    outcome = await run(with_namespaces(MECHANISMS), code)
+    assert "PermissionError" in outcome.output
+
+
 async def test_threads_share_their_descriptors() -> None:
     code = """
 import ctypes

@@ -42,6 +42,8 @@ REFUSED = (
     # queues, rules and requests that the kernel keeps for a descriptor
     *("inotify_init", "inotify_init1", "io_setup"),
     *("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"),
+    # lists of access rights, 64 KiB each, even in a root directory whose size is bounded
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     # a pipe or socket with one byte of a huge page keeps the whole page after it is unmapped
     *("vmsplice", "splice", "tee", "sendfile"),
     # the signal of a timer may be SIGCONT, which continues a stopped process
@@ -62,7 +64,6 @@ ONLY_ITSELF = (
 ATTRIBUTES = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat", "file_setattr"),
-    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
 """Calls that change file attributes, which Landlock does not restrict."""
