@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Self
 
 import anyio
@@ -44,15 +45,13 @@ class Recorder:
         view: View,
         *,
         resumed: ResumePoint | None = None,
-        history: Sequence[MetricsRow] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`history`: rows of earlier processes of the run, oldest first; the summary covers them too."""
         self._sinks = sinks
         self._view = view
         self._clock = clock
         self._started_s = clock()
-        self._earlier_s = history[-1].time_s if history else 0.0
+        self._earlier_s = 0.0
         self._resumed = resumed
         self._builder = SummaryBuilder(resumed)
         self._rewound_to: ResumePoint | None = None
@@ -60,15 +59,13 @@ class Recorder:
         self._reads_back = any(sink.reads_back for sink in sinks)
         self._rows: list[MetricsRow] = []
         """All rows, reduced to what the summary and the view need, if no file has them."""
-        self._parts = PartMetrics(int(_last(history, "rollouter/generated_tokens")))
+        self._parts = PartMetrics()
         self._known = self._parts.known
         """Newest metrics of the parts, which go into every `step` row."""
         self._trainer_idle = TrainerIdle()
         self._waited_s = 0.0
         self._step_times: deque[float] = deque(maxlen=50)
         self._writing = anyio.Lock()
-        for row in history:
-            self._count(row)
         self.dashboard = Dashboard(first_step=self._builder.step)
 
     @classmethod
@@ -84,9 +81,18 @@ class Recorder:
 
     @classmethod
     def _open(cls, config: Config, run_dir: RunDir, view: View, resumed: ResumePoint | None) -> Self:
-        history = rewind_jsonl(run_dir.metrics, resumed.step, resumed.version) if resumed else []
         sinks = open_sinks(config, run_dir, resumed.step if resumed else None)
-        return cls(sinks, view, resumed=resumed, history=history)
+        recorder = cls(sinks, view, resumed=resumed)
+        if resumed is not None:
+            rewind = next((sink.rewind for sink in sinks if sink.reads_back), partial(rewind_jsonl, run_dir.metrics))
+            rewind(resumed.step, resumed.version, recorder._add_earlier)
+        return recorder
+
+    def _add_earlier(self, row: MetricsRow) -> None:
+        """Add the next row of the run's earlier processes. The summary covers them, too."""
+        self._earlier_s = row.time_s
+        self.add_earlier_tokens(int(row.metrics.get("rollouter/generated_tokens", 0)))
+        self._count(row)
 
     def set_total_steps(self, total_steps: int) -> None:
         """Set the last optimizer step of the run."""
@@ -123,15 +129,14 @@ class Recorder:
             InfraError, ConfigError: a file cannot be written.
         """
         async with self._writing:
+            builder = SummaryBuilder(self._resumed, lineage=resumed.lineage)
             with anyio.CancelScope(shield=True):  # a cancellation must not leave files and values inconsistent
-                read = await to_thread.run_sync(self._rewind_files, resumed)
-            remaining = read or [row for row in self._rows if row.is_within(resumed.step, resumed.version)]
-            self._rewound_to = resumed
-            self._builder = SummaryBuilder(self._resumed, lineage=resumed.lineage)
-            self._rows = []
+                await to_thread.run_sync(self._rewind_files, resumed, builder)
+            self._rewound_to, self._builder = resumed, builder
+            self._rows = [row for row in self._rows if row.is_within(resumed.step, resumed.version)]
+            for row in self._rows:
+                builder.add(row)
             self._step_times.clear()
-            for row in remaining:
-                self._count(row)
             self._view.update(self._refresh())
 
     @property
@@ -301,16 +306,12 @@ class Recorder:
         for sink in self._sinks:
             sink.write(row)
 
-    def _rewind_files(self, resumed: ResumePoint) -> Sequence[MetricsRow]:
-        """Rewind all sinks, and return the remaining rows, if a file has them."""
-        return [row for sink in self._sinks for row in sink.rewind(resumed.step, resumed.version)]
+    def _rewind_files(self, resumed: ResumePoint, builder: SummaryBuilder) -> None:
+        """Rewind all sinks, and add the remaining rows to `builder`, if a file has them."""
+        for sink in self._sinks:
+            sink.rewind(resumed.step, resumed.version, builder.add)
 
     def _close(self) -> None:
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
-
-
-def _last(rows: Sequence[MetricsRow], name: str) -> float:
-    """Return the newest value of a counter; 0 if there is none."""
-    return next((row.metrics[name] for row in reversed(rows) if name in row.metrics), 0.0)

@@ -7,10 +7,11 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote
 
 import yaml
@@ -144,8 +145,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_file(path: Path) -> bytes:
-    """Return the content of a regular file. Others, such as a pipe without a writer, could block forever.
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. Others, such as a pipe without a writer, could block forever.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
@@ -154,6 +156,12 @@ def read_file(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        yield file
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file. Raises `OSError`; see `reading`."""
+    with reading(path) as file:
         return file.read()
 
 
@@ -161,19 +169,34 @@ def read_json(path: Path) -> Any:
     """Return the JSON values of a regular file, with `?` for lone surrogates.
 
     Raises:
-        OSError: see `read_file`.
+        OSError: see `reading`.
         ValueError: it is not JSON, nested too deeply, or has numbers that are not finite.
     """
     return encodable_values(parse_json(read_file(path), finite=True))
 
 
-def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace the content of a file atomically. `durable`: it survives a power failure, too. Raises `OSError`."""
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` atomically at the end of the block. After an error, `path` is as it was.
+
+    `durable`: the new content survives a power failure, too. Raises `OSError`.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    if durable:
-        sync(temporary)
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+        if durable:
+            sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace the content of a file atomically; see `replacing`. Raises `OSError`."""
+    with replacing(path, durable=durable) as file:
+        file.write(text.encode())
 
 
 def check_links(run_dir: Path) -> None:

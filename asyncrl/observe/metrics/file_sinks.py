@@ -9,13 +9,13 @@ import os
 import socket
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.core.text import parse_json
 from asyncrl.observe.metrics.rows import MetricsRow
-from asyncrl.storage.run_dir import disk_error, read_file, replace_file
+from asyncrl.storage.run_dir import disk_error, reading, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +58,10 @@ class JsonlSink:
         self._path = path
         self._file = AppendFile(path)
 
-    def rewind(self, step: int, version: int) -> Sequence[MetricsRow]:
-        remaining = rewind_jsonl(self._path, step, version)
+    def rewind(self, step: int, version: int, add: Callable[[MetricsRow], None]) -> None:
+        rewind_jsonl(self._path, step, version, add)
         self._file.close()
         self._file = AppendFile(self._path)  # the path refers to a new file
-        return remaining
 
     def write(self, row: MetricsRow) -> None:
         self._file.write((json.dumps(row.as_json(), allow_nan=False, default=str) + "\n").encode())
@@ -94,9 +93,8 @@ class TensorBoardSink:
         if resumed_step is not None:
             self._discard_after(unix_s, resumed_step)
 
-    def rewind(self, step: int, version: int) -> Sequence[MetricsRow]:
+    def rewind(self, step: int, version: int, add: Callable[[MetricsRow], None]) -> None:
         self._discard_after(time.time(), step)
-        return ()
 
     def _discard_after(self, unix_s: float, step: int) -> None:
         """Start a session at the next step, which makes TensorBoard discard earlier values from that step on."""
@@ -143,33 +141,35 @@ def _staleness_edges(values: Sequence[float]) -> list[float]:
     return [float(number) for number in range(int(max(values)) + 1)]
 
 
-def rewind_jsonl(path: Path, step: int, version: int) -> list[MetricsRow]:
-    """Cut metrics.jsonl back to a checkpoint and return the remaining rows, so that no step is recorded twice.
+def rewind_jsonl(path: Path, step: int, version: int, add: Callable[[MetricsRow], None]) -> None:
+    """Cut metrics.jsonl back to a checkpoint, so that no step is recorded twice.
 
-    Lines of later steps or versions and torn lines are removed. The file is replaced atomically.
+    Lines of later steps or versions and torn lines are removed. The file is replaced atomically. One line at a time is
+    in memory, because the file of a long run is large.
+
+    Args:
+        add: gets the remaining rows in order, one at a time.
 
     Raises:
         InfraError, ConfigError: it cannot be read or rewritten.
     """
     if not path.exists():
-        return []
-    remaining: list[tuple[str, MetricsRow]] = []
+        return
     try:
-        lines = read_file(path).decode(errors="replace").splitlines(keepends=True)
+        with reading(path) as file, replacing(path, durable=True) as rewound:
+            for number, line in enumerate(file, start=1):
+                if (row := _row_within(line, step, version, f"{path}, line {number}")) is not None:
+                    rewound.write(line if line.endswith(b"\n") else line + b"\n")
+                    add(row)
     except OSError as error:
         raise disk_error(path, error) from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = MetricsRow.from_json(parse_json(line, finite=True))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            logger.warning("%s, line %d is torn or damaged, as after a crash; it is left out", path, number)
-            continue
-        if row.is_within(step, version):
-            remaining.append((line if line.endswith("\n") else f"{line}\n", row))
-    text = "".join(line for line, _ in remaining)
-    if text != "".join(lines):
-        try:
-            replace_file(path, text, durable=True)
-        except OSError as error:
-            raise disk_error(path, error) from error
-    return [row for _, row in remaining]
+
+
+def _row_within(line: bytes, step: int, version: int, place: str) -> MetricsRow | None:
+    """Return the row of a line; None if it is damaged or beyond the checkpoint."""
+    try:
+        row = MetricsRow.from_json(parse_json(line, finite=True))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        logger.warning("%s is torn or damaged, as after a crash; it is left out", place)
+        return None
+    return row if row.is_within(step, version) else None

@@ -160,10 +160,10 @@ class TrainerIdle:
 class PartMetrics:
     """The newest metrics of the parts. Counters continue over restarts of their parts."""
 
-    def __init__(self, earlier_tokens: int) -> None:
+    def __init__(self) -> None:
         self.known: Metrics = {}
         """The newest metrics, which go into every `step` row."""
-        self.generated_tokens = earlier_tokens
+        self.generated_tokens = 0
         self.generated = WindowRate()
         self.trained = WindowRate()
         self.rollouter_idle = RollouterIdle()
@@ -173,7 +173,7 @@ class PartMetrics:
         """Counts by role, each from the newest process of the role."""
         self.waits: dict[str, tuple[Wait, ...]] = {}
         """Open waits by part."""
-        self._earlier_tokens = earlier_tokens
+        self._earlier_tokens = 0
         self._totals: dict[str, RestartableCounter] = {}
         self._events: dict[str, dict[str, RestartableCounter]] = {"events": {}, "dropped": {}}
         """Profiling events by part."""

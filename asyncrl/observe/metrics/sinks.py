@@ -9,7 +9,7 @@ warning. At the end, the run waits at most `CLOSE_S` for all these libraries tog
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -36,7 +36,7 @@ CLOSE_S = 10.0
 
 class Sink(Protocol):
     reads_back: bool
-    """Whether `rewind` returns the rows that remain."""
+    """Whether `rewind` reads the rows that remain. At most one sink of a run does."""
 
     def write(self, row: MetricsRow) -> None:
         """Write a row. On return, the operating system has it, so that it is not lost if the process is killed.
@@ -45,11 +45,11 @@ class Sink(Protocol):
             InfraError, ConfigError: the file cannot be written.
         """
 
-    def rewind(self, step: int, version: int) -> Sequence[MetricsRow]:
+    def rewind(self, step: int, version: int, add: Callable[[MetricsRow], None]) -> None:
         """Remove the rows beyond a checkpoint that training goes back to.
 
-        Returns:
-            The remaining rows in order, if it `reads_back`.
+        Args:
+            add: gets the remaining rows in order, one at a time, if the sink `reads_back`.
 
         Raises:
             InfraError, ConfigError: the file cannot be written.
@@ -168,9 +168,8 @@ class RemoteSink(BackgroundSender[MetricsRow | None]):
         """Queue the row and return at once. A full queue drops it."""
         self.put([row])
 
-    def rewind(self, step: int, version: int) -> Sequence[MetricsRow]:
+    def rewind(self, step: int, version: int, add: Callable[[MetricsRow], None]) -> None:
         self.put([None])
-        return ()
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         super().close(limit_s)

@@ -17,7 +17,7 @@ from tests.fakes.metric_records import queue_status, rollouter_status, trainer_s
 
 
 def test_all_names_are_registered() -> None:
-    metrics = PartMetrics(0)
+    metrics = PartMetrics()
     for second in (0.0, 1.0):
         metrics.update_queue(queue_status())
         agent = {"tool_calls": 4, "tool_s": 2.0, "tool_calls/ok": 4, "trajectories/stop": 1}
@@ -30,7 +30,7 @@ def test_all_names_are_registered() -> None:
 
 
 def test_both_sides_have_version_and_active_share() -> None:
-    metrics = PartMetrics(0)
+    metrics = PartMetrics()
     for second in (0.0, 4.0):
         metrics.update_rollouter(second, rollouter_status(idle_s=second / 4))
         metrics.update_trainer(second, trainer_status(), second / 2)
@@ -40,7 +40,7 @@ def test_both_sides_have_version_and_active_share() -> None:
 
 
 def test_wait_times_of_both_sides_add_up_and_never_decrease() -> None:
-    metrics = PartMetrics(0)
+    metrics = PartMetrics()
     metrics.update_rollouter(
         0.0, rollouter_status(waited_s={"permit": 2.0}, waits=[Wait("permit", 1, 0.5), Wait("engine", 4, 9.0)])
     )
@@ -54,7 +54,7 @@ def test_wait_times_of_both_sides_add_up_and_never_decrease() -> None:
 
 
 def test_the_mean_time_of_tool_calls_continues_over_restarts() -> None:
-    metrics = PartMetrics(0)
+    metrics = PartMetrics()
     metrics.update_rollouter(0.0, rollouter_status(agent={"tool_calls": 0, "tool_s": 0.0}))
     assert "rollouter/tool_mean_s" not in metrics.known
     metrics.update_rollouter(1.0, rollouter_status(agent={"tool_calls": 4, "tool_s": 2.0}))
@@ -64,7 +64,7 @@ def test_the_mean_time_of_tool_calls_continues_over_restarts() -> None:
 
 def test_dropped_events_are_those_of_all_processes_each_counted_once() -> None:
     """The counts of Rollouter and Trainer include replicas and ranks; queue and driver count their own events."""
-    metrics = PartMetrics(0)
+    metrics = PartMetrics()
     metrics.update_rollouter(0.0, rollouter_status(profiler={"events": 100, "dropped": 5, "own_dropped": 2}))
     metrics.update_trainer(0.0, trainer_status(profiler={"events": 10, "dropped": 4, "own_dropped": 0}), 0.0)
     for dropped in (1, 8):
@@ -82,7 +82,7 @@ def test_a_status_without_a_key_is_an_error(missing: str) -> None:
     status = rollouter_status()
     del status[missing]
     with pytest.raises(KeyError, match=missing):
-        PartMetrics(0).update_rollouter(0.0, status)
+        PartMetrics().update_rollouter(0.0, status)
 
 
 def test_an_apply_row_has_all_phases_of_a_weight_sync() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from asyncrl.core.records import StepRecord
 from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.file_sinks import AppendFile, rewind_jsonl
-from asyncrl.observe.metrics.rows import apply_row, step_row, validation_row
+from asyncrl.observe.metrics.rows import MetricsRow, apply_row, step_row, validation_row
 from asyncrl.observe.recorder import MAX_RESTARTS, Recorder
 from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.observe.status.summary import ResumePoint, SummaryBuilder
@@ -339,6 +340,17 @@ def test_observe_loads_neither_torch_nor_ray() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_rewind_needs_no_more_memory_for_a_long_run(tmp_path: Path) -> None:
+    """A driver of long runs grew by four times the file at each death of the Trainer."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text((json.dumps({**ROWS[0].as_json(), "rewards": [0.5] * 1000}) + "\n") * 2000)
+    tracemalloc.start()
+    rewind_jsonl(path, 10, 10, lambda row: None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 20
+
+
 async def test_rows_in_a_file_are_not_kept_in_memory(run_dir: RunDir) -> None:
     async with recording(run_dir, "jsonl") as recorder:
         for number in (1, 2):
@@ -376,8 +388,7 @@ ROWS = [
 def test_damaged_rows_are_left_out_and_the_others_can_be_summarized(tmp_path: Path, lines: tuple[str, ...]) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     builder = SummaryBuilder()
-    for row in rewind_jsonl(tmp_path / "metrics.jsonl", 10, 10):
-        builder.add(row)
+    rewind_jsonl(tmp_path / "metrics.jsonl", 10, 10, builder.add)
     json.dumps(builder.build("completed", None, RunProgress()))
     builder.example()
 
@@ -386,6 +397,7 @@ def test_rows_with_metrics_of_another_version_are_kept(tmp_path: Path) -> None:
     lines = [json.dumps({**row.as_json(), "old/name": 1.0}) + "\n" for row in ROWS]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(lines))
-    rows = rewind_jsonl(path, 10, 10)
+    rows: list[MetricsRow] = []
+    rewind_jsonl(path, 10, 10, rows.append)
     assert [row.metrics for row in rows] == [row.metrics for row in ROWS]
     assert path.read_text() == "".join(lines)
