@@ -63,12 +63,14 @@ def run_asyncrl(*arguments: str) -> None:
 def local_ray(namespace: str, *, num_cpus: int = 4, **options: Any) -> Iterator[None]:
     """Start Ray on this machine for the duration of the block, with `num_cpus` logical cores."""
     import ray
+    from ray import serve
 
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     ray.init(address="local", namespace=namespace, num_cpus=num_cpus, **quiet, **options)
     try:
         yield
     finally:
+        serve.shutdown()  # a handle that reports metrics for autoscaling would start Ray again
         ray.shutdown()
 
 

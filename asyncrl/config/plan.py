@@ -155,7 +155,7 @@ def _processes(config: Config, machine: MachineResources, num_parameters: int | 
     weights = None if num_parameters is None else num_parameters * _BYTES[rollout.dtype]
     cache = 0 if on_gpu else rollout.cpu_kv_cache_gib * GIB
     engine = None if weights is None else weights // rollout.tensor_parallel_size + cache
-    engines, threads = rollout.num_replicas * rollout.tensor_parallel_size, 1 if on_gpu else rollout.cpu_threads
+    engines, threads = rollout.max_replicas * rollout.tensor_parallel_size, 1 if on_gpu else rollout.cpu_threads
     yield PlannedProcess("driver", 1, 1, 0, None)
     yield PlannedProcess("sample queue", 1, 1, 0, None)
     yield PlannedProcess("weight store", 1, 1, 0, None if weights is None else _STORED_VERSIONS * weights)

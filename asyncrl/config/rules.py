@@ -79,7 +79,7 @@ def _missing_secrets(config: Config) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(key, text, consequence, f"export {name}=... where the run is started")
 
 
-SERVER_RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *rollout.ENGINE_RULES, *run.SERVER_RULES)
+SERVER_RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *rollout.SERVER_RULES, *run.SERVER_RULES)
 RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *(rule for section in _SECTIONS for rule in section.RULES))
 
 SERVER_ENVIRONMENT = (*data.ENGINE_ENVIRONMENT, *run.SERVER_ENVIRONMENT)

@@ -89,6 +89,11 @@ class EngineCrashError(InfraError):
     """The replica's name, the same in the errors of all affected requests; empty: not known yet."""
 
 
+class ReplicaLeftError(InfraError):
+    """A replica left as planned: it was scaled down, or its node was preempted. No request is the cause, and a call to
+    another replica is no further attempt."""
+
+
 class FencedError(InfraError):
     """This process is an old incarnation of a part that has been replaced: its calls are refused."""
 

@@ -242,7 +242,9 @@ class ApplyReport:
         return WeightsVersion(self.lineage, self.version)
 
 
-ReplicaPhase = Literal["starting", "serving", "fetching", "pausing", "loading", "verifying", "broken"]
+ReplicaPhase = Literal["starting", "serving", "fetching", "pausing", "loading", "verifying", "leaving", "broken"]
+"""`leaving`: Serve has asked the replica to end, because fewer are wanted or its node is drained; its requests go on
+elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +291,9 @@ class StoreStatus:
     `asyncrl.weights.object_store`."""
     health: ProcessHealth | None = None
     """Health of the store's process."""
+    wanted_replicas: int | None = None
+    """The number of replicas that the driver wants, as it last told the store; None: it has not, see
+    `rollout.autoscaling`."""
 
 
 # ------------------------------------------------------------------------------------------------ generation

@@ -159,7 +159,7 @@ def _start(config: Config, namespace: str) -> None:
     _redirect_messages(ray)
     private = config.ray.address is None
     # Logical slots, one for each thread of the engines; the operating system shares the cores.
-    slots = config.rollout.num_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
+    slots = config.rollout.max_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
     try:
         ray.init(
             # Without `local` Ray would join a running cluster that it finds on this machine.

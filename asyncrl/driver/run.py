@@ -5,6 +5,7 @@
              ├─ Rollouter ──▶ ApplyRecord, ValidationRecord ...  ends when the queue is closed and the last version
              │                                                   is applied and validated
              ├─ probes: Rollouter, Trainer, queue and store report their status, independently, once a second
+             ├─ replica scaling: how many replicas the run wants (`rollout.autoscaling`)
              ├─ health: lag, memory, object store and disk, with warnings about them
              ├─ tick: status ──▶ metrics and watchdog; does nothing slow, so that failures are noticed in time
              └─ signals: the first Ctrl-C asks both sides to stop, and the two end by themselves
@@ -38,6 +39,7 @@ from asyncrl.core.staleness import Pacing
 from asyncrl.core.tasks import Interrupts, task_group
 from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
 from asyncrl.driver.health_monitor import HealthMonitor
+from asyncrl.driver.replica_scaling import ReplicaScaling
 from asyncrl.driver.resume import journal_identity
 from asyncrl.driver.run_directory import already_finished
 from asyncrl.driver.run_status_writer import RunStatus
@@ -178,7 +180,7 @@ class Run:
                 with attribute_failure_to("replica"):
                     await start_app(config, namespace=namespace, engines=self._status.has_engines)
                     if app.attached and self._status.has_engines:
-                        self._services.expect_replicas(await attach(config, app))
+                        await attach(config, app)
         prepared = self._rollouter_part.prepared
         self._plan_steps()
         self._recorder.set_total_steps(self._trainer_part.total_steps)
@@ -189,6 +191,9 @@ class Run:
         with attribute_failure_to("queue"):
             await self._start_queue(prepared["num_prompts"])
         group.start_soon(self._services.probe_queue)
+        if config.rollout.autoscaling.enable and self._status.has_engines:
+            scaling = ReplicaScaling(config, self._status, self._view, self._services.expect_replicas)
+            group.start_soon(scaling.run, store)
 
     def _plan_steps(self) -> None:
         """Compute the length of the run, which requires the data to be read."""

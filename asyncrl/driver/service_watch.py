@@ -23,7 +23,7 @@ from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, StoreStatus
 from asyncrl.driver.actors import call, kill_process_of, local_nodes
 from asyncrl.driver.processes import end_known
 from asyncrl.driver.run_status_writer import RunStatus
-from asyncrl.driver.supervision import ReplicaWatch, RestartBudget, probe
+from asyncrl.driver.supervision import QUIET_S, ReplicaWatch, RestartBudget, probe
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import Restart
 from asyncrl.observe.status.summary import attribute_failure_to
@@ -136,13 +136,15 @@ class ServiceWatch:
         start_s = config.timeouts.start_s
         self.queue = RestartableActor("queue", QueueActor, start_s, status, recorder, budgets["queue"])
         self.store = RestartableActor("store", WeightStoreActor, start_s, status, recorder, budgets["store"])
-        self._replicas = ReplicaWatch(config.rollout.num_replicas, 2 * config.timeouts.probe_s, start_s)
+        # Other users and Serve's own autoscaling may change the replicas of a separately deployed application.
+        num_replicas = config.rollout.num_replicas if config.rollout.attach is None else None
+        self._replicas = ReplicaWatch(num_replicas, 2 * config.timeouts.probe_s, start_s)
         self._store_since = 0.0
         """Time of the first answer of the store's current process, wall clock."""
         self._store_is_empty = anyio.Event()
 
     def expect_replicas(self, num_replicas: int) -> None:
-        """Set the number of replicas of an application to which the run has attached."""
+        """Set the number of replicas that the run wants from now on."""
         self._replicas.num_replicas = self._status.num_replicas = num_replicas
 
     async def probe_queue(self) -> None:
@@ -190,6 +192,9 @@ class ServiceWatch:
         if not status.knows_newest:
             self._store_is_empty.set()
         self._status.store = status
+        if self._config.rollout.attach is not None:
+            present = [report for report in status.replicas if status.at - report.reported_at <= QUIET_S]
+            self._status.num_replicas = sum(report.phase != "leaving" for report in present)
 
     async def keep_store_informed(self, republish: Callable[[], Awaitable[None]]) -> None:
         """Let the Trainer publish the newest version again to a restarted store; starting replicas wait for it.

@@ -8,7 +8,7 @@
 
 Other failures (the configuration, user code, a bug, a full disk) would recur, so they end the run. So does a failure
 in `release_samples`, because the part did not cause it. A part that dies after it was asked to stop counts as stopped.
-Serve replaces a replica that ends; `ReplicaWatch` detects that by a new name once all replicas have reported.
+Serve replaces a replica that ends; `ReplicaWatch` detects that by a new name in place of a replica that is silent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeVar
@@ -29,6 +29,8 @@ from asyncrl.core.records import RunRecord
 from asyncrl.observe.status.run_status import Restart
 
 TICK_S = 1.0
+QUIET_S = 5.0
+"""Time without a report after which a replica may be the one that a new replica replaces. It reports once a second."""
 RETRY_S = 2.0
 """Time limit of a probe's second try: a healthy part answers within milliseconds."""
 LATE_WAKEUP_S = 1.0
@@ -326,16 +328,26 @@ class ReplicaChanges(NamedTuple):
 
 @dataclass(eq=False)
 class ReplicaWatch:
-    """Tracks every replica by its name since the run began."""
+    """Tracks every replica by its name since the run began.
 
-    num_replicas: int
+    A replica that leaves as planned says so in its last report. If a replica joins while enough others report, it is
+    either the successor of one that will leave (its node is drained), or of one that has just ended without a word. It
+    counts as a replacement once one of them is silent.
+    """
+
+    num_replicas: int | None
+    """The number that the run wants; None: the application decides."""
     limit_s: float
     """A replica that reports nothing for longer is unresponsive."""
     start_s: float
     """Time for a replacement to report that it starts."""
     _present: dict[str, ReplicaReport] = field(default_factory=dict, init=False)
     """Last report of each replica that is not known to be gone."""
+    _joined: dict[str, float] = field(default_factory=dict, init=False)
+    """When replicas joined although there were enough, if they have not been found to replace another one."""
     _gone: set[str] = field(default_factory=set, init=False)
+    _num_lost: int = field(default=0, init=False)
+    """Replicas that were replaced."""
     _presumed_gone: dict[str, ReplicaReport] = field(default_factory=dict, init=False)
     """Last report of each replica that a new one seems to have replaced, but that may only be unresponsive."""
     _starting: dict[str, Restart] = field(default_factory=dict, init=False)
@@ -351,33 +363,56 @@ class ReplicaWatch:
             now: when the store sent them.
             store_since: when the store's process started to receive reports; silence counts from then at the earliest.
         """
-        replaced: list[Restart] = []
         recovered: list[Restart] = []
         for report in sorted(reports, key=lambda report: report.reported_at):
             name = report.replica
-            if name in self._presumed_gone and report.reported_at > self._presumed_gone[name].reported_at:
+            if report.phase == "leaving":
+                self._forget(name)
+            elif name in self._presumed_gone and report.reported_at > self._presumed_gone[name].reported_at:
                 # This replica reports again, so the new one replaced another, which fell silent at about the same time.
                 del self._presumed_gone[name]
                 self._gone.remove(name)
-                self._remove_most_silent()
+                if self.num_replicas is not None and (other := self._most_silent()) is not None:
+                    self._remove(other)
             if name in self._gone:
                 continue
-            if name not in self._present and len(self._present) == self.num_replicas:
-                replaced.append(self._replace_most_silent(name))
+            if name not in self._present and (self.num_replicas is None or len(self._present) >= self.num_replicas):
+                self._joined[name] = now
             self._present[name] = report
             if report.phase == "serving" and name in self._starting:
                 recovered.append(replace(self._starting.pop(name), recovered_at=report.reported_at))
+        replaced = tuple(self._replacements(now, store_since))
         unresponsive, missing = self._silent(now, store_since)
-        return ReplicaChanges(tuple(replaced), tuple(recovered), unresponsive, missing)
+        return ReplicaChanges(replaced, tuple(recovered), unresponsive, missing)
+
+    def _replacements(self, now: float, store_since: float) -> Iterator[Restart]:
+        """Yield a restart for each pair of a replica that has joined and one that is quiet."""
+        if not self._is_surplus():
+            self._joined.clear()
+        for name, joined_at in tuple(self._joined.items()):
+            old = self._most_silent()
+            if old is not None and (old.phase == "broken" or now - max(old.reported_at, store_since) > QUIET_S):
+                del self._joined[name]
+                yield self._replace(old, name)
+            elif self.num_replicas is None and now - joined_at > self.limit_s:
+                del self._joined[name]
+
+    def _is_surplus(self) -> bool:
+        return self.num_replicas is None or len(self._present) > self.num_replicas
 
     def _silent(self, now: float, store_since: float) -> tuple[tuple[ReplicaReport, ...], tuple[ReplicaReport, ...]]:
-        """Return the unresponsive and the missing replicas, see `ReplicaChanges`."""
+        """Return the unresponsive and the missing replicas, see `ReplicaChanges`. A replica that is not needed any more
+        has left without its last report."""
 
         def is_silent(report: ReplicaReport) -> bool:
             return now - max(report.reported_at, store_since) > self.limit_s
 
         silent = {name: report for name, report in self._present.items() if is_silent(report)}
         unresponsive = [report for name, report in silent.items() if name not in self._unresponsive_since]
+        for name in tuple(silent):
+            if self._is_surplus():
+                self._forget(name)
+                del silent[name]
         self._unresponsive_since = {name: self._unresponsive_since.get(name, now) for name in silent}
         missing = [
             name
@@ -390,19 +425,30 @@ class ReplicaWatch:
             del self._presumed_gone[report.replica]
         return (*unresponsive, *presumed_gone), tuple(silent[name] for name in missing)
 
-    def _replace_most_silent(self, name: str) -> Restart:
-        old = self._remove_most_silent()
-        self._starting.pop(old.replica, None)
-        cause = old.error or f"replica {old.replica} (pid {old.pid}) or its engine ended or hung"
-        incarnation = len(self._gone) + 1
-        self._starting[name] = Restart("replica", incarnation, old.reported_at, cause, detail=f"replica {name}")
-        return self._starting[name]
+    def _most_silent(self) -> ReplicaReport | None:
+        """Return the oldest report of the replicas that a new one may replace."""
+        before = [report for name, report in self._present.items() if name not in self._joined]
+        return min(before, key=lambda report: report.reported_at, default=None)
 
-    def _remove_most_silent(self) -> ReplicaReport:
-        """Remove the replica with the oldest report; return that report."""
-        old = min(self._present.values(), key=lambda report: report.reported_at)
+    def _replace(self, old: ReplicaReport, name: str) -> Restart:
+        """Record that the replica `name` replaces the one of the report `old`."""
+        self._remove(old)
+        self._starting.pop(old.replica, None)
+        self._num_lost += 1
+        cause = old.error or f"replica {old.replica} (pid {old.pid}) or its engine ended or hung"
+        restart = Restart("replica", self._num_lost + 1, old.reported_at, cause, detail=f"replica {name}")
+        self._starting[name] = restart
+        return restart
+
+    def _remove(self, old: ReplicaReport) -> None:
+        """Remove a replica that may only be unresponsive."""
         del self._present[old.replica]
         self._gone.add(old.replica)
         if old.replica not in self._unresponsive_since:
             self._presumed_gone[old.replica] = old
-        return old
+
+    def _forget(self, name: str) -> None:
+        """Remove a replica that has left as planned."""
+        self._gone.add(name)
+        for held in (self._present, self._presumed_gone, self._starting, self._joined):
+            held.pop(name, None)

@@ -75,6 +75,7 @@ class WeightStoreActor:
         self._knows_newest = not ray.get_runtime_context().was_current_actor_reconstructed
         """Whether an empty store means that nothing was published, which is unknown after a restart."""
         self._replicas = ReplicaReports()
+        self._wanted_replicas: int | None = None
 
     async def served_run(self) -> ServedRun:
         """Return the run to which this store belongs."""
@@ -186,14 +187,23 @@ class WeightStoreActor:
             raise InfraError(f"the weight store does not hold version {_name(weights_version)} (it holds: {held})")
         return self._versions[weights_version][1]
 
-    async def report(self, report: ReplicaReport) -> None:
-        """Record a replica's report about itself."""
+    async def report(self, report: ReplicaReport) -> int | None:
+        """Record a replica's report about itself. Return the number of replicas that the run wants, if it decides about
+        it (`want_replicas`)."""
         self._replicas.add(report, self._wall_clock())
+        return self._wanted_replicas
+
+    async def want_replicas(self, num_replicas: int) -> None:
+        """Answer this number to the replicas' reports from now on."""
+        self._wanted_replicas = num_replicas
 
     async def status(self) -> StoreStatus:
         now = self._wall_clock()
         health = self._health.measure() if self._health is not None else None
-        return StoreStatus(os.getpid(), self._newest(), self._replicas.recent(now), self._knows_newest, now, health)
+        replicas = self._replicas.recent(now)
+        return StoreStatus(
+            os.getpid(), self._newest(), replicas, self._knows_newest, now, health, self._wanted_replicas
+        )
 
     def _newest(self) -> WeightsVersion | None:
         return max(self._versions, default=None)

@@ -142,11 +142,8 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
         ) from None
 
 
-async def attach(config: Config, app: RolloutApp) -> int:
+async def attach(config: Config, app: RolloutApp) -> None:
     """Let the replicas of a separately deployed application follow the run's weight store, which has been claimed.
-
-    Returns:
-        The number of replicas.
 
     Raises:
         ConfigError: the application does not run, or its engines do not fit the run.
@@ -179,7 +176,6 @@ async def attach(config: Config, app: RolloutApp) -> int:
     for one in facts:
         if problem := one.misfit(wanted):
             raise ConfigError(f"rollout.attach={app.name!r}: {problem}")
-    return len(facts)
 
 
 async def _attach_all(app: RolloutApp) -> list[ReplicaFacts]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import anyio
 import numpy as np
 
-from asyncrl.core.failures import BugError, EngineCrashError, InfraError
+from asyncrl.core.failures import BugError, EngineCrashError, InfraError, ReplicaLeftError
 from asyncrl.core.ports import (
     Accepted,
     EngineCrashed,
@@ -76,7 +76,8 @@ async def generate(
     Args:
         requests: Their `max_tokens` counts all tokens of a turn, including those of `so_far`.
         max_attempts: Number of consecutive calls that may fail without a token. The wait between them is 1 s, 2 s,
-            4 s and so on. Aborts by a weight sync are not failures, and the consumer decides about crashes.
+            4 s and so on. Aborts by a weight sync or by a replica that leaves are not failures, and the consumer
+            decides about crashes.
 
     Raises:
         InfraError: `max_attempts` consecutive calls have failed.
@@ -131,7 +132,7 @@ async def generate(
             failures = 0
         if isinstance(failure, EngineCrashError):
             yield EngineCrashed(failure)
-        elif not progressed:
+        elif not progressed and not isinstance(failure, ReplicaLeftError):
             failures += 1
             if failures >= max_attempts:
                 message = f"generation failed {failures} times in a row, the last time: {failure.message}"

@@ -12,7 +12,7 @@ import anyio
 from ray import serve
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import AsyncRLError, DeadlineError, InfraError
+from asyncrl.core.failures import AsyncRLError, DeadlineError, InfraError, ReplicaLeftError
 from asyncrl.core.ports import ApplyReport, GenerateRequest, GenerationEvent, Publication
 from asyncrl.profiling import profile
 from asyncrl.weights.object_store import ObjectStoreFeed, find_store
@@ -22,6 +22,9 @@ from rollouter.serving.handles import items, typed
 from rollouter.serving.options import DEPLOYMENT_NAME, rollout_app
 
 logger = logging.getLogger(__name__)
+
+LEFT_S = 0.2
+"""Time after which a broadcast that has met a leaving replica is repeated. Serve has taken the replica out by then."""
 
 
 class ServeFleet:
@@ -43,7 +46,8 @@ class ServeFleet:
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:
         """Update all replicas to the publication's version concurrently. If a replica fails, try again once Serve has
-        replaced it.
+        replaced it. A replica that leaves does not delay this, and one that joins applies the newest version before it
+        serves.
 
         A replica that does not answer delays this until Serve replaces it, after about 1.5 times `timeouts.probe_s`.
         If a replica fails and there is a newer publication by then, the newer one is applied instead, and the reports
@@ -70,6 +74,9 @@ class ServeFleet:
             failures = [outcome for outcome in outcomes if isinstance(outcome, AsyncRLError)]
             if not failures:
                 return [reports[report.replica] for report in outcomes]
+            if all(isinstance(failure, ReplicaLeftError) for failure in failures):
+                await anyio.sleep(LEFT_S)
+                continue
             for failure in failures:
                 if not isinstance(failure, InfraError) or anyio.current_time() >= until:
                     raise failure

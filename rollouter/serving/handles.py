@@ -11,7 +11,7 @@ import anyio
 import ray
 from ray.serve.exceptions import RayServeException
 
-from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError
+from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError, ReplicaLeftError
 
 _DEAD = (
     ray.exceptions.RayActorError,
@@ -30,6 +30,8 @@ def typed(error: BaseException, what: str, *, accepted: bool = True) -> AsyncRLE
         return error.cause
     if isinstance(error, AsyncRLError):
         return error
+    if isinstance(error, ray.exceptions.RayActorError) and error.preempted:
+        return ReplicaLeftError.wrap(f"{what}: the replica's node was preempted", error)
     if isinstance(error, _DEAD):
         kind = EngineCrashError if accepted else InfraError
         return kind.wrap(f"{what}: the replica's process is gone", error)

@@ -10,6 +10,7 @@ from typing import Any, Self
 from asyncrl.assets import resolve
 from asyncrl.config.environment import model_config
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.rollout import AutoscalingConfig
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.config.sections.trainer import RewardModelConfig
 
@@ -17,6 +18,7 @@ DEPLOYMENT_NAME = "rollout"
 REWARD_DEPLOYMENT_NAME = "reward-model"
 WORKER_EXTENSION = "rollouter.serving.replica.worker.WeightLoader"
 ROUTER = "rollouter.serving.routing.SessionRouter"
+SCALING_POLICY = "rollouter.serving.autoscaling:wanted_replicas"
 
 
 _SIZES = (
@@ -42,6 +44,9 @@ PATIENCE = 1.5
 replica's event loop until the caller has acknowledged all answers (`WaitAllObjectsReported`), so a caller that hangs
 silences every replica that answers it. The driver ends such a caller after `probe_s`; healthy replicas must survive
 until then."""
+LEAVE_S = 10.0
+"""Time in which a leaving replica hands its requests back. Serve kills a replica that has not ended by then; one
+without requests ends at once."""
 _REPLICAS = {
     # No limit, because replicas queue requests themselves and the Rollouter limits how many it sends.
     "max_ongoing_requests": 1_000_000,
@@ -94,6 +99,8 @@ class ServingOptions:
     namespace: str | None
     """Ray namespace of the weight store; None: that of the application (`app_namespace`), to which runs attach."""
     num_replicas: int
+    """The number at the start; it changes only with `autoscaling`."""
+    autoscaling: AutoscalingConfig
     timeouts: TimeoutsConfig
 
 
@@ -168,6 +175,7 @@ def serving_options(config: Config, *, namespace: str | None, gpus: bool) -> Ser
         env_vars=env_vars,
         namespace=namespace,
         num_replicas=rollout.num_replicas,
+        autoscaling=rollout.autoscaling,
         timeouts=config.timeouts,
     )
 
@@ -176,7 +184,8 @@ def deployment_options(options: ServingOptions) -> dict[str, Any]:
     """Return Serve's options of the replicas."""
     return {
         **_replicas(options.timeouts.probe_s),
-        "num_replicas": options.num_replicas,
+        "graceful_shutdown_timeout_s": LEAVE_S,
+        **_num_replicas(options),
         "request_router_config": {
             "request_router_class": ROUTER,
             "request_router_kwargs": {"max_model_len": options.llm_config["engine_kwargs"]["max_model_len"]},
@@ -184,6 +193,24 @@ def deployment_options(options: ServingOptions) -> dict[str, Any]:
         "placement_group_bundles": [dict(bundle) for bundle in options.bundles],
         "placement_group_strategy": "PACK",
         "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": options.env_vars}},
+    }
+
+
+def _num_replicas(options: ServingOptions) -> dict[str, Any]:
+    """Return how many replicas Serve runs: a fixed number, or what the driver wants. The driver's policy has the
+    periods and the hysteresis already, so Serve follows it at once."""
+    scaling = options.autoscaling
+    if not scaling.enable:
+        return {"num_replicas": options.num_replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_replicas,
+            "initial_replicas": options.num_replicas,
+            "max_replicas": scaling.max_replicas,
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "policy": {"policy_function": SCALING_POLICY},
+        }
     }
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
+import ray
+from ray._private.worker import global_worker
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import ProxyLocation
@@ -98,6 +100,16 @@ class PlacementRouter(RequestRouter):
 async def choose_replica(router: RequestRouter, request: PendingRequest) -> RunningReplica:
     """Have a router choose the replica of a call as Serve does, through its queue of pending calls."""
     return await router._choose_replica_for_request(request)
+
+
+def asked_to_end() -> bool:
+    """Return whether Serve has asked this replica to end. Call it in the process of a replica.
+
+    Serve waits for the replica's calls to end, for `graceful_shutdown_timeout_s`, before it calls the replica's own
+    code (`__del__`), so the replica could not hand its calls back.
+    """
+    actor = global_worker.actors[ray.ActorID.from_hex(ray.get_runtime_context().get_actor_id())]
+    return bool(actor._replica_impl._shutting_down)
 
 
 def http_address() -> tuple[str, int] | None:

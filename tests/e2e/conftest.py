@@ -74,10 +74,12 @@ class EngineProcess:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """Start an engine for the tests of a module. A process has one Ray cluster, and other modules start their own."""
+def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[EngineProcess]:
+    """Start an engine for the tests of a module, whose `ROLLOUT` has further keys of `rollout`. A process has one Ray
+    cluster, and other modules start their own."""
     import ray
     import torch
+    from ray import serve
     from transformers import LlamaForCausalLM
 
     from asyncrl.weights.object_store import ServedRun, start_store
@@ -88,7 +90,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     config = Config.model_validate(
         {
             "model": {"path": str(path)},
-            "rollout": {"max_model_len": MAX_MODEL_LEN},
+            "rollout": {"max_model_len": MAX_MODEL_LEN, **getattr(request.module, "ROLLOUT", {})},
             "timeouts": {"start_s": 240, "apply_s": 60, "generate_s": 120, "engine_s": 30, "probe_s": 30},
         }
     )
@@ -105,5 +107,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
         anyio.run(partial(start_app, config, namespace=NAMESPACE))
         yield EngineProcess(config, store, LlamaForCausalLM.from_pretrained(path))
         anyio.run(stop_app, NAMESPACE)
+        serve.shutdown()  # a handle that reports metrics for autoscaling would start Ray again
     finally:
         ray.shutdown()

@@ -90,8 +90,8 @@ def _check_poison(world: FuzzWorld, records: RunRecords) -> None:
     over = {name: count for name, count in world.poisoned_by.items() if count > limit}
     # A new Rollouter does not know earlier crashes, and a sample that over-sampling cuts is not isolated.
     cut = setup.config.rollout.over_sample.samples > 0 and setup.config.rollout.over_sample.unfinished != "drop"
-    assert not over or setup.faults or cut, f"poison that has crashed more than {limit} engines: {over}"
-    if not setup.faults and setup.stragglers == 0 and setup.reward_fails == 0:
+    assert not over or setup.unplanned or cut, f"poison that has crashed more than {limit} engines: {over}"
+    if not setup.unplanned and setup.stragglers == 0 and setup.reward_fails == 0:
         failed = [fate.sample_id for fate in records.fates if fate.reason == DropReason.FAILED]
         # A sample that two others crash may be blamed (`rollouter.crash_isolation`); every epoch has a poisonous one.
         innocent = [

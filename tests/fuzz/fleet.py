@@ -3,6 +3,7 @@
     replica   starting ─▶ serving ─▶ fetching ─▶ pausing ─▶ loading ─▶ serving ─▶ … ─▶ crashed, or hung until ended
               with the newest version of the store                                      ▼
                                                                        a replacement with a new name
+    wanted fewer, or its node is drained: serving ─▶ leaving, hands its calls back ─▶ ended
 
 Each process of the Rollouter has its own fleet. Tokens are numbered and never repeat, so a check can tell whether a
 response contains all tokens that the Rollouter accepted.
@@ -21,9 +22,10 @@ from unittest.mock import patch
 import anyio
 import numpy as np
 from anyio.abc import TaskGroup
+from ray.exceptions import ActorUnavailableError
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError
+from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError, ReplicaLeftError
 from asyncrl.core.ports import (
     Accepted,
     ApplyReport,
@@ -43,9 +45,12 @@ from rollouter.serving.client import Delta, ReplicaStream
 from rollouter.serving.options import rollout_app
 from rollouter.serving.replica.weights import OTHER_WEIGHTS
 from tests.fuzz.remote import ActorHost, Gate
+from tests.fuzz.setup import MAX_REPLICAS
 from tests.fuzz.world import FuzzWorld
 
 REPORT_S = 1.0
+LEAVE_S = 10.0
+"""Seconds after which Serve kills a replica that should leave."""
 SERVE_S = 20.0
 """Seconds until a hung replica has failed its health checks."""
 EARLIER_RUN = WeightsVersion(3, 40)
@@ -111,7 +116,7 @@ class FuzzReplica:
         self.weights_version = WeightsVersion(0, 0)
         self.calls: list[OpenCall] = []
         self.scope = anyio.CancelScope()
-        self.hung = self.ended = False
+        self.hung = self.ended = self.leaving = False
         self.paused = False
         """True while it generates no tokens."""
         self.end = anyio.Event()
@@ -174,11 +179,59 @@ class Engines:
         self._chunk = world.rng.randint(1, 3)
         self._restart_s = world.rng.uniform(0.1, 3.0)
         self._changed = anyio.Event()
+        self.wanted = world.setup.num_replicas
+        """The number of replicas that the driver wants, and that Serve keeps up."""
         FLEETS[rollout_app(self._config, namespace).name] = self
 
     def start(self, group: TaskGroup) -> None:
-        for _ in range(self._world.setup.num_replicas):
+        self._group = group
+        for _ in range(self.wanted):
             group.start_soon(self._keep_one)
+
+    def change(self, kind: str) -> None:
+        """Let a replica join or leave, or replace one whose node is drained."""
+        stay = [replica for replica in self.replicas if not replica.leaving and not replica.ended]
+        if kind == "join" and self.wanted < MAX_REPLICAS:
+            self.wanted += 1
+            self._group.start_soon(self._keep_one)
+        elif kind == "leave" and self.wanted > 1 and stay:
+            self.wanted -= 1
+            self._group.start_soon(self._leave, self._world.rng.choice(stay))
+        elif kind == "drain" and stay:
+            self._group.start_soon(self._drain, self._world.rng.choice(stay))
+
+    async def _drain(self, replica: FuzzReplica) -> None:
+        """Start a successor, and let the replica leave once the successor is up or the node goes."""
+        self._group.start_soon(self._keep_one)
+        with anyio.move_on_after(LEAVE_S):
+            while len(self.up()) <= self.wanted:
+                await self._changed.wait()
+        if replica.ended:  # its place is taken already, so one of the others is too many
+            others = [one for one in self.replicas if not one.leaving and not one.ended]
+            if len(others) <= self.wanted:
+                return
+            replica = self._world.rng.choice(others)
+        await self._leave(replica)
+
+    async def _leave(self, replica: FuzzReplica) -> None:
+        """See `RolloutServer._await_leave`, and Serve's graceful shutdown."""
+        if replica.leaving or replica.ended:
+            return
+        self._world.log(f"{replica.name} leaves with {len(replica.calls)} calls")
+        replica.leaving = True
+        self._phase(replica, "leaving")
+        with anyio.move_on_after(LEAVE_S):
+            if not replica.hung:
+                for call in replica.calls:
+                    call.aborted = True
+                    call.woken.set()
+                with anyio.move_on_after(1.0), suppress(InfraError, ActorUnavailableError):
+                    number = int(replica.name.partition("-")[2])
+                    if self._store is not None:
+                        await self._store.handle(replica.gate).report.remote(replica.report(number))
+            while replica.calls or replica.hung:
+                await self._changed.wait()
+        self.crash(replica, "it has left")
 
     def crash(self, replica: FuzzReplica, why: str = "the engine died") -> None:
         """End the replica with its calls."""
@@ -212,7 +265,7 @@ class Engines:
         self._store = None
 
     async def until_all_up(self) -> None:
-        while len(self.up()) < self._world.setup.num_replicas:
+        while len(self.up()) < self.wanted:
             await self._changed.wait()
 
     def up(self) -> list[FuzzReplica]:
@@ -230,6 +283,8 @@ class Engines:
                 except AsyncRLError as error:
                     self.crash(replica, str(error))
             self.replicas.remove(replica)
+            if replica.leaving:
+                return
             await anyio.sleep(self._restart_s)
 
     async def _live(self, replica: FuzzReplica) -> None:
@@ -274,7 +329,8 @@ class Engines:
                 replica.joined = True
 
     def _phase(self, replica: FuzzReplica, phase: ReplicaPhase) -> None:
-        replica.phase, replica.phase_since = phase, anyio.current_time()
+        if not replica.leaving or phase == "leaving":
+            replica.phase, replica.phase_since = phase, anyio.current_time()
         self._notify()
 
     def _notify(self) -> None:
@@ -287,6 +343,10 @@ class Engines:
         replica, call = await self._choose(), OpenCall(session)
         replica.calls.append(call)
         try:
+            if replica.leaving:
+                await call.sleep(0.1)
+                yield [Delta(number, _turn([], replica, FinishReason.ABORTED), True) for number in range(len(requests))]
+                return
             await self._join(replica)
             yield Accepted(replica.name)
             pending = list(range(len(requests)))
@@ -310,6 +370,8 @@ class Engines:
     async def _choose(self) -> FuzzReplica:
         while not (free := [replica for replica in self.up() if replica.phase in ("serving", "fetching")]):
             await self._changed.wait()
+        if (leaving := [one for one in self.up() if one.leaving and not one.hung]) and self._world.rng.random() < 0.3:
+            return leaving[0]  # the caller has not heard yet that it leaves
         return min(free, key=lambda replica: len(replica.calls))
 
     async def _pace(self, session: str, replica: FuzzReplica, call: OpenCall) -> None:
@@ -358,6 +420,8 @@ class Engines:
 
     async def _apply(self, replica: FuzzReplica, publication: Publication, mode: str) -> ApplyReport:
         await replica.sleep(self._world.some(0.03))
+        if replica.leaving:
+            raise ReplicaLeftError(f"{replica.name} is leaving")
         load_s = 0.0
         if replica.weights_version < publication.weights_version:
             self._phase(replica, "fetching")

@@ -305,6 +305,8 @@ class LaunchOfRun:
                 if up := self.engines.up():
                     replica = self.rng.choice(up)
                     (self.engines.crash if kind == "engine" else self.engines.hang)(replica)
+            case "join" | "leave" | "drain" as kind:
+                self.engines.change(kind)
             case "rollouter" | "trainer" as name:
                 self._part(name).kill_now()
             case "hang rollouter" | "hang trainer":

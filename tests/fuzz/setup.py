@@ -14,7 +14,7 @@ from tests.fakes.configurations import config_with
 
 FaultKind = Literal[
     "engine", "rollouter", "trainer", "queue", "answer", "store", "hang engine", "hang rollouter", "hang trainer",
-    "hang queue", "apply", "payload", "driver", "driver stops", "stop", "record",
+    "hang queue", "apply", "payload", "driver", "driver stops", "stop", "record", "join", "leave", "drain",
 ]  # fmt: skip
 FAULTS: tuple[FaultKind, ...] = (
     "engine", "engine", "rollouter", "rollouter", "trainer", "trainer", "queue", "queue", "answer", "answer", "store",
@@ -22,7 +22,11 @@ FAULTS: tuple[FaultKind, ...] = (
     "driver stops", "stop",
 )  # fmt: skip
 """`answer` kills the queue's process between an operation and its answer. `driver stops` stops the driver for a while.
-Faults that are listed more than once are drawn more often. `record` is drawn for runs with records only."""
+Faults that are listed more than once are drawn more often. `record` is drawn for runs with records only. `join`,
+`leave` and `drain` are no faults but planned changes of the replicas; `drain` starts a successor first."""
+PLANNED: tuple[FaultKind, ...] = ("join", "leave", "drain")
+MAX_REPLICAS = 4
+"""No replica joins beyond this number, and the last one does not leave."""
 LONG_S = 1000.0
 """A deadline longer than any run, so that retries do not hide a lost notification."""
 SHORT_S = 4.0
@@ -50,6 +54,7 @@ class FuzzSetup:
     config: Config
     num_prompts: int
     num_replicas: int
+    """The number at the start of a launch."""
     reward_fails: float
     """Share of groups whose scoring raises."""
     stragglers: float
@@ -62,6 +67,7 @@ class FuzzSetup:
     poison: int | None
     """The prompt that crashes every engine."""
     faults: tuple[Fault, ...]
+    """Faults and planned changes."""
     max_turns: int = 1
     """Maximum number of turns in a conversation; 1 if the run has no conversations."""
     forks: bool = False
@@ -73,6 +79,10 @@ class FuzzSetup:
     def attaches(self) -> bool:
         """Whether all launches use the replicas of one separately deployed application (`rollout.attach`)."""
         return self.config.rollout.attach is not None
+
+    @property
+    def unplanned(self) -> list[Fault]:
+        return [fault for fault in self.faults if fault.kind not in PLANNED]
 
     def __str__(self) -> str:
         training, drift = self.config.trainer, self.config.async_training
@@ -121,6 +131,10 @@ def draw(seed: int) -> FuzzSetup:
         replay_versions=records.choice(["recorded", "recorded", "current"]),
     )
     spoiled = [Fault(records.expovariate(1 / 1.5), "record") for _ in range(records.randrange(4))]
+    scaling = random.Random(f"replicas {seed}")
+    changed = [
+        Fault(scaling.expovariate(1 / 1.5), scaling.choice(PLANNED)) for _ in range(scaling.choice([0, 0, 1, 2, 4, 8]))
+    ]
     changes: dict[str, dict[str, Any]] = {
         "skip": {"async_rollout": skip},
         "rollout": {
@@ -174,6 +188,7 @@ def draw(seed: int) -> FuzzSetup:
                 [
                     *(Fault(rng.expovariate(1 / 1.5), rng.choice(FAULTS)) for _ in range(num_faults)),
                     *(spoiled if num_recorded is not None else ()),
+                    *changed,
                 ],
                 key=lambda fault: fault.at_s,
             )

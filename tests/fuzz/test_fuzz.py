@@ -194,6 +194,11 @@ PLANTED = {
     "a trained sample's payload is deleted before a checkpoint covers it": PlantedBug(
         ((QueueState, "forget_payload_unless_reversible", QueueState.forget_payload),), ("turns once",)
     ),
+    "a replica that leaves counts as lost": PlantedBug(
+        ((supervision.ReplicaWatch, "_forget", lambda self, name: None),),
+        ("a planned change is recorded as a restart",),
+        ("drain",),
+    ),
     "tokens of a dead engine are generated again": PlantedBug(
         ((client, "_resubmission", lambda request, so_far, calls: _resubmission(request, None, calls)),),
         ("tokens outlive their engine",),

@@ -42,7 +42,7 @@ class DriverWatch:
         self._answers: dict[str, tuple[Progress, tuple[Wait, ...]]] = {}
         self._watchdog = Watchdog(WATCHDOG_S, start_s=START_S)
         # A replica that hangs is unknown to a new store, and Serve replaces it only after SERVE_S.
-        self._replicas = ReplicaWatch(launch.setup.num_replicas, 2 * PROBE_S, SERVE_S + START_S)
+        self._replicas = ReplicaWatch(launch.engines.wanted, 2 * PROBE_S, SERVE_S + START_S)
 
     def start(self, group: TaskGroup) -> None:
         for task in (self._probe_queue, self._probe_store, self._keep_store_informed, self._watch):
@@ -93,7 +93,7 @@ class DriverWatch:
             queue=self._queue,
             counts=self._queue.counts if self._queue is not None else SampleCounts(),
             replicas=self._store.replicas if self._store is not None else (),
-            num_replicas=launch.setup.num_replicas,
+            num_replicas=launch.engines.wanted,
             waits={part: waits for part, (_, waits) in self._answers.items()},
             restarting={
                 each.part.name: each.replacing_since for each in supervisors if each.replacing_since is not None
@@ -194,7 +194,10 @@ class DriverWatch:
 
     def _watch_replicas(self, store: StoreStatus) -> None:
         engines = self._launch.engines
+        self._replicas.num_replicas = None if self._world.setup.attaches else engines.wanted
         changes = self._replicas.update(store.replicas, store.at, store_since=self._store_since)
+        if changes.replaced and not self._world.setup.unplanned and self._world.setup.poison is None:
+            self._world.broken.append(f"a planned change is recorded as a restart: {changes.replaced[0]}")
         for report in changes.unresponsive:
             for replica in [one for one in engines.replicas if one.name == report.replica]:
                 if not replica.hung and not replica.ended:

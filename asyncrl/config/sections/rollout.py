@@ -195,6 +195,26 @@ class AgentConfig(ConfigSection):
         return self.program is not None or bool(self.command)
 
 
+class AutoscalingConfig(ConfigSection):
+    """Let the number of engines follow the run: more while the Trainer waits for samples, fewer while generation may
+    not run further ahead (docs/deploy.md)."""
+
+    enable: bool = False
+    """Change the number of replicas during the run; it begins with rollout.num_replicas."""
+    min_replicas: Positive = 1
+    """Minimum number of replicas."""
+    max_replicas: Positive = 1
+    """Maximum number of replicas."""
+    target_trainer_wait: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of time for which the Trainer may wait for samples before replicas are added."""
+    spare_capacity: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the remaining replicas' capacity that must stay free when replicas are removed: the hysteresis."""
+    up_after_s: Seconds = 30.0
+    """Period with too few replicas after which some are added."""
+    down_after_s: Seconds = 120.0
+    """Period with too many replicas after which some are removed."""
+
+
 class RolloutConfig(ConfigSection):
     """Generation: the engines and their requests."""
 
@@ -211,6 +231,7 @@ class RolloutConfig(ConfigSection):
     """How tokens are drawn for validation."""
     num_replicas: Positive = 1
     """Number of vLLM engines behind Ray Serve."""
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     tensor_parallel_size: Positive = 1
     """Number of GPUs (or CPU processes) of one engine."""
     max_concurrent_samples: Positive = 64
@@ -239,6 +260,11 @@ class RolloutConfig(ConfigSection):
     agent: AgentConfig = AgentConfig()
     dump_dir: str | None = None
     """Directory of a JSONL dump of all trajectories: messages, tokens, masks, versions, times, rewards. null: none."""
+
+    @property
+    def max_replicas(self) -> int:
+        """The most engines that a run has at the same time."""
+        return self.autoscaling.max_replicas if self.autoscaling.enable else self.num_replicas
 
 
 def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
@@ -340,10 +366,29 @@ ENGINE_RULES: tuple[RuleFunction, ...] = (
                "a group of {c.rollout.n} responses (rollout.n) is decoded in several rounds",
                "set it to {c.rollout.n} or more", "warning"),
 )  # fmt: skip
-"""Rules for a run and for `asyncrl serve`."""
+"""Rules for engines of any kind."""
+
+SERVER_RULES: tuple[RuleFunction, ...] = (
+    *ENGINE_RULES,
+    ConfigRule("rollout.autoscaling.enable", lambda c: c.rollout.autoscaling.enable,
+               "it follows the Trainer of a run that starts its own engines, and these servers have none",
+               "set it to false; deployed servers take Ray Serve's own autoscaling_config (docs/deploy.md)"),
+)  # fmt: skip
+"""Rules for `asyncrl serve` and for rollout servers of their own."""
 
 RULES: tuple[RuleFunction, ...] = (
     *ENGINE_RULES,
+    ConfigRule("rollout.autoscaling.max_replicas",
+               lambda c: c.rollout.autoscaling.enable
+               and c.rollout.autoscaling.max_replicas <= c.rollout.autoscaling.min_replicas,
+               "it leaves no other number of replicas than rollout.autoscaling.min_replicas = "
+               "{c.rollout.autoscaling.min_replicas}",
+               "raise it, or set rollout.autoscaling.enable=false and rollout.num_replicas"),
+    ConfigRule("rollout.num_replicas",
+               lambda c: c.rollout.autoscaling.enable and not c.rollout.autoscaling.min_replicas
+               <= c.rollout.num_replicas <= max(c.rollout.autoscaling.min_replicas, c.rollout.autoscaling.max_replicas),
+               "the run begins with this number, and rollout.autoscaling allows {c.rollout.autoscaling.min_replicas} "
+               "to {c.rollout.autoscaling.max_replicas}", "set a number within these bounds"),
     ConfigRule("rollout.attach", lambda c: c.rollout.attach is not None and c.ray.address is None,
                "ray.address is null, so the run would start a cluster of its own, on which no application runs",
                "set ray.address to the cluster of the application, or to auto"),
@@ -404,8 +449,8 @@ _LOOP_KEYS = " ".join(
 """Keys that only the built-in loop reads; the other keys also apply to an agent of the user's own."""
 
 _ENGINE_KEYS = (
-    "num_replicas tensor_parallel_size max_num_seqs dtype enforce_eager gpu_memory_utilization cpu_kv_cache_gib "
-    "cpu_threads engine_kwargs*"
+    "num_replicas autoscaling* tensor_parallel_size max_num_seqs dtype enforce_eager gpu_memory_utilization "
+    "cpu_kv_cache_gib cpu_threads engine_kwargs*"
 )
 """Keys of `rollout` that only the start of engines reads."""
 
@@ -413,6 +458,8 @@ NO_EFFECT = (
     no_effect(" ".join(f"rollout.{key}" for key in _ENGINE_KEYS.split()), lambda c: c.rollout.attach is not None,
               "the run attaches to engines that are deployed already (rollout.attach)",
               "set it where they are deployed"),
+    only_with(" ".join(f"rollout.autoscaling.{name}" for name in AutoscalingConfig.model_fields if name != "enable"),
+              "rollout.autoscaling.enable", True),
     no_effect(_LOOP_KEYS, lambda c: c.rollout.agent.enabled, "your agent (rollout.agent) has its own tools and limits",
               "set them there"),
     no_effect(f"{_TURNS}.format {_TURNS}.tokenization_sanity_check_mode",

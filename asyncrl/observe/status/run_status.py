@@ -117,7 +117,7 @@ class RunState(RunProgress):
     queue: QueueStatus | None = None
     replicas: tuple[ReplicaReport, ...] = ()
     num_replicas: int = 1
-    """The configured number."""
+    """The number that the run wants now; of an application to which it has attached, the number that reports."""
     waits: Mapping[str, tuple[Wait, ...]] = field(default_factory=dict)
     """Open waits of `trainer` and `rollouter`, the longest first."""
     silent_s: Mapping[str, float] = field(default_factory=dict)

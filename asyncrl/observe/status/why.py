@@ -399,8 +399,10 @@ class _Explanation:
     # ------------------------------------------------------------------------------------------------ replicas
 
     def _current_replicas(self) -> list[ReplicaReport]:
-        """Return the reports of the current replicas. The state may also have older reports, of replaced replicas."""
-        newest_first = sorted(self._state.replicas, key=lambda report: -report.reported_at)
+        """Return the reports of the current replicas. The state may also have older reports, of replaced replicas and
+        of replicas that have left."""
+        stay = [report for report in self._state.replicas if report.phase != "leaving"]
+        newest_first = sorted(stay, key=lambda report: -report.reported_at)
         return newest_first[: max(self._state.num_replicas, 1)]
 
     def _replicas(self) -> WaitLink:
@@ -427,7 +429,7 @@ class _Explanation:
         if not self._state.num_replicas:
             return WaitLink("engines", "do not exist", None, "every sample of the run is recorded", "busy")
         if not self._state.replicas:
-            detail = f"{self._state.num_replicas} configured; they are starting, or their reports do not arrive"
+            detail = f"{self._state.num_replicas} wanted; they are starting, or their reports do not arrive"
             silent = self._silent("store", "weight store")
             return silent or WaitLink("replicas", "have not reported yet", None, detail, "replica")
         severities = [(self._severity(report), report) for report in reports]

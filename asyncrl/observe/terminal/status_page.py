@@ -92,6 +92,7 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
         *(("staleness", bar) for bar in _histogram(report["staleness"])),
         ("tokens", items(**{name: number(report["tokens"][name], ",d") for name in ("generated", "trained")})),
         ("tokens", _token_rates(report["tokens"])),
+        ("replicas", _num_replicas(report)),
         *(("replicas", _replica(replica)) for replica in report["replicas"]),
         *_health(health),
         *(("problems", Text(problem["text"], style="yellow")) for problem in health.get("problems") or ()),
@@ -134,10 +135,24 @@ def _token_rates(tokens: Mapping[str, Any]) -> Text | None:
     return Text("   ").join(shown) if shown else None
 
 
+def _num_replicas(report: Mapping[str, Any]) -> Text | None:
+    """Return how many replicas serve, if it is not the number that the run wants."""
+    serving = sum(
+        one["phase"] not in ("starting", "leaving", "broken") and one["silent_s"] <= REPLICA_SILENT_S
+        for one in report["replicas"]
+    )
+    wanted = report["num_replicas"]
+    if wanted is None or serving == wanted or not report["live"]:
+        return None
+    return Text.assemble((f"{serving}", "bold"), (f" serving, {wanted} wanted", DIM))
+
+
 def _replica(replica: Mapping[str, Any]) -> Text:
     is_healthy = replica["phase"] in ("serving", "fetching")
     text = Text(f"{replica['replica']}  ", no_wrap=True, overflow="ellipsis")
     text.append(replica["phase"], style="green" if is_healthy else "yellow")
+    if replica["phase"] == "leaving":
+        return text
     if replica["silent_s"] > REPLICA_SILENT_S:
         text.append(f"  no report for {duration(replica['silent_s'])}", style=_BAD)
     text.append(f"  version {replica['version']}  {replica['in_flight']} requests", style=DIM)

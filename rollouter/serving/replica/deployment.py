@@ -14,7 +14,7 @@ from asyncrl.config.sections.base import ConfigSection
 from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from rollouter.serving.options import ServingOptions
 
-METHODS = ("generate_tokens", "apply_version", "attach", "check_health")
+METHODS = ("generate_tokens", "apply_version", "attach", "check_health", "record_autoscaling_stats")
 OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "detokenize")
 """The methods of `LLMServer` that Ray's ingress calls."""
 

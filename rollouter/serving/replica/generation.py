@@ -45,6 +45,8 @@ GATHER_S = 0.25
 Once all requests have ended, the call reports at once."""
 CANCEL_S = 5.0
 """Limit for the requests of a cancelled call to leave the engine."""
+LEFT_S = 0.1
+"""Time after which a leaving replica refuses a call. Meanwhile the callers learn that Serve has taken it out."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 """The finish reasons of vLLM that are not failures."""
 
@@ -119,6 +121,11 @@ class RunningRequest:
             done=False,
         )
 
+    def aborted(self) -> Delta:
+        """Return the end of a request that goes on elsewhere, without further tokens."""
+        self.is_reported = True
+        return Delta(self.number, cut_delta((), (), (), 0, FinishReason.ABORTED), done=True)
+
     def _end(self) -> CompletionOutput | None:
         """Return the engine's last output, which may still be in the collector."""
         waiting = self.collector.output if self.collector is not None else None
@@ -153,11 +160,19 @@ class TokenGeneration:
         self._gate = gate
         self._pauses = pauses
         self._max_model_len = llm.model_config.max_model_len
+        self._calls: set[asyncio.Event] = set()
+
+    def hand_back(self) -> None:
+        """End all calls of a leaving replica now. Their requests end as aborted, with all their tokens, and the caller
+        continues them on another replica, as after an abort by a weight update. Later calls are refused."""
+        for changed in self._calls:
+            changed.set()
 
     async def run(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Accepted | list[Delta], None]:
-        """Run the requests together, and yield the tokens that they sample: soon after a request has ended, and about
-        once a second while requests run. The first item is yielded once the engine has all requests: if this process
-        dies afterwards, they may be the cause. All tokens are yielded before an error is raised.
+        """Run the requests together, and yield the tokens that they sample: soon after a request has ended, about once
+        a second while requests run, and at once if the replica leaves (`hand_back`). The first item is yielded once
+        the engine has all requests: if this process dies afterwards, they may be the cause. All tokens are yielded
+        before an error is raised.
 
         Raises:
             DataError: the engine refuses a prompt or its sampling parameters.
@@ -167,8 +182,13 @@ class TokenGeneration:
         if self._health.broken:
             raise InfraError(self._health.broken)
         runs = [RunningRequest(number, request.request_id) for number, request in enumerate(requests)]
+        if self._health.leaving:
+            await asyncio.sleep(LEFT_S)
+            yield [run.aborted() for run in runs]
+            return
         changed = asyncio.Event()
         accepted = False
+        self._calls.add(changed)
         work = asyncio.create_task(self._run(requests, runs, changed))
         work.add_done_callback(lambda _: changed.set())
         try:
@@ -176,6 +196,11 @@ class TokenGeneration:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_EVERY_S):
                         await changed.wait()
+                if self._health.leaving:
+                    work.cancel()
+                    await asyncio.wait([work], timeout=CANCEL_S)
+                    yield [*_deltas(runs), *(run.aborted() for run in runs if not run.is_reported)]
+                    return
                 some_ended = changed.is_set()
                 changed.clear()
                 if not accepted:
@@ -192,6 +217,7 @@ class TokenGeneration:
                 yield deltas
             await work
         finally:
+            self._calls.discard(changed)
             if not work.done():
                 work.cancel()
                 await asyncio.wait([work], timeout=CANCEL_S)

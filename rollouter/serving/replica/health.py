@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 WATCH_EVERY_S = 1.0
 EXIT_DELAY_S = 0.5
 """Time between giving up and the end of the process, in which the last answers are sent."""
+FINAL_PHASES: dict[ReplicaPhase, int] = {"leaving": 1, "broken": 2}
+"""Phases that only those of a higher rank can follow."""
 REPORT_EVERY_S = 1.0
 REPORT_ANSWER_S = 10.0
 """Time for which a report waits for the store's answer. After that, a newer report is sent."""
@@ -49,6 +51,8 @@ class StatusReporter:
 
     def __init__(self, describe: Callable[[], ReplicaReport]) -> None:
         """`describe` is called in the reporter's thread."""
+        self.wanted_replicas: int | None = None
+        """The number of replicas that the run wants, as the store last answered."""
         self._describe = describe
         self._changed = threading.Event()
         threading.Thread(target=self._run, name="reporter", daemon=True).start()
@@ -61,7 +65,8 @@ class StatusReporter:
         while True:
             if self.store is not None:
                 try:
-                    ray.get(self.store.report.remote(self._describe()), timeout=REPORT_ANSWER_S)
+                    answer = self.store.report.remote(self._describe())
+                    self.wanted_replicas = ray.get(answer, timeout=REPORT_ANSWER_S)
                 except Exception as error:  # noqa: BLE001  the next report replaces a lost one
                     logger.debug("the weight store did not accept a report: %r", error)
             self._changed.wait(REPORT_EVERY_S)
@@ -119,10 +124,21 @@ class ReplicaHealth:
         self._tasks.append(task)
 
     def enter(self, phase: ReplicaPhase) -> None:
-        """Enter a phase and report it. A replica never leaves the phase `broken`."""
-        if self._phase[0] not in (phase, "broken"):
+        """Enter a phase and report it, unless the current one is final."""
+        current = self._phase[0]
+        if phase != current and FINAL_PHASES.get(phase, 0) >= FINAL_PHASES.get(current, 0):
             self._phase = (phase, time.time())
             self._reporter.report_soon()
+
+    @property
+    def wanted_replicas(self) -> int | None:
+        """The number of replicas that the run wants, or None if the run does not decide about it."""
+        return self._reporter.wanted_replicas
+
+    @property
+    def leaving(self) -> bool:
+        """Whether Serve has asked this replica to end."""
+        return self._phase[0] == "leaving"
 
     def end_update(self) -> None:
         """Leave the phases of a weight update."""

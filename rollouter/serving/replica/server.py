@@ -3,6 +3,7 @@
 generate_tokens ──▶ generation ──▶ gate ──▶ AsyncLLM
 apply_version ────▶ weights ──────▶ │          │      fetch, pause, load, resume, verify
 attach ───────────▶ weights, health                   follow the store of another run
+Serve asks it to end ──▶ generation                   hand all requests back: their callers continue them elsewhere
 weight store ◀───── health ◀────────┴──────────┘      reports, pings; ends the process, so that Serve replaces it
 """
 
@@ -19,19 +20,23 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 
 from asyncrl.config.sections.run import TimeoutsConfig
-from asyncrl.core.failures import InfraError
+from asyncrl.core.failures import InfraError, ReplicaLeftError
 from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publication
 from asyncrl.profiling import profile
 from asyncrl.storage.media import restrict_formats
 from asyncrl.weights.object_store import ServedRun, attached_run
+from rollouter.serving.autoscaling import WANTED_REPLICAS
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.options import ReplicaFacts, ServingOptions, app_namespace
-from rollouter.serving.ray_internals import LLMServer
+from rollouter.serving.ray_internals import LLMServer, asked_to_end
 from rollouter.serving.replica.engine import OpenAIEngine, RolloutEngine
 from rollouter.serving.replica.event_forwarding import EventForwarder
 from rollouter.serving.replica.generation import TokenGeneration
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.weights import PauseMode, WeightUpdates
+
+LEAVE_POLL_S = 0.1
+"""Interval at which a replica checks whether Serve has asked it to end. Serve has no call that says so in time."""
 
 
 class RolloutServer(LLMServer):
@@ -73,6 +78,14 @@ class RolloutServer(LLMServer):
             await self._weights.start()
         self._health.up = True
         self._health.end_update()
+        self._health.in_background(self._await_leave())
+
+    async def _await_leave(self) -> None:
+        """Hand all requests back once Serve asks this replica to end. Serve gives it `graceful_shutdown_timeout_s`."""
+        while not asked_to_end():  # noqa: ASYNC110  see LEAVE_POLL_S
+            await asyncio.sleep(LEAVE_POLL_S)
+        self._health.enter("leaving")
+        self._generation.hand_back()
 
     async def attach(self) -> ReplicaFacts:
         """Serve the versions of the run that has attached to this application, and report to it.
@@ -121,17 +134,29 @@ class RolloutServer(LLMServer):
 
         The first call waits until the replica serves the newest version.
         """
-        await self._join()
-        await self._weights.join()
+        if not self._health.leaving:
+            await self._join()
+            await self._weights.join()
         async with aclosing(self._forwarder.attach(self._generation.run(requests))) as items:
             async for item in items:
                 yield item
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
-        """See `WeightUpdates.apply`. The report also contains this replica's profiler events."""
+        """See `WeightUpdates.apply`. The report also contains this replica's profiler events.
+
+        Raises:
+            ReplicaLeftError: this replica is leaving, so it serves no further request.
+        """
+        if self._health.leaving:
+            raise ReplicaLeftError(f"replica {self._facts.replica} is leaving")
         await self._join()
         report = await self._weights.apply(publication, mode, clear_kv)
         return replace(report, events=tuple(self._forwarder.take_all()))
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what `rollouter.serving.autoscaling` needs in Serve's controller. Serve calls this method."""
+        wanted = self._health.wanted_replicas
+        return {} if wanted is None else {WANTED_REPLICAS: float(wanted)}
 
     async def check_health(self) -> None:
         """Raise if the replica must be replaced. Serve calls this method, and replaces the replica if it raises."""

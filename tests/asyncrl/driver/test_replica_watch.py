@@ -59,12 +59,55 @@ def test_a_replica_that_hangs_while_another_is_replaced_is_unresponsive(watch: R
 def test_a_report_of_a_replica_presumed_dead_means_that_another_one_died(watch: ReplicaWatch) -> None:
     """`b` died just after its report, and the successor of `b` reported before `a` reported again."""
     watch.update([report("a", 1.0), report("b", 1.5)], 1.5)
-    assert len(watch.update([report("a", 1.0), report("b", 1.5), report("c", 1.8)], 1.8).replaced) == 1
-    for second in range(2, 1000):
+    # Only the report of `a` is old, because it was delayed.
+    assert len(watch.update([report("a", 1.0), report("b", 1.5), report("c", 6.2)], 6.2).replaced) == 1
+    for second in range(7, 1000):
         now = float(second)
         seen = watch.update([report("a", now), report("b", 1.5), report("c", now)], now)
         assert seen.replaced == () and seen.missing == ()
         assert {one.replica for one in seen.unresponsive} <= {"b"}
+
+
+def test_a_replica_that_is_replaced_at_once_counts_when_it_is_silent(watch: ReplicaWatch) -> None:
+    watch.update([report("a", 1.0), report("b", 1.5)], 1.5)
+    replaced = []
+    for second in range(2, 60):
+        now = float(second)
+        seen = watch.update([report("a", now), report("b", 1.5), report("c", now)], now)
+        replaced += [(second, one.detail) for one in seen.replaced]
+        assert seen.unresponsive == seen.missing == ()
+    assert replaced == [(7, "replica c")]
+
+
+@pytest.mark.parametrize("wanted", [2, None])
+def test_a_replica_that_leaves_as_planned_is_neither_replaced_nor_missing(
+    watch: ReplicaWatch, wanted: int | None
+) -> None:
+    """With as many replicas wanted as before, its node is drained: the next one joins before it leaves."""
+    watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
+    watch.num_replicas = wanted
+    for second in range(2, 1000):
+        now = float(second)
+        old = report("a", now) if second < 20 else report("a", 20.0, "leaving")
+        assert watch.update([old, report("b", now), *[report("c", now)] * (second > 5)], now) == NOTHING
+
+
+def test_fewer_wanted_replicas_are_not_missing_even_without_a_last_report(watch: ReplicaWatch) -> None:
+    watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
+    watch.num_replicas = 1
+    gone = report("a", 5.0)
+    found = [watch.update([gone, report("b", float(second))], float(second)) for second in range(5, 1500)]
+    assert [one for one in found if one != NOTHING] == [ReplicaChanges((), (), (gone,))], "its process is ended"
+
+
+def test_a_replica_that_joins_because_more_are_wanted_replaces_no_other(watch: ReplicaWatch) -> None:
+    watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
+    watch.num_replicas = 3
+    # `a` ends while the third replica joins, and a fourth one replaces it.
+    found = [watch.update([report("a", 1.0), report("b", now), report("c", now)], now) for now in (9.0, 10.0)]
+    assert found == [NOTHING, NOTHING]
+    seen = watch.update([report("a", 1.0), report("b", 11.0), report("c", 11.0), report("d", 11.0)], 11.0)
+    assert [one.detail for one in seen.replaced] == ["replica d"]
 
 
 def test_a_silent_store_does_not_make_replicas_unresponsive(watch: ReplicaWatch) -> None:
@@ -114,7 +157,7 @@ def test_a_replica_that_reports_again_may_become_unresponsive_again(watch: Repli
 def test_a_starting_replica_is_not_missing(watch: ReplicaWatch) -> None:
     gone = report("a", 1.0)
     watch.update([gone, report("b", 1.0)], 1.0)
-    watch.update([gone, report("b", 600.0), report("c", 600.0, "starting")], 600.0)
+    assert len(watch.update([gone, report("b", 600.0), report("c", 600.0, "starting")], 600.0).replaced) == 1
     assert watch.update([gone, report("b", 850.0), report("c", 850.0, "starting")], 900.0) == NOTHING
     assert [one.replica for one in watch.update([report("b", 950.0)], 950.0).unresponsive] == ["c"]
     assert [one.replica for one in watch.update([report("b", 1551.0)], 1551.0).missing] == ["c"]

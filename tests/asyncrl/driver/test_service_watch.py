@@ -132,11 +132,13 @@ async def test_a_queue_that_died_has_time_to_come_back(make_rig: MakeRig) -> Non
 async def test_replicas_replaced_by_serve_count_against_the_budget(make_rig: MakeRig) -> None:
     rig = make_rig(max_restarts=1)
     async with anyio.create_task_group() as ends:
-        for names in ("a", "ab"):
-            await rig.store_has(*(report(name, reported_at=float(ord(name))) for name in names))
+        for at, names in ((100.0, "a"), (150.0, "b")):
+            await rig.store_has(
+                report("a", reported_at=100.0), *(report(name, reported_at=at) for name in names), at=at
+            )
             rig.watch.watch_replicas(ends)
         assert [part for part, *_ in rig.restarts] == ["replica"]
-        await rig.store_has(report("c", reported_at=200.0))
+        await rig.store_has(report("c", reported_at=200.0), at=200.0)
         with pytest.raises(InfraError, match="the replicas failed 2 times"):
             rig.watch.watch_replicas(ends)
         ends.cancel_scope.cancel()

@@ -122,7 +122,7 @@ SERVED = trainer_waits("served")
         (with_replicas(report("0", in_flight=0), report("1", in_flight=0)), "engine", "have no request in flight"),
         (replace(ENGINE, last_progress_at=NOW - 60), "engine", "no token for 60 s (2 serving, 8 requests"),
         (with_replicas(report("0")), "engine", "no report from 1"),
-        (with_replicas(), "replica", "replicas have not reported yet (2 configured"),
+        (with_replicas(), "replica", "replicas have not reported yet (2 wanted"),
         (replace(ENGINE, replicas=(), silent_s={"store": 9.0}), "silent", "store has not answered"),
         (with_replicas(report("a", "starting")), "replica", "replica a is starting its engine for 94 s"),
         (with_replicas(report("0"), report("1", "broken", error="OOM")), "replica", "1 is broken for 94 s (OOM"),

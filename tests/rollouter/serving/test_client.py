@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.core.failures import BugError, DataError, EngineCrashError, InfraError, PoisonError
+from asyncrl.core.failures import BugError, DataError, EngineCrashError, InfraError, PoisonError, ReplicaLeftError
 from asyncrl.core.ports import EngineCrashed, GenerateRequest, GenerationEvent, TurnFinished
 from asyncrl.core.types import FinishReason, Span, Turn, versions_per_token
 from rollouter.serving.client import Delta, cut_delta, generate
@@ -51,7 +51,7 @@ class CallScript:
     steps: list[dict[int, int]] = field(default_factory=list)
     """The next event batches: for each request by position (modulo their number), its number of tokens."""
     end: str = "whole"
-    """`whole` if every response is completed, `abort`, or an error: `crash` or `infra`."""
+    """`whole` if every response is completed, `abort`, or an error: `crash`, `infra` or `left`."""
 
 
 class ScriptedEngine:
@@ -89,6 +89,8 @@ class ScriptedEngine:
                 raise EngineCrashError("the engine died", "its traceback")
             if play.end == "infra":
                 raise InfraError("no answer", "its traceback")
+            if play.end == "left":
+                raise ReplicaLeftError("the node was preempted")
             if play.end == "abort":
                 yield [delta(number, 0)._replace(done=True) for number in sorted(left)]
             else:
@@ -127,7 +129,7 @@ class Sleeps:
 plays = st.builds(
     CallScript,
     st.lists(st.dictionaries(st.integers(0, 3), st.integers(0, 9), max_size=4), max_size=5),
-    st.sampled_from(["whole", "abort", "crash", "infra"]),
+    st.sampled_from(["whole", "abort", "crash", "infra", "left"]),
 )
 
 
@@ -275,3 +277,11 @@ async def test_a_stream_that_ends_before_its_requests_is_a_bug() -> None:
 
     with pytest.raises(BugError, match="a call of 1 requests before 1 of them ended"):
         await finished_turns(generate(call, [request("a", 6)], session="s", max_attempts=3))
+
+
+async def test_replicas_that_leave_use_up_no_attempt() -> None:
+    engine, sleeps = ScriptedEngine([CallScript(end=end) for end in ("left", "left", "infra", "left")]), Sleeps()
+    calls = generate(engine, [request("r", 9)], session="s", max_attempts=2, sleep=sleeps)
+    (turn,) = await finished_turns(calls)
+    assert same(turn, whole(request("r", 9)))
+    assert len(engine.calls) == 5 and sleeps.seconds == [1.0] * 4

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import BugError, DeadlineError, InfraError
+from asyncrl.core.failures import BugError, DeadlineError, EngineCrashError, InfraError, ReplicaLeftError
 from asyncrl.core.ports import (
     Accepted,
     ApplyReport,
@@ -32,7 +32,7 @@ from asyncrl.profiling import ProfilerSettings, profile
 from rollouter.serving import fleet as module
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.fleet import ServeFleet
-from rollouter.serving.handles import answer, items, own_log
+from rollouter.serving.handles import answer, items, own_log, typed
 from tests.fakes.engine import finished_turns
 
 DEAD = ray.exceptions.ActorDiedError()
@@ -124,6 +124,20 @@ def make(
     monkeypatch.setattr(module, "find_store", lambda namespace: newest)
     monkeypatch.setattr(module, "ObjectStoreFeed", lambda store, call_s: Feed(store))
     return ServeFleet(Config.model_validate({"timeouts": timeouts}), namespace="run")
+
+
+async def test_a_replica_that_leaves_does_not_delay_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle([[report("a", 3, 0.5), ReplicaLeftError("b is leaving")], [report("a", 3)]])
+    reports = await make(monkeypatch, handle).apply(published(3))
+    assert reports == [report("a", 3, 0.5)]
+    assert handle.asked == ["apply_version", "apply_version"], "nothing waits for a replacement of b"
+
+
+def test_a_replica_on_a_preempted_node_left_as_planned() -> None:
+    preempted = ray.exceptions.ActorDiedError()
+    preempted._preempted = True
+    assert isinstance(typed(preempted, "a call"), ReplicaLeftError)
+    assert isinstance(typed(DEAD, "a call"), EngineCrashError)
 
 
 async def test_apply_is_repeated_until_every_replica_has_the_version_and_returns_the_first_report_of_each(

@@ -7,10 +7,12 @@ import sys
 from typing import Any
 
 import pytest
+from ray.serve.config import AutoscalingConfig
 
 from asyncrl.config.schema import Config
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.weights.object_store import ServedRun
+from rollouter.serving.autoscaling import wanted_replicas
 from rollouter.serving.options import deployment_options, serving_options
 
 
@@ -31,6 +33,16 @@ def test_options_on_cpu() -> None:
     assert "gpu_memory_utilization" not in kwargs
     assert built.llm_config["model_loading_config"] == {"model_id": "tiny", "model_source": "/models/tiny"}
     assert deployment_options(built)["num_replicas"] == 2
+
+
+def test_with_autoscaling_serve_follows_the_run_at_once() -> None:
+    scaling = {"enable": True, "min_replicas": 2, "max_replicas": 5, "up_after_s": 7, "down_after_s": 9}
+    built = deployment_options(options(rollout={"num_replicas": 3, "autoscaling": scaling}))
+    assert "num_replicas" not in built
+    serves = AutoscalingConfig.model_validate(built["autoscaling_config"])
+    assert (serves.min_replicas, serves.initial_replicas, serves.max_replicas) == (2, 3, 5)
+    assert (serves.upscale_delay_s, serves.downscale_delay_s) == (0, 0), "the driver's decisions have these periods"
+    assert serves.policy.get_policy().__name__ == wanted_replicas.__name__
 
 
 def test_replicas_record_events_and_write_no_files() -> None:

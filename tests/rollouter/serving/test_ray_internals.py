@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ray
+from ray._private.worker import global_worker
+from ray.serve._private.replica import Replica, ReplicaActor
 from ray.serve.context import ServeControllerClient
 from ray.serve.request_router import RequestRouter
 
@@ -36,4 +38,10 @@ def test_ray_has_everything_that_is_used() -> None:
     ]:
         if not hasattr(owner, name):
             missing.append(f"{owner.__module__}.{owner.__name__}.{name}")
+    # `asked_to_end` reads these attributes of instances.
+    for part, name in [(Replica.__init__, "_shutting_down"), (ReplicaActor.__init__, "_replica_impl")]:
+        if name not in part.__code__.co_names:
+            missing.append(f"{part.__module__}.{part.__qualname__}.{name}")
+    if not hasattr(global_worker, "actors"):
+        missing.append("ray._private.worker.global_worker.actors")
     assert not missing, f"Ray {ray.__version__} has no {', '.join(missing)}; {WHERE}"

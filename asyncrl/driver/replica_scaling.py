@@ -1,0 +1,97 @@
+"""Decides how many replicas the run wants, and tells it to the weight store, from which it reaches Ray Serve.
+
+`rollouter.serving.autoscaling` describes the way to Serve. A restarted store has forgotten the number; its next status
+says so, and the number is sent again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+
+from asyncrl.config.schema import Config
+from asyncrl.core.autoscaling import AutoscalingPolicy, ReplicaAutoscaler, ReplicaLoad
+from asyncrl.core.failures import InfraError
+from asyncrl.driver.actors import call
+from asyncrl.driver.run_status_writer import RunStatus
+from asyncrl.driver.supervision import QUIET_S, TICK_S
+from asyncrl.observe.formats import count, percent
+from asyncrl.observe.terminal.live import View
+from asyncrl.profiling import profile
+
+logger = logging.getLogger(__name__)
+
+BUSY_PHASES = ("serving", "fetching", "pausing", "loading", "verifying")
+"""The phases of a replica that has requests or may get some."""
+
+
+class ReplicaScaling:
+    """Changes the number of replicas of a run with `rollout.autoscaling`."""
+
+    def __init__(self, config: Config, status: RunStatus, view: View, expect_replicas: Callable[[int], None]) -> None:
+        """`expect_replicas` is called with each new number before it reaches Serve."""
+        keys = config.rollout.autoscaling
+        policy = AutoscalingPolicy(
+            keys.min_replicas,
+            keys.max_replicas,
+            keys.target_trainer_wait,
+            keys.spare_capacity,
+            keys.up_after_s,
+            keys.down_after_s,
+        )
+        self._scaler = ReplicaAutoscaler(policy, config.rollout.num_replicas)
+        self._call_s = config.timeouts.call_s
+        self._status = status
+        self._view = view
+        self._expect_replicas = expect_replicas
+
+    async def run(self, store: Any) -> None:
+        """Decide once a second, until cancelled. `store`: the handle of the weight store."""
+        while True:
+            self.decide(time.monotonic())
+            known = self._status.store
+            if known is not None and known.wanted_replicas != self._scaler.wanted:
+                try:
+                    answer = store.want_replicas.remote(self._scaler.wanted)
+                    await call("weight store", answer, self._call_s, doing="taking the wanted number of replicas")
+                except InfraError as error:  # its probe deals with the store; the next status says what it knows
+                    logger.debug("the wanted number of replicas is sent again: %s", error.brief)
+            await anyio.sleep(TICK_S)
+
+    def decide(self, now_s: float) -> None:
+        """Take the current statuses into account, at `now_s` (monotonic)."""
+        status, scaler = self._status, self._scaler
+        if status.phase != "running" or status.restarting or status.store is None:
+            scaler.skip(now_s)
+            return
+        before, store = scaler.wanted, status.store
+        serving = [
+            report.in_flight
+            for report in store.replicas
+            if report.phase in BUSY_PHASES and store.at - report.reported_at <= QUIET_S
+        ]
+        idle = sum(not in_flight for in_flight in serving) / len(serving) if serving else 0.0
+        load = ReplicaLoad.now(
+            trainer_waits=_waits_on(status.trainer, "samples"),
+            pacing_shut=_waits_on(status.rollouter, "permit"),
+            idle_replicas=idle,
+        )
+        if (wanted := scaler.observe(now_s, load, serving=len(serving))) == before:
+            return
+        self._expect_replicas(wanted)
+        measured = scaler.load
+        profile.note("replicas.wanted", replicas=wanted, before=before, **measured._asdict())
+        cause = (
+            f"the Trainer waited for samples {percent(measured.trainer_wait)} of the time"
+            if wanted > before
+            else f"pacing kept replicas idle {percent(measured.idle)} of the time"
+        )
+        self._view.message("", f"the run wants {count(wanted, 'replica')} instead of {before}: {cause}")
+
+
+def _waits_on(status: Mapping[str, Any], edge: str) -> bool:
+    return any(wait.edge == edge for wait in status.get("waits", ()))
