@@ -156,7 +156,7 @@ def test_the_replicas_of_a_run_follow_its_trainer_and_its_pacing(tmp_path: Path)
     assert summary["restarts"].get("replica", 0) == 0, "planned changes are no failures"
     decisions = [
         event["replicas"]
-        for file in (run.run_dir / "events").glob("*/driver.jsonl")
+        for file in sorted((run.run_dir / "events").glob("*/driver.jsonl"))
         for event in map(json.loads, file.read_text(encoding="utf-8").splitlines())
         if event["event"] == "replicas.wanted"
     ]
