@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import Accepted, EngineCrashed, GenerateRequest, TurnFinished, TurnProgress
-from asyncrl.weights.object_store import start_store
+from asyncrl.weights.object_store import ServedRun, start_store
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, positive, report
 from benchmarks.running import local_ray, print_progress, serving
@@ -116,7 +116,7 @@ async def _measure(path: Path, options: Any) -> list[dict[str, Any]]:
             },
         }
     )
-    store: Any = start_store(NAMESPACE)
+    store: Any = start_store(NAMESPACE, ServedRun.of(config, name="the benchmark", namespace=NAMESPACE))
     changing = f"changing, 1 and {options.replicas}"
     async with serving(config, NAMESPACE) as fleet:
         load = ClosedLoop(fleet, options.tokens)

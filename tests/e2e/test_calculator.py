@@ -107,7 +107,12 @@ def check_events(run: LaunchedRun) -> None:
     named: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         named.setdefault(event["event"], []).append(event)
-    assert "profiler.dropped" not in named and run.steps()[-1]["profiler/dropped"] == 0
+    # Events of replicas that Ray had accepted for the killed Rollouter are lost, and its successor counts them.
+    reporting = {
+        path.stem.split("-")[0] for path, lines in files.items() if any('"profiler.dropped"' in line for line in lines)
+    }
+    assert reporting <= {"rollouter"}
+    assert run.steps()[-1]["profiler/dropped"] <= sum(event["events"] for event in named.get("profiler.dropped", ()))
     trained = Counter((event["sample"], event["step"]) for event in named["sample.trained"])
     steps = {line["step"]: line["samples"] for line in map(json.loads, (run.run_dir / "trained.jsonl").open())}
     assert trained == Counter((sample, step) for step, samples in steps.items() for sample in samples)
