@@ -16,7 +16,7 @@ from asyncrl.core.ports import ApplyReport, GenerateRequest, GenerationEvent, Pr
 from asyncrl.core.types import SampleId
 from rollouter.agent.conversation import ConversationAgent
 from rollouter.sample_runner import ask_for
-from skip import Action, BaseSkip, Call, SkipManager
+from skip import Call, RecordSkip, SkipAction, SkipManager
 
 
 class RemainingSamples(NamedTuple):
@@ -46,17 +46,21 @@ def first_uncovered(
         ConfigError: a record does not match this run, and `on_mismatch` is `error`.
     """
     role = SkipManager.get("async_rollout")
-    if role is None:
+    if not isinstance(role, RecordSkip):
         return "skip.async_rollout is not enabled"
-    counts = role.counts.copy()
+    counts = role.active.counts.copy()
     try:
         return _first_uncovered(role, config, prompts, remaining, agent)
     finally:
-        role.counts = counts  # a lookup does not count as a replay
+        role.active.counts = counts  # a lookup does not count as a replay
 
 
 def _first_uncovered(
-    role: BaseSkip, config: Config, prompts: PromptSource, remaining: RemainingSamples, agent: ConversationAgent | None
+    role: RecordSkip,
+    config: Config,
+    prompts: PromptSource,
+    remaining: RemainingSamples,
+    agent: ConversationAgent | None,
 ) -> str:
     covered = num_unusable = 0
     covered_shapes: set[tuple[object, ...]] = set()
@@ -75,10 +79,10 @@ def _first_uncovered(
         covered += 1
         # With `repeat`, all samples of the same shape use the same record.
         shape = (request.n, request.baseline is None, request.sampling.get("max_tokens"))
-        if role.action is Action.REPEAT and shape in covered_shapes:
+        if role.action is SkipAction.REPEAT and shape in covered_shapes:
             continue
-        record_request = role.request(Call({"request": request}, {}), None)
-        if record_request is None or role.meet_precondition(record_request) is None:
+        call = Call({"request": request}, {})
+        if role.active.look_up(ask_for, sample_id.index, (call,), {}).outcome is None:
             return f"{sample_id} has no record that can be used in {role.files.root}"
         covered_shapes.add(shape)
     return ""

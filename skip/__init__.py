@@ -3,16 +3,18 @@
 from skip.fingerprint import Fingerprint, field
 from skip.manager import SkipManager
 from skip.record import Content, Record
-from skip.role import Action, BaseSkip, Call, Served, register_skip
+from skip.record_role import Call, RecordSkip, Served
+from skip.role import BaseSkip, SkipAction, register_skip
 
 __all__ = [
-    "Action",
     "BaseSkip",
     "Call",
     "Content",
     "Fingerprint",
     "Record",
+    "RecordSkip",
     "Served",
+    "SkipAction",
     "SkipManager",
     "field",
     "register_skip",

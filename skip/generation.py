@@ -20,13 +20,14 @@ from asyncrl.storage.media import digest
 from asyncrl.storage.sample_bytes import spans_from_json
 from skip.fingerprint import Fingerprint, field, model_identity, tokenizer_identity
 from skip.record import Content
-from skip.role import BaseSkip, Call, Served, register_skip
+from skip.record_role import Call, RecordSkip, Served
+from skip.role import register_skip
 
 CODE = "2"
 """Version of the code that generates; it is incremented when results would differ from earlier records."""
 
 
-class _Generation(BaseSkip):
+class _Generation(RecordSkip):
     """The base of the two roles."""
 
     @functools.cached_property
@@ -76,7 +77,7 @@ class AsyncRolloutSkip(_Generation):
     support_online_step = True
 
     def extract_step(self, call: Call) -> int:
-        return step_of_sample(call["request"].sample_id, self.role)
+        return step_of_sample(call["request"].sample_id, self.active.key)
 
     def fingerprint(self, call: Call) -> Fingerprint:
         return self._fingerprint(call["request"])
@@ -84,7 +85,7 @@ class AsyncRolloutSkip(_Generation):
     def to_content(self, call: Call, result: Generated) -> Content:
         return to_content([result], tokenizer=self._tokenizer)
 
-    def prepare_data(self, call: Call, served: Served) -> Generated:
+    def to_result(self, call: Call, served: Served) -> Generated:
         (one,) = from_content(served.record.content)
         return self._replayed(one, served, call["request"])
 
@@ -108,7 +109,7 @@ class RolloutSkip(_Generation):
     def to_content(self, call: Call, result: Sequence[Generated]) -> Content:
         return to_content(result, tokenizer=self._tokenizer)
 
-    def prepare_data(self, call: Call, served: Served) -> list[Generated]:
+    def to_result(self, call: Call, served: Served) -> list[Generated]:
         batch: Sequence[SampleRequest] = call["batch"]
         found = from_content(served.record.content)
         if len(found) != len(batch):
@@ -119,8 +120,8 @@ class RolloutSkip(_Generation):
         return versions(result)
 
 
-def step_of_sample(sample_id: SampleId | str, role: str) -> int:
-    """Return the feed index, as the step of `role`.
+def step_of_sample(sample_id: SampleId | str, key: str) -> int:
+    """Return the feed index, as the step of the role that `key` configures.
 
     Raises:
         BugError: `sample_id` is malformed; the message shows the expected form.
@@ -128,7 +129,7 @@ def step_of_sample(sample_id: SampleId | str, role: str) -> int:
     try:
         return (sample_id if isinstance(sample_id, SampleId) else SampleId.parse(sample_id)).index
     except (ValueError, TypeError) as error:
-        raise BugError(f"skip.{role} takes its step from the sample's id: {error}") from error
+        raise BugError(f"{key} takes its step from the sample's id: {error}") from error
 
 
 def versions(results: Sequence[Generated]) -> tuple[int, int] | None:

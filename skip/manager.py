@@ -1,4 +1,4 @@
-"""The enabled roles of this process, and the decorator that puts them around stages (see `BaseSkip.warp_function`).
+"""The roles of this process, and the decorator that puts them around stages (see `ActiveRole`).
 
 @SkipManager.annotate(role="async_rollout")
 async def generate(request): ...
@@ -8,65 +8,82 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
+from pydantic import ValidationError
+
 from asyncrl.config.import_path import import_module
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import ConfigError
-from skip.role import BaseSkip, Outcome, Waiting, registered_roles
+from asyncrl.config.sections.skip import OwnSkipRoleConfig, SkipRoleConfig, StepSet
+from asyncrl.core.failures import ConfigError, UserCodeError
+from skip.record_role import RecordSkip
+from skip.role import (
+    UNKNOWN_STEP,
+    ActiveRole,
+    AnnotatedFunction,
+    BaseSkip,
+    Outcome,
+    Waiting,
+    describe_error,
+    registered_roles,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_DEFAULT = SkipRoleConfig()
 _suspended: ContextVar[bool] = ContextVar("skip_suspended", default=False)
 
 
-class SkipManager:
-    """State of this process: the enabled roles, and the step of its sequential loop. `reset` clears both."""
+class _ForeignRoleConfig(OwnSkipRoleConfig, extra="allow"):
+    """The settings of a role in a mapping that is not ours; a class may read keys of its own."""
 
-    _skips: ClassVar[dict[str, BaseSkip]] = {}
-    _step: ClassVar[int | None] = None
+
+class SkipManager:
+    """State of this process: its roles, and the step of its sequential loop. `reset` clears both."""
+
+    skip_instances: ClassVar[dict[str, BaseSkip]] = {}
+    """The instance of each role that has settings, enabled or not."""
+    step: ClassVar[int] = UNKNOWN_STEP
 
     @classmethod
-    def init(cls, config: Config) -> None:
-        """Instantiate each role that `config.skip` enables, after `reset`.
+    def init(cls, config: Config | Mapping[str, Any]) -> None:
+        """Make an instance of each role, after `reset`.
+
+        Args:
+            config: a `Config`, or any mapping whose section `skip` has settings by the name of the role.
 
         Raises:
-            ConfigError: a role is not registered, or its settings cannot work.
-            UserCodeError: a module of `skip.modules` raised when it was imported.
+            ConfigError: an enabled role is not registered, or its settings cannot work.
+            UserCodeError: a module of `skip.modules` or the class of a role raised an error.
         """
         cls.reset()
         import skip.generation
         import skip.stages  # noqa: F401  both register the built-in roles
 
-        settings = config.skip
-        for module in settings.modules:
+        modules, sections = _settings(config)
+        for module in modules:
             import_module(module, "skip.modules")
         known = registered_roles()
-        skips: dict[str, BaseSkip] = {}
-        for role, section in settings.by_role().items():
-            if not section.enable:
-                continue
-            if role not in known:
+        instances: dict[str, BaseSkip] = {}
+        for role, (key, section) in sections.items():
+            if role in known:
+                instances[role] = _make(known[role], key, section, config)
+                ActiveRole(role, key, instances[role])
+            elif section.enable:
                 near = get_close_matches(role, known, 1)
                 fix = f"did you mean {near[0]}?" if near else "name the module that registers it in skip.modules"
-                raise ConfigError(
-                    f"skip.roles.{role}: no module has registered this role, so nothing would be recorded; {fix}"
-                )
-            instance = known[role](role, section, config)
-            if instance.is_enabled():
-                instance.current_step = lambda: cls._step
-                skips[role] = instance
-        cls._skips = skips
+                raise ConfigError(f"{key}: no module has registered this role, so nothing would be recorded; {fix}")
+        cls.skip_instances = instances
 
     @classmethod
     def reset(cls) -> None:
         """Return to the state before `init`: annotated functions run as if they were not annotated."""
-        cls._skips = {}
-        cls._step = None
+        cls.skip_instances = {}
+        cls.step = UNKNOWN_STEP
 
     @classmethod
     @contextmanager
@@ -94,36 +111,37 @@ class SkipManager:
     @classmethod
     def set_step(cls, step: int) -> None:
         """Set the step of a sequential loop, for roles whose calls do not contain it."""
-        cls._step = step
+        cls.step = step
 
     @classmethod
     def watch(cls, waiting: Waiting) -> None:
         """Make async stages report their waits for files to `waiting` (`WaitBoard.waiting`), on the edge `records`."""
-        for role in cls._skips.values():
-            role.waiting = waiting
+        for instance in cls.skip_instances.values():
+            instance.active.waiting = waiting
 
     @classmethod
     def get(cls, role: str) -> BaseSkip | None:
-        """Return the instance of an enabled role."""
-        return cls._skips.get(role)
+        """Return the instance of a role if it is enabled."""
+        instance = cls.skip_instances.get(role)
+        return instance if instance is not None and instance.is_enabled() else None
 
     @classmethod
     async def note(cls, role: str, step: int, values: Mapping[str, Any]) -> None:
         """Write `values` (JSON types) as the note of the record of `step`, for `asyncrl skip show`. Failures are
         logged."""
-        instance = cls._skips.get(role)
-        if instance is not None and step in instance.steps:
-            await instance.in_file_thread("write", lambda: instance.note(step, values))
+        instance = cls.get(role)
+        if isinstance(instance, RecordSkip) and step in instance.steps:
+            await instance.active.in_file_thread("write", functools.partial(instance.note, step, values))
 
     @classmethod
     def status(cls) -> dict[str, dict[Outcome, int]]:
         """Return the cumulative counts of this process for each enabled role."""
-        return {role: dict(instance.counts) for role, instance in cls._skips.items()}
+        return {role: dict(one.active.counts) for role, one in cls.skip_instances.items() if one.is_enabled()}
 
     @classmethod
     def messages(cls) -> list[str]:
         """Return the warnings of the roles of this process so far, each once."""
-        return [message for instance in cls._skips.values() for message in tuple(instance.messages)]
+        return [message for one in cls.skip_instances.values() for message in tuple(one.active.messages)]
 
     @classmethod
     def annotate(cls, role: str, **options: Any) -> Callable[[Function], Function]:
@@ -136,29 +154,83 @@ class SkipManager:
         def decorate(function: Function) -> Function:
             if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
                 raise TypeError(f"{function.__qualname__} yields its results one by one and cannot be skipped")
-            wrapped: tuple[BaseSkip, Callable[..., Any]] | None = None
+            stage = AnnotatedFunction(function, options)
 
-            def current() -> Callable[..., Any]:
-                nonlocal wrapped
-                instance = cls._skips.get(role)
-                if instance is None or _suspended.get():
-                    return function
-                if wrapped is None or wrapped[0] is not instance:
-                    wrapped = instance, instance.warp_function(function, options)
-                return wrapped[1]
+            def active(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ActiveRole | None:
+                instance = cls.skip_instances.get(role)
+                if instance is None or _suspended.get() or not instance.is_enabled() or _is_validation(args, kwargs):
+                    return None
+                return instance.active
 
             if inspect.iscoroutinefunction(function):
 
                 @functools.wraps(function)
                 async def run_async(*args: Any, **kwargs: Any) -> Any:
-                    return await current()(*args, **kwargs)
+                    if (its_role := active(args, kwargs)) is None:
+                        return await function(*args, **kwargs)
+                    return await its_role.run_async(stage, cls.step, args, kwargs)
 
                 return run_async  # type: ignore[return-value]
 
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                return current()(*args, **kwargs)
+                if (its_role := active(args, kwargs)) is None:
+                    return function(*args, **kwargs)
+                return its_role.run(stage, cls.step, args, kwargs)
 
             return run  # type: ignore[return-value]
 
         return decorate
+
+
+def _is_validation(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an argument marks the call as validation, as verl's batches do: `meta_info["validate"]`."""
+    marks = (getattr(value, "meta_info", None) for value in (*args, *kwargs.values()))
+    return any(isinstance(mark, Mapping) and mark.get("validate") for mark in marks)
+
+
+def _settings(config: Config | Mapping[str, Any]) -> tuple[Sequence[str], dict[str, tuple[str, SkipRoleConfig]]]:
+    """Return the modules to import, and the key and settings of each role."""
+    if isinstance(config, Config):
+        return config.skip.modules, {
+            role: (config.skip.key_of(role), its) for role, its in config.skip.by_role().items()
+        }
+    if not isinstance(config.get("skip"), Mapping):
+        raise ConfigError("skip: the configuration has no such section, with settings by the name of a role")
+    given = dict(config["skip"])
+    sections: dict[str, tuple[str, SkipRoleConfig]] = {}
+    modules = given.pop("modules", ())
+    for role, values in given.items():
+        try:
+            section = _ForeignRoleConfig.model_validate(dict(values))
+            StepSet.parse(section.steps)
+        except (ValidationError, TypeError, ValueError) as error:
+            raise ConfigError(f"skip.{role}: these are no settings of a role: {error}") from error
+        sections[role] = f"skip.{role}", section
+    return modules, sections
+
+
+def _make(kind: type[BaseSkip], key: str, section: SkipRoleConfig, config: Config | Mapping[str, Any]) -> BaseSkip:
+    """Return an instance of the class of a role. Raises `ConfigError` if it cannot do what its settings say."""
+    name, problem = kind.__qualname__, ""
+    if not section.enable:
+        pass
+    elif section.action not in kind.support_actions:
+        able = " or ".join(sorted(kind.support_actions))
+        problem = f".action={section.action}: this role can only {able}; set {key}.action={able}"
+    elif kind.support_online_step and kind.extract_step is BaseSkip.extract_step:
+        problem = f": {name} has support_online_step and no extract_step; define it"
+    elif issubclass(kind, RecordSkip):
+        if not isinstance(config, Config):
+            problem = f": the records of {name} need an asyncrl Config; give one, or derive the class from BaseSkip"
+    elif given := [each for each in ("on_mismatch", "max_bytes") if getattr(section, each) != getattr(_DEFAULT, each)]:
+        problem = f".{given[0]}: {name} keeps its own files, so this has no effect; leave it out, or derive the class "
+        problem += "from RecordSkip"
+    if problem:
+        raise ConfigError(key + problem)
+    try:
+        return kind(section, config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise UserCodeError.wrap(f"{key}: {name} cannot be made: {describe_error(error)}", error) from error

@@ -1,6 +1,6 @@
-"""The base class of roles, which define how a call becomes a record and how a record becomes the result of a call.
+"""Roles and the flow of a call: `BaseSkip`, whose verbs are verl's, and `ActiveRole`, which calls them.
 
-docs/skip.md has an example. The methods of a role block or compute; for an async function they run in a thread.
+docs/skip.md has examples. `skip.record_role` adds records with fingerprints on top.
 """
 
 from __future__ import annotations
@@ -8,37 +8,30 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import socket
 import threading
-import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import anyio
 
-import asyncrl
-from asyncrl.config.schema import Config
-from asyncrl.config.sections.skip import SkipRoleConfig, StepSet
+from asyncrl.config.sections.skip import StepSet
 from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.profiling import profile
 from asyncrl.storage.array_bytes import DamageError
 from skip.file_thread import Result, file_thread
-from skip.fingerprint import Fingerprint, differing
-from skip.record import Content, Origin, Record
-from skip.store import RecordFiles, record_name, step_of
 
 logger = logging.getLogger(__name__)
 
-MAX_NOTES = 4096
-MAX_DAMAGE_WARNINGS = 10
 FILES_LIMIT_S = 60.0
-"""Maximum time that an async stage waits for the files of its record."""
+"""Maximum time that an async stage waits for the files of a role."""
+UNKNOWN_STEP = -1
+"""`SkipManager.step` before `set_step`, as in verl."""
 Outcome = Literal["replayed", "substituted", "recorded", "mismatched", "damaged", "unrecorded", "late"]
 """What became of a call; each is the metric `skip/<role>/<outcome>`."""
 
@@ -49,291 +42,221 @@ class Waiting(Protocol):
     def __call__(self, edge: str, *, limit_s: float = 0.0) -> AbstractContextManager[None]: ...
 
 
-class Action(StrEnum):
+class SkipAction(StrEnum):
+    """What a role does with a call. The built-in roles support `cache` and `repeat`."""
+
     CACHE = "cache"
     REPEAT = "repeat"
+    RANDOM = "random"
+    EMPTY = "empty"
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of an annotated function."""
+@dataclass(frozen=True)
+class AnnotatedFunction:
+    """A stage, plain or async."""
 
-    arguments: Mapping[str, Any]
-    """Arguments by name, including defaults and `self`."""
+    function: Callable[..., Any]
     options: Mapping[str, Any]
     """Arguments of `annotate` besides the role."""
 
-    def __getitem__(self, name: str) -> Any:
-        """Return an argument. Raises `BugError` if the annotated function has none of this name."""
-        if name not in self.arguments:
-            raise BugError(f"the annotated function has no argument {name}; it has {', '.join(self.arguments)}")
-        return self.arguments[name]
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
 
 
-class RecordRequest(NamedTuple):
-    """A call at a step that is recorded and replayed."""
+class BaseSkip:
+    """One role in one process: it decides, call by call, whether the function runs or something stands in for it.
 
-    call: Call
-    step: int
-    name: str
-    """Name of its record."""
-    fingerprint: Fingerprint
+    A class written for verl works here unchanged. `*args` and `**kwargs` are those of the call, with `self`. For an
+    async function, all verbs but `is_enabled` run in a thread. An error in a verb costs the record and not the sample,
+    except one of `extract_step`, and a `ConfigError` of `meet_precondition`.
+    """
 
-
-class Served(NamedTuple):
-    """A record whose result a call may return."""
-
-    record: Record
-    step: int
-    """Step of the call."""
-    differs: tuple[str, ...]
-    """Fields in which the fingerprints differ; only `repeat` serves such a record."""
-    result: Any = None
-    """Result of `prepare_data` for the record."""
-
-    @property
-    def substituted(self) -> bool:
-        """Whether the record is of another step than the call, or of another request."""
-        return bool(self.differs) or self.record.step != self.step
-
-
-class BaseSkip(ABC):
-    """One role of one run in one process."""
-
-    support_actions: ClassVar[frozenset[Action]] = frozenset(Action)
+    support_actions: ClassVar[Sequence[SkipAction]] = [SkipAction.CACHE, SkipAction.REPEAT]
     support_online_step: ClassVar[bool] = False
     """Whether the step is in the call's arguments (`extract_step`); if not, it is that of `SkipManager.set_step`."""
+    thread_safe: ClassVar[bool] = False
+    """Whether several threads may run the verbs at once. If not, one thread at a time runs them."""
+    active: ActiveRole
+    """The role's name, key, counts and warnings; set once the instance is made."""
 
-    def __init__(self, role: str, config: SkipRoleConfig, run: Config) -> None:
+    def __init__(self, local_config: Any, global_config: Any) -> None:
         """
         Args:
-            role: name of the role.
-            config: settings of the role.
-            run: configuration of the run, whose project and experiment names determine the directory of the records.
-
-        Raises:
-            ConfigError: the role does not support the action. The configuration's rules have checked the steps.
+            local_config: settings of the role.
+            global_config: the whole configuration.
         """
-        self.steps = StepSet.parse(config.steps)
-        self.action = Action(config.action)
-        if self.action not in self.support_actions:
-            able, key = " or ".join(sorted(self.support_actions)), f"skip.{role}.action"
-            raise ConfigError(f"{key}={self.action}: this role can only {able}; set {key}={able}")
-        self.role = role
-        self.config = config
-        self.run = run
-        root = Path(config.dump_dir).expanduser() / run.project_name / run.experiment_name / role
-        self.files = RecordFiles(root, mode=run.directory_mode)
-        self.counts: Counter[Outcome] = Counter()
-        self.waiting: Waiting = lambda edge, *, limit_s=0.0: nullcontext()
-        """Reports what an async stage waits for."""
-        self.current_step: Callable[[], int | None] = lambda: None
-        """The step of `SkipManager.set_step`."""
-        self.messages: list[str] = []
-        """Warnings so far."""
-        self._lock = threading.Lock()
-        self._warned: set[str] = set()
-        self._files_lock = threading.Lock()
-        """Held during file access, so it is never acquired on an event loop, unlike `_lock`."""
-        self._used_bytes: int | None = None
-        self._notes: dict[int, dict[str, Any]] = {}
-        """Notes on the newest records of this process, by step."""
-
-    # ------------------------------------------------------------------------------------------------ of a role
+        self.action = SkipAction(local_config.action)
+        self.enable: bool = local_config.enable
+        self.dump_dir = str(Path(local_config.dump_dir).expanduser())
+        self.steps = StepSet.parse(local_config.steps)
+        self.global_config = global_config
 
     def is_enabled(self) -> bool:
-        return self.config.enable
+        return self.enable
 
-    def extract_step(self, call: Call) -> int:
-        """Return the step of `call`, if `support_online_step` is true.
+    def extract_step(self, *args: Any, **kwargs: Any) -> int:
+        """Return the step of the call, if `support_online_step` is true."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no extract_step")
 
-        Raises:
-            DataError, BugError: the call has no step; the message shows what is expected.
+    def meet_precondition(self, step: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        """Return whether `warp_function` has something that stands in for the call."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no meet_precondition")
+
+    def warp_function(self, step: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Load what stands in for the call. Called directly after `meet_precondition` has returned true."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no warp_function")
+
+    def prepare_data(self, step: int, result: Any, *args: Any, **kwargs: Any) -> Any:
+        """Dump what the call returned."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no prepare_data")
+
+    # ------------------------------------------------------------------------------------- not in verl; all optional
+
+    def bind_call(
+        self, stage: AnnotatedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the `*args` and `**kwargs` that the other verbs get for a call of `stage`."""
+        return args, kwargs
+
+    def is_substitute(self, step: int, *args: Any, **kwargs: Any) -> bool:
+        """Return whether what `warp_function` has just loaded is of another step or request; it is counted apart."""
+        return False
+
+
+class Lookup(NamedTuple):
+    """What a role says about a call."""
+
+    step: int | None = None
+    """The step to record the result for; None: it is not recorded."""
+    outcome: Outcome | None = None
+    """How `result` stands in for the call; None: the function has to run."""
+    result: Any = None
+
+
+class ActiveRole:
+    """A role in this process: the flow of its calls, its counts and its warnings.
+
+    which step?  extract_step, or the one of set_step
+       not among `steps` ──────▶ run the function
+       meet_precondition ──────▶ warp_function
+       else ───────────────────▶ run the function ──▶ prepare_data
+    """
+
+    def __init__(self, role: str, key: str, instance: BaseSkip) -> None:
+        """`key`: the configuration key of the role's section, for messages."""
+        self.role, self.key, self.instance = role, key, instance
+        self.counts: Counter[Outcome] = Counter()
+        self.messages: list[str] = []
+        """Warnings so far."""
+        self.waiting: Waiting = lambda edge, *, limit_s=0.0: nullcontext()
+        """Reports what an async stage waits for."""
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+        self._verbs: AbstractContextManager[Any] = nullcontext() if instance.thread_safe else threading.RLock()
+        instance.active = self
+
+    def run(self, stage: AnnotatedFunction, step: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call of a plain function. `step` is that of `SkipManager.set_step`."""
+        mine, named = self.instance.bind_call(stage, args, kwargs)
+        with profile.span("skip.read", role=self.role) as span:
+            found = self.look_up(stage.function, step, mine, named)
+            span.add(found=int(found.outcome is not None))
+        if found.outcome is not None:
+            self.count(found.outcome)
+            return found.result
+        result = stage.function(*args, **kwargs)
+        if found.step is not None:
+            with profile.span("skip.write", role=self.role):
+                self.count("recorded" if self.write(found.step, result, mine, named) else "unrecorded")
+        return result
+
+    async def run_async(
+        self, stage: AnnotatedFunction, step: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return the result of a call of an async function, as `run` does, but never wait for files on the event loop.
+
+        A read or write that takes longer than `FILES_LIMIT_S` is given up: the function runs as if there were no
+        record, or its result is not recorded.
         """
-        raise BugError(f"skip.{self.role}: {type(self).__name__} has support_online_step and no extract_step")
-
-    def call_name(self, call: Call) -> str:
-        """Return a hexadecimal name that distinguishes the calls of one step; empty if a step has one call."""
-        return ""
-
-    @abstractmethod
-    def fingerprint(self, call: Call) -> Fingerprint:
-        """Return every value that the result of `call` depends on, except chance and the policy's version."""
-
-    @abstractmethod
-    def to_content(self, call: Call, result: Any) -> Content:
-        """Return the content to record for `result`."""
-
-    @abstractmethod
-    def prepare_data(self, call: Call, served: Served) -> Any:
-        """Return the result from a record.
-
-        Raises:
-            Exception: the record is not one of this role, or does not fit the call; it counts as absent.
-        """
-
-    def versions(self, result: Any) -> tuple[int, int] | None:
-        """Return the oldest and newest version of the policy that produced `result`; None: no policy did."""
-        return None
-
-    # ------------------------------------------------------------------------------------------------ the flow
-
-    def warp_function(self, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-        """Return `function`, plain or async, with this role around it. The name is verl's.
-
-            which step?  extract_step(call), or the one of set_step
-               not among `steps` ───────▶ run
-               a record that may be served ──▶ its result
-               else ────────────────────▶ run, then record
-
-        An async function never waits for the disk on its event loop. A read or write that takes longer than
-        `FILES_LIMIT_S` is given up: the stage runs as if there were no record, or its result is not recorded. The
-        returned function raises the errors of the function and of the role.
-
-        Args:
-            options: the value of `Call.options`.
-        """
-        signature = inspect.signature(function)
-
-        def make_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return Call(bound.arguments, options)
-
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def run_async(*args: Any, **kwargs: Any) -> Any:
-                call, step = make_call(args, kwargs), self.current_step()
-                with profile.span("skip.read", role=self.role) as span:
-                    found = await self.in_file_thread("read", lambda: self.look_up(call, step))
-                    span.add(found=int(found is not None and found[1] is not None))
-                if found is None:
-                    self.count("late")
-                    return await function(*args, **kwargs)
-                request, served = found
-                if served is not None:
-                    return self._counted(served)
-                result = await function(*args, **kwargs)
-                if request is not None:
-                    with profile.span("skip.write", role=self.role):
-                        written = await self.in_file_thread("write", lambda: self.write_record(request, result))
-                    self.count("late" if written is None else "recorded" if written else "unrecorded")
-                return result
-
-            return run_async
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with profile.span("skip.read", role=self.role) as span:
-                request, served = self.look_up(make_call(args, kwargs), self.current_step())
-                span.add(found=int(served is not None))
-            if served is not None:
-                return self._counted(served)
-            result = function(*args, **kwargs)
-            if request is not None:
-                with profile.span("skip.write", role=self.role):
-                    written = self.write_record(request, result)
-                self.count("recorded" if written else "unrecorded")
-            return result
-
-        return run
+        mine, named = self.instance.bind_call(stage, args, kwargs)
+        with profile.span("skip.read", role=self.role) as span:
+            found = await self.in_file_thread("read", partial(self.look_up, stage.function, step, mine, named))
+            span.add(found=int(found is not None and found.outcome is not None))
+        if found is None:
+            self.count("late")
+            return await stage.function(*args, **kwargs)
+        if found.outcome is not None:
+            self.count(found.outcome)
+            return found.result
+        result = await stage.function(*args, **kwargs)
+        if found.step is not None:
+            with profile.span("skip.write", role=self.role):
+                written = await self.in_file_thread("write", partial(self.write, found.step, result, mine, named))
+            self.count("late" if written is None else "recorded" if written else "unrecorded")
+        return result
 
     async def in_file_thread(self, name: str, function: Callable[[], Result]) -> Result | None:
         """Run `function` in the thread for `read` or `write`, and return its result; None: it took too long."""
+        thread = file_thread(name if self.instance.thread_safe else f"role {self.role}")
         with self.waiting("records", limit_s=FILES_LIMIT_S), anyio.move_on_after(FILES_LIMIT_S):
-            return await file_thread(name).run(function)
-        message = f"{self.files.root}: a record takes longer than {FILES_LIMIT_S:g} s to {name}, and is given up"
+            return await thread.run(function)
+        message = f"{self.key}: a record takes longer than {FILES_LIMIT_S:g} s to {name}, and is given up"
         self.warn_once(f"late {name}", message)
         return None
 
-    def look_up(self, call: Call, current_step: int | None) -> tuple[RecordRequest | None, Served | None]:
-        """Return the request for `call`, and the record for it. Raises as `request` and `meet_precondition` do."""
-        request = self.request(call, current_step)
-        return request, None if request is None else self.meet_precondition(request)
-
-    def request(self, call: Call, current_step: int | None) -> RecordRequest | None:
-        """Return the request for `call`; None: its step is not recorded, or it has no fingerprint.
+    def look_up(
+        self, function: Callable[..., Any], step: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Lookup:
+        """Find what stands in for a call, and load it. Blocking.
 
         Raises:
-            BugError: the step is not known.
+            BugError: the step is unknown.
+            ConfigError: `meet_precondition` raised it.
             Exception: `extract_step` raised it.
         """
-        step = self.extract_step(call) if self.support_online_step else current_step
-        if step is None:
-            raise BugError(f"skip.{self.role}: the step is unknown; call SkipManager.set_step(step) before this stage")
-        if step not in self.steps:
-            return None
-        try:
-            return RecordRequest(call, step, record_name(step, self.call_name(call)), self.fingerprint(call))
-        except Exception as error:  # noqa: BLE001  a role may raise anything; only the record is lost
-            self.count("unrecorded")
-            message = f"step {step} of {self.role} has no fingerprint, so it is not recorded: {_describe(error)}"
-            self.warn_once("fingerprint", message)
-            return None
-
-    def may_serve(self, served: Served) -> bool:
-        """Return whether the record may be served: with `repeat` any, with `cache` one with the same fingerprint."""
-        return not served.differs or self.action is Action.REPEAT
-
-    def meet_precondition(self, request: RecordRequest) -> Served | None:
-        """Return the record to serve, checked and prepared; None: the stage has to run.
-
-        Raises:
-            ConfigError: the record has another fingerprint, and `on_mismatch` is `error`.
-        """
-        for name in self._candidates(request):
-            if (record := self._read(name)) is None:
-                continue
-            served = Served(record, request.step, differing(record.fingerprint, request.fingerprint))
-            if not self.may_serve(served):
-                if self.action is Action.CACHE:
-                    self._mismatch(name, served, request.fingerprint)
-                continue
+        role = self.instance
+        with self._verbs:
+            if role.support_online_step:
+                step = role.extract_step(*args, **kwargs)
+            elif step == UNKNOWN_STEP:
+                raise BugError(f"{self.key}: the step is unknown; call SkipManager.set_step(step) before this stage")
+            if step not in role.steps:
+                return Lookup()
             try:
-                return served._replace(result=self.prepare_data(request.call, served))
-            except Exception as error:  # noqa: BLE001  as in `request`
-                # An intact record of another call may not fit this one.
-                if not served.substituted:
-                    self._damaged(name, error)
-        return None
+                if not role.meet_precondition(step, function, *args, **kwargs):
+                    return Lookup(step)
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001  a role may raise anything; only the record is lost
+                self.count("unrecorded")
+                reason = describe_error(error)
+                message = f"step {step} of {self.role} is neither looked up nor recorded: {reason}"
+                self.warn_once(f"meet_precondition {type(error).__name__}", message)
+                return Lookup()
+            try:
+                result = role.warp_function(step, function, *args, **kwargs)
+                outcome: Outcome = "substituted" if role.is_substitute(step, *args, **kwargs) else "replayed"
+            except Exception as error:  # noqa: BLE001  as above
+                self.count("damaged")
+                message = f"what is recorded for step {step} of {self.role} counts as absent: {describe_error(error)}"
+                self.warn_once(f"warp_function {type(error).__name__}", message)
+                return Lookup(step)
+            return Lookup(step, outcome, result)
 
-    def write_record(self, request: RecordRequest, result: Any) -> bool:
-        """Record `result` and return whether it was written. Failures are logged, once for each kind, not raised."""
+    def write(self, step: int, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Record a result, and return whether it is recorded. Failures are logged, once for each kind. Blocking."""
         try:
-            oldest, newest = self.versions(result) or (None, None)
-            origin = Origin(time.time(), socket.gethostname(), oldest, newest, asyncrl.__version__)
-            content = self.to_content(request.call, result)
-            record = Record(self.role, request.step, request.fingerprint, origin, content)
-            written = self._write(request.name, record)
-        except Exception as error:  # noqa: BLE001  as in `request`
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else _describe(error)
+            with self._verbs:
+                self.instance.prepare_data(step, result, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  as in `look_up`
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else describe_error(error)
             # Messages may differ for each sample, so the kind does not contain the message.
             kind = f"unrecorded {type(error).__name__} {getattr(error, 'errno', '')}"
-            self.warn_once(kind, f"step {request.step} of {self.role} is not recorded in {self.files.root}: {reason}")
+            place = f"{self.key}.dump_dir={self.instance.dump_dir}"
+            self.warn_once(kind, f"step {step} of {self.role} is not recorded in {place}: {reason}")
             return False
-        if written:
-            with self._files_lock:
-                self._notes[request.step] = {}
-                if len(self._notes) > MAX_NOTES:
-                    del self._notes[next(iter(self._notes))]
-        return written
-
-    def note(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write `values` (JSON types) beside the record of `step`, for users, if this process wrote it recently.
-
-        Mappings are merged with those of earlier notes. Failures are logged, not raised.
-        """
-        try:
-            with self._files_lock:
-                if (before := self._notes.get(step)) is None:
-                    return
-                for key, value in values.items():
-                    merge = isinstance(value, Mapping) and isinstance(before.get(key), Mapping)
-                    before[key] = {**before[key], **value} if merge else value
-                self.files.note(record_name(step), before)
-        except Exception as error:  # noqa: BLE001  as in `request`
-            self.warn_once("note", f"the note on step {step} of {self.role} is not written: {_describe(error)}")
+        return True
 
     def count(self, outcome: Outcome) -> None:
         with self._lock:
@@ -348,91 +271,8 @@ class BaseSkip(ABC):
             self.messages.append(message)
         logger.warning("%s", message)
 
-    # ------------------------------------------------------------------------------------------------ inside
 
-    def _counted(self, served: Served) -> Any:
-        self.count("substituted" if served.substituted else "replayed")
-        return served.result
-
-    def _candidates(self, request: RecordRequest) -> Iterator[str]:
-        yield request.name
-        if self.action is Action.CACHE:
-            return
-        suffix = request.name.removeprefix(str(request.step))
-        try:
-            names = self.files.names()
-        except OSError as error:
-            self.warn_once("list", f"{self.files.root} cannot be listed to find another record: {error.strerror}")
-            return
-        others = {step for name in names if (step := step_of(name)) is not None and name == f"{step}{suffix}"}
-        # The nearest step below, then the nearest above.
-        for step in sorted(others - {request.step}, key=lambda step: (step > request.step, abs(step - request.step))):
-            yield f"{step}{suffix}"
-
-    def _read(self, name: str) -> Record | None:
-        try:
-            record = self.files.read(name)
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # noqa: BLE001  DamageError, OSError, or anything that a damaged file causes
-            self._damaged(name, error)
-            return None
-        if record.role != self.role:
-            self._damaged(name, DamageError(f"it is a record of role {record.role}"))
-            return None
-        return record
-
-    def _mismatch(self, name: str, served: Served, requested: Fingerprint) -> None:
-        recorded = served.record.fingerprint
-        fields = ", ".join(
-            f"{field} (recorded {recorded.get(field, 'nothing')}, now {requested.get(field, 'nothing')})"
-            for field in served.differs
-        )
-        place = self.files.root / name
-        if self.config.on_mismatch == "error":
-            raise ConfigError(
-                f"skip.{self.role}.on_mismatch=error: the record {place} was made from another call: it differs in "
-                f"{fields}. Restore those values, choose another dump_dir or experiment_name, or set "
-                f"skip.{self.role}.on_mismatch=regenerate, which replaces it"
-            )
-        self.count("mismatched")
-        self.warn_once(
-            "mismatch " + ",".join(served.differs),
-            f"the record {place} was made from another call: it differs in {fields}. It is recorded again, as are "
-            f"others with this difference",
-        )
-
-    def _damaged(self, name: str, error: BaseException) -> None:
-        self.count("damaged")
-        if len(self._warned) < MAX_DAMAGE_WARNINGS:
-            self.warn_once(
-                f"damage {name}", f"the record {self.files.root / name} counts as absent: {_describe(error)}"
-            )
-        else:
-            more = f"asyncrl skip verify {self.files.root} lists all of them"
-            self.warn_once("more damage", f"further damaged records are only counted; {more}")
-
-    def _write(self, name: str, record: Record) -> bool:
-        """Write the record, unless it would exceed `max_bytes`; return whether it was written."""
-        limit = self.config.max_bytes
-        if limit is None:
-            self.files.write(name, record)
-            return True
-        with self._files_lock:
-            # This process counts the bytes that existed at first and those that it wrote since, not those of others.
-            if self._used_bytes is None:
-                self._used_bytes = sum(entry.num_bytes for entry in self.files.entries())
-            others = self._used_bytes - self.files.size(name)
-            num_bytes = self.files.write(name, record, lambda num_bytes: others + num_bytes <= limit)
-            if num_bytes is not None:
-                self._used_bytes = others + num_bytes
-        if num_bytes is None:
-            message = f"skip.{self.role}.max_bytes={limit}: {self.files.root} is full, and nothing more is recorded"
-            self.warn_once("max_bytes", message)
-        return num_bytes is not None
-
-
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the message, with the type unless the message alone is clear (that of a `KeyError` is only the key)."""
     is_clear = isinstance(error, TypeError | ValueError | OSError | DamageError)
     return str(error) if is_clear else f"{type(error).__name__}: {error}"

@@ -23,7 +23,8 @@ from asyncrl.core.types import Prompt
 from skip.fingerprint import Fingerprint, field, model_identity, tokenizer_identity
 from skip.generation import step_of_sample
 from skip.record import Content
-from skip.role import Action, BaseSkip, Call, Served, register_skip
+from skip.record_role import Call, RecordSkip, Served
+from skip.role import SkipAction, register_skip
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ CODE = "1"
 
 
 @register_skip("reward")
-class RewardSkip(BaseSkip):
+class RewardSkip(RecordSkip):
     """The role of a function or method that takes arguments of these names:
 
         async def score(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]
@@ -46,7 +47,7 @@ class RewardSkip(BaseSkip):
     support_online_step = True
 
     def extract_step(self, call: Call) -> int:
-        return step_of_sample(call["sample_id"], self.role)
+        return step_of_sample(call["sample_id"], self.active.key)
 
     @functools.cached_property
     def _scorer(self) -> Fingerprint:
@@ -93,7 +94,7 @@ class RewardSkip(BaseSkip):
         turns = [[float(value) for value in score.turn_rewards] for score in result]
         return Content(data={"rewards": rewards, "extras": extras, **({"turn_rewards": turns} if any(turns) else {})})
 
-    def prepare_data(self, call: Call, served: Served) -> list[Score]:
+    def to_result(self, call: Call, served: Served) -> list[Score]:
         data, trajectories = served.record.content.data, call["trajectories"]
         rewards, extras = data["rewards"], data["extras"]
         turns = data["turn_rewards"] if "turn_rewards" in data else [[] for _ in rewards]
@@ -107,7 +108,7 @@ class RewardSkip(BaseSkip):
 
 
 @register_skip("ref_log_prob")
-class RefLogProbSkip(BaseSkip):
+class RefLogProbSkip(RecordSkip):
     """The role of `async _ref_log_probs(self, request: TensorDict) -> Tensor`.
 
     The result is float32 and has the shape of `request["response_mask"]`. The step is the one of
@@ -115,7 +116,7 @@ class RefLogProbSkip(BaseSkip):
     """
 
     # Log-probs belong to their tokens, so those of another step are useless.
-    support_actions = frozenset({Action.CACHE})
+    support_actions = (SkipAction.CACHE,)
 
     @functools.cached_property
     def _reference(self) -> Fingerprint:
@@ -147,7 +148,7 @@ class RefLogProbSkip(BaseSkip):
             raise ValueError("log-probs of the reference are not all finite, which stops the run")
         return Content({"ref_log_probs": log_probs.ravel()}, {"shape": list(log_probs.shape)})
 
-    def prepare_data(self, call: Call, served: Served) -> Tensor:
+    def to_result(self, call: Call, served: Served) -> Tensor:
         import torch
 
         content, shape = served.record.content, list(call["request"]["response_mask"].shape)
@@ -177,7 +178,7 @@ class ToolOutcome(NamedTuple):
 
 
 @register_skip("tool")
-class ToolSkip(BaseSkip):
+class ToolSkip(RecordSkip):
     """The role of a function or method that makes one call to a tool and takes arguments of these names:
 
         async def call(
@@ -191,10 +192,10 @@ class ToolSkip(BaseSkip):
 
     support_online_step = True
     # `repeat` would find the call in another sample, with another conversation and state.
-    support_actions = frozenset({Action.CACHE})
+    support_actions = (SkipAction.CACHE,)
 
     def extract_step(self, call: Call) -> int:
-        return step_of_sample(call["sample_id"], self.role)
+        return step_of_sample(call["sample_id"], self.active.key)
 
     def call_name(self, call: Call) -> str:
         text = _text([call[name] for name in ("trajectory", "turn", "name", "arguments")])
@@ -228,7 +229,7 @@ class ToolSkip(BaseSkip):
         values = {"text": result.text, "status": result.status, "done": result.done}
         return Content(data={**values, "reward": float(result.reward), "metrics": metrics})
 
-    def prepare_data(self, call: Call, served: Served) -> ToolOutcome:
+    def to_result(self, call: Call, served: Served) -> ToolOutcome:
         return _outcome(**served.record.content.data)
 
 

@@ -122,7 +122,7 @@ class RolloutPart(FuzzPart):
         task = RolloutTask(launch.prompts, val_prompts, ShakyScorer(world), lambda ids: "", agent)
         world.watched.append([])
         if world.records is not None:
-            SkipManager._skips = {"async_rollout": FuzzRecords(world, world.records, process.gate)}
+            SkipManager.skip_instances = {"async_rollout": FuzzRecords(world, world.records, process.gate)}
         feed = ObjectStoreFeed(launch.store_host.handle(process.gate), call_s=world.setup.call_s)
         rollouter = Rollouter(
             launch.config,

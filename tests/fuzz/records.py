@@ -19,7 +19,8 @@ from skip import Call, SkipManager
 from skip.file_thread import Result
 from skip.generation import AsyncRolloutSkip
 from skip.record import MANIFEST, TENSORS
-from skip.role import RecordRequest, Served
+from skip.record_role import Served
+from skip.role import ActiveRole
 from skip.store import RecordFiles
 from tests.fuzz.remote import Gate
 from tests.fuzz.world import FuzzWorld
@@ -35,9 +36,30 @@ class FuzzRecords(AsyncRolloutSkip):
 
     def __init__(self, world: FuzzWorld, files: RecordFiles, gate: Gate) -> None:
         config = world.setup.config
-        super().__init__("async_rollout", config.skip.async_rollout, config)
+        super().__init__(config.skip.async_rollout, config)
         self.files = files
         self._model = {}  # the digests of the model's files, which take longer than a run
+        self._world = world
+        FuzzActiveRole(self, world, gate)
+
+    def prepare_data(self, step: int, result: Any, call: Call) -> None:
+        if not self.files.damage(self.request(step, call).name):
+            self._world.broken.append(f"step {step} was generated although its record is intact")
+        self._world.recorded[step] = _tokens(result)
+        super().prepare_data(step, result, call)
+
+    def to_result(self, call: Call, served: Served) -> Generated:
+        generated = super().to_result(call, served)
+        if _tokens(generated) != self._world.recorded[served.step]:
+            self._world.broken.append(f"step {served.step} was replayed with other tokens than were recorded")
+        return generated
+
+
+class FuzzActiveRole(ActiveRole):
+    """Reads and writes files in the time of the world, and sometimes too late."""
+
+    def __init__(self, instance: FuzzRecords, world: FuzzWorld, gate: Gate) -> None:
+        super().__init__("async_rollout", "skip.async_rollout", instance)
         self._world = world
         self._gate = gate
 
@@ -47,18 +69,6 @@ class FuzzRecords(AsyncRolloutSkip):
         await self._world.pause()
         await self._gate.passing()
         return None if self._world.rng.random() < LATE else result
-
-    def write_record(self, request: RecordRequest, result: Any) -> bool:
-        if not self.files.damage(request.name):
-            self._world.broken.append(f"step {request.step} was generated although its record is intact")
-        self._world.recorded[request.step] = _tokens(result)
-        return super().write_record(request, result)
-
-    def prepare_data(self, call: Call, served: Served) -> Generated:
-        generated = super().prepare_data(call, served)
-        if _tokens(generated) != self._world.recorded[served.step]:
-            self._world.broken.append(f"step {served.step} was replayed with other tokens than were recorded")
-        return generated
 
 
 def _tokens(generated: Generated) -> list[Any]:
@@ -81,8 +91,7 @@ def stored(world: FuzzWorld, prompts: PromptSource) -> Iterator[None]:
             ids = np.full(2, EARLIER + index, dtype=np.int32)
             turn = Turn(ids, np.full(2, -0.5, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
             generated = Generated(request.prompt, (single_turn(request.prompt, turn),) * request.n)
-            asked = role.request(Call({"request": request}, {}), None)
-            assert asked is not None and role.write_record(asked, generated)
+            role.prepare_data(index, generated, Call({"request": request}, {}))
         try:
             yield
         finally:

@@ -30,7 +30,7 @@ from asyncrl.storage import array_bytes
 from rollouter.crash_isolation import CrashBlame, ReplicaCrash
 from rollouter.serving import client
 from rollouter.weight_updates import WeightUpdateLoop
-from skip import BaseSkip
+from skip import RecordSkip
 from tests.fuzz import watch
 from tests.fuzz.journal import FuzzJournal
 from tests.fuzz.parts import TrainPart
@@ -248,7 +248,7 @@ PLANTED = {
         ((watch, "Watchdog", partial(Watchdog, gap_s=1e9)),), ("no progress",), ("driver stops",)
     ),
     "intact records are not replayed": PlantedBug(
-        ((BaseSkip, "may_serve", lambda self, served: False),), ("although its record is intact",), ("record",)
+        ((RecordSkip, "may_serve", lambda self, served: False),), ("although its record is intact",), ("record",)
     ),
     "damaged records are replayed": PlantedBug(
         ((array_bytes, "xxh3_64_hexdigest", lambda data: ""),),

@@ -57,6 +57,12 @@ class StepSet:
     def __contains__(self, step: int) -> bool:
         return self._every or any(first <= step <= last for first, last in self._ranges)
 
+    def __iter__(self) -> Iterator[int]:
+        """Yield the steps. Raises `ValueError` for `all`, which has no last one."""
+        if self._every:
+            raise ValueError("`all` steps cannot be listed")
+        return (step for first, last in self._ranges for step in range(first, last + 1))
+
     def __bool__(self) -> bool:
         return self._every or bool(self._ranges)
 
@@ -123,6 +129,13 @@ class SkipRoleConfig(ConfigSection):
     """Maximum size of all records of this role together; beyond it, nothing is recorded. null: no limit."""
 
 
+class OwnSkipRoleConfig(SkipRoleConfig):
+    """A stage of your own, with a class of a module in `skip.modules`."""
+
+    action: Literal["cache", "repeat", "random", "empty"] = "cache"  # type: ignore[assignment]
+    """One of the actions that the class supports (`support_actions`)."""
+
+
 class CachedSkipConfig(SkipRoleConfig):
     """A stage whose result is valid for exactly one input."""
 
@@ -160,7 +173,7 @@ class SkipConfig(ConfigSection):
     """Log-probs of the reference model for one step of the Trainer."""
     tool: CachedSkipConfig = CachedSkipConfig()
     """One call to a tool."""
-    roles: dict[str, SkipRoleConfig] = Field(default_factory=dict)
+    roles: dict[str, OwnSkipRoleConfig] = Field(default_factory=dict)
     """Roles that `modules` register, by name."""
 
     def by_role(self) -> dict[str, SkipRoleConfig]:
@@ -168,14 +181,14 @@ class SkipConfig(ConfigSection):
         own = (name for name in type(self).model_fields if name not in ("modules", "roles"))
         return {**{name: getattr(self, name) for name in own}, **self.roles}
 
+    def key_of(self, role: str) -> str:
+        """Return the key of the settings of a role."""
+        return f"skip.roles.{role}" if role in self.roles else f"skip.{role}"
+
 
 def enabled_roles(config: Config) -> dict[str, SkipRoleConfig]:
     """Return the enabled roles by the key of their settings."""
-    return {
-        f"skip.roles.{name}" if name in config.skip.roles else f"skip.{name}": role
-        for name, role in config.skip.by_role().items()
-        if role.enable
-    }
+    return {config.skip.key_of(name): role for name, role in config.skip.by_role().items() if role.enable}
 
 
 def _steps(config: Config) -> Iterator[ConfigProblem]:
