@@ -45,7 +45,8 @@ class TrajectoryDump:
         self._decode = decode
         self._wall_clock = wall_clock
         # One sample at a time; the others wait in order.
-        self._limiter = anyio.CapacityLimiter(1)
+        self._lock = anyio.Lock()
+        self._threads = anyio.CapacityLimiter(1)
         self._logged_errors: set[str] = set()
 
     async def write(
@@ -57,19 +58,23 @@ class TrajectoryDump:
             trajectories: The trajectories of the sample's rows, in order, without the baseline.
             scores: One score per trajectory.
         """
-        # A thread in a write cannot be cancelled, only abandoned.
-        await to_thread.run_sync(
-            self._write, sample, prompt, trajectories, scores, abandon_on_cancel=True, limiter=self._limiter
-        )
+        index = sample.sample_id.index
+        async with self._lock:
+            try:
+                # A thread cannot be cancelled, only abandoned.
+                data = await to_thread.run_sync(
+                    self.lines, sample, prompt, trajectories, scores, abandon_on_cancel=True, limiter=self._threads
+                )
+                await append(self._directory, index, data, self._mode)
+            except Exception as error:  # noqa: BLE001  OSError, or any error of a tokenizer or a data set's column
+                self._log_error(sample, error)
 
-    def _write(
+    def lines(
         self, sample: Sample, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
-    ) -> None:
-        try:
-            dumped = describe(sample, prompt, trajectories, scores, self._decode, run=self._run, at=self._wall_clock())
-            append(self._directory, sample.sample_id.index, (to_line(one) for one in dumped), self._mode)
-        except Exception as error:  # noqa: BLE001  OSError, or any error of a tokenizer or a data set's column
-            self._log_error(sample, error)
+    ) -> bytes:
+        """Return the lines that `write` appends. Blocking: decodes every token."""
+        dumped = describe(sample, prompt, trajectories, scores, self._decode, run=self._run, at=self._wall_clock())
+        return b"".join(map(to_line, dumped))
 
     def _log_error(self, sample: Sample, error: Exception) -> None:
         # Errors are compared by kind, not by message, which may differ for each sample.

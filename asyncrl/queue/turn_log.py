@@ -204,7 +204,7 @@ class _LogFiles:
                 "again, and yet it was generated a second time"
             )
         log = self._current()
-        frame = _encode(sample_id, key, turn)
+        frame = encode_frame(sample_id, key, turn)
         num_bytes = sum(map(len, frame))
         descriptor = os.open(log.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
@@ -296,7 +296,8 @@ def _frames(path: Path) -> Iterator[TurnFrame]:
         )  # fmt: skip
 
 
-def _encode(sample_id: SampleId, key: str, turn: Turn) -> list[memoryview]:
+def encode_frame(sample_id: SampleId, key: str, turn: Turn) -> list[memoryview]:
+    """Return the buffers of the frame of a turn."""
     arrays = {
         "response_ids": np.ascontiguousarray(turn.response_ids, np.int32),
         "rollout_log_probs": np.ascontiguousarray(turn.rollout_log_probs, np.float32),

@@ -1,4 +1,4 @@
-"""Scored trajectories in files of `rollout.dump_dir`, as lines of JSON for users and their scripts. Blocking.
+"""Scored trajectories in files of `rollout.dump_dir`, as lines of JSON for users and their scripts. Reading blocks.
 
     trajectories-1-1000.jsonl      a thousand samples by feed index; each line is a trajectory
 
@@ -20,9 +20,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiofiles
+import aiofiles.os
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
@@ -32,7 +35,6 @@ from asyncrl.core.text import MAX_DIGITS, safe_repr
 from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, LogProbs, SampleId, Span, TokenIds, versions_per_token
 from asyncrl.storage.sample_bytes import spans_from_json
-from asyncrl.storage.segments import write_all
 
 Decode = Callable[[TokenIds], str]
 
@@ -307,27 +309,39 @@ def file_name(index: int) -> str:
     return f"trajectories-{first}-{first + SAMPLES_PER_FILE - 1}.jsonl"
 
 
-def append(directory: Path, index: int, lines: Iterable[bytes], mode: int = 0o700) -> None:
-    """Append the lines of one sample in one write, and create the directory with `mode` if necessary. The incomplete
-    line of an earlier, interrupted write stays a separate line.
+async def append(directory: Path, index: int, data: bytes, mode: int = 0o700) -> None:
+    """Append the lines of one sample, and create the directory with `mode` if necessary. The incomplete line of an
+    earlier, interrupted write stays a separate line.
 
     Raises:
         OSError: some of the bytes could not be written.
     """
-    path, data = directory / file_name(index), b"".join(lines)
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    path = directory / file_name(index)
+    # `aiofiles` calls the opener in its thread, too.
+    opened = partial(aiofiles.open, path, "ab", buffering=0, opener=_open_at_line)
     try:
-        descriptor = os.open(path, flags, 0o644)
+        file = await opened()
     except FileNotFoundError:
-        directory.mkdir(mode, parents=True, exist_ok=True)
-        descriptor = os.open(path, flags, 0o644)
+        await aiofiles.os.makedirs(directory, mode, exist_ok=True)
+        file = await opened()
+    try:
+        while data:
+            data = data[await file.write(data) :]
+    finally:
+        await file.close()
+
+
+def _open_at_line(path: str, flags: int) -> int:
+    """Open a file to append to; end an incomplete last line."""
+    descriptor = os.open(path, (flags & ~os.O_WRONLY) | os.O_RDWR, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            data = b"\n" + data
-        write_all(descriptor, [memoryview(data)])
-    finally:
+            os.write(descriptor, b"\n")
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
 
 
 class DumpedSample(NamedTuple):

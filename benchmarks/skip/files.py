@@ -36,13 +36,16 @@ class SkipRecords:
     """Records as the role writes them, with checksums."""
 
     def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
+        self.directory = directory
         self._files = RecordFiles(directory)
         self._samples = samples
 
-    def write(self, step: int) -> None:
+    def record(self, step: int) -> Record:
         origin = Origin(time.time(), socket.gethostname(), 0, 0, asyncrl.__version__)
-        record = Record(ROLE, step, FINGERPRINT, origin, to_content([self._samples[step]]))
-        self._files.write(record_name(step), record)
+        return Record(ROLE, step, FINGERPRINT, origin, to_content([self._samples[step]]))
+
+    def write(self, step: int) -> None:
+        self._files.write(record_name(step), self.record(step))
 
     def read(self, step: int) -> None:
         from_content(self._files.read(record_name(step)).content)

@@ -22,6 +22,7 @@ from asyncrl.config.sections.rollout import RolloutConfig
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Generated, TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Prompt, Replay, Span
+from asyncrl.storage import trajectory_files as files_module
 from asyncrl.storage.trajectory_files import file_name, find, parse, to_line
 from rollouter import trajectory_dump as dump_module
 from rollouter.sample_runner import SampleProgress
@@ -126,13 +127,13 @@ async def test_a_prompt_without_messages_is_dumped_as_text(tmp_path: Path) -> No
 
 async def test_samples_are_written_one_after_another_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first write is slow. The other writes wait for it, and so do their samples."""
-    go, begun, at_work, real = threading.Event(), threading.Event(), [], dump_module.append
+    go, begun, at_work, real = anyio.Event(), anyio.Event(), [], dump_module.append
 
-    def slow(directory: Path, index: int, data: Any, mode: int) -> None:
+    async def slow(directory: Path, index: int, data: bytes, mode: int) -> None:
         at_work.append(index)
         begun.set()
-        assert go.wait(10)
-        real(directory, index, data, mode)
+        await go.wait()
+        await real(directory, index, data, mode)
 
     monkeypatch.setattr(dump_module, "append", slow)
     dump = dump_in(tmp_path)
@@ -146,7 +147,7 @@ async def test_samples_are_written_one_after_another_in_order(tmp_path: Path, mo
         async with anyio.create_task_group() as tasks:
             for index in range(1, 6):
                 tasks.start_soon(write, index)
-            assert await anyio.to_thread.run_sync(begun.wait, 10)
+            await begun.wait()
             await anyio.wait_all_tasks_blocked()
             assert (at_work, done) == ([1], [])
             go.set()
@@ -156,7 +157,7 @@ async def test_samples_are_written_one_after_another_in_order(tmp_path: Path, mo
 
 async def test_a_cancelled_sample_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(dump_module, "append", lambda *_: go.wait(10))
+    monkeypatch.setattr(files_module, "_open_at_line", lambda *_: go.wait(10))
     with anyio.fail_after(5):
         with anyio.move_on_after(0.05) as scope:
             await dump_in(tmp_path).write(sample(), prompt(), group(), SCORES)
@@ -169,7 +170,7 @@ async def test_each_kind_of_disk_error_is_logged_once(
 ) -> None:
     errors = [errno.ENOSPC, errno.ENOSPC, errno.EROFS]
 
-    def fails(*_: Any) -> None:
+    async def fails(*_: Any) -> None:
         number = errors.pop(0)
         raise OSError(number, os.strerror(number))
 
@@ -255,12 +256,12 @@ def test_a_character_sampled_under_two_versions_belongs_to_the_version_of_its_la
     assert one.texts == (((1, "a"), (2, "é")),)
 
 
-def test_the_configuration_sets_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_configuration_sets_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_dump(Config(), tmp_path, decode) is None
     monkeypatch.chdir(tmp_path)
     made = make_dump(Config(rollout=RolloutConfig(dump_dir="here/below")), tmp_path, decode)
     assert made is not None
-    made._write(sample(), prompt(), group(), SCORES)
+    await made.write(sample(), prompt(), group(), SCORES)
     assert (tmp_path / "here" / "below" / file_name(42)).exists()
 
 

@@ -196,10 +196,10 @@ def test_another_model_tokenizer_or_dtype_is_another_fingerprint(tmp_path: Path)
 @pytest.mark.parametrize("bad", ["7", "sample_7", "sample_0_0", "sample_0_1_2", None])
 def test_a_malformed_id_shows_the_expected_form(bad: Any) -> None:
     with pytest.raises(BugError, match=r"skip\.reward takes its step"):
-        step_of_sample(bad, "reward")
+        step_of_sample(bad, "skip.reward")
     if isinstance(bad, str):
         with pytest.raises(BugError, match=r"expected sample_\{epoch\}_\{index\}, e\.g\. sample_0_42"):
-            step_of_sample(bad, "tool")
+            step_of_sample(bad, "skip.tool")
     assert step_of_sample("sample_3_42", "tool") == step_of_sample(SampleId(3, 42), "tool") == 42
 
 

@@ -25,15 +25,15 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError, UserCodeError
 from asyncrl.core.waits import WaitBoard
 from asyncrl.observe.metrics import registry
-from skip import BaseSkip, Call, Content, Fingerprint, Served, SkipManager, field, register_skip
+from skip import BaseSkip, Call, Content, Fingerprint, RecordSkip, Served, SkipAction, SkipManager, field, register_skip
 from skip import role as role_module
 from skip.file_thread import file_thread
 from skip.record import MANIFEST, TENSORS
-from skip.role import Action, Outcome
+from skip.role import Outcome
 
 
 @register_skip("double")
-class Double(BaseSkip):
+class Double(RecordSkip):
     """The role of a function with the arguments `step` and `number`."""
 
     support_online_step = True
@@ -49,7 +49,7 @@ class Double(BaseSkip):
             raise ValueError("unlucky")
         return Content({"result": np.array([result], dtype=np.int32)}, {"number": call["number"]})
 
-    def prepare_data(self, call: Call, served: Served) -> int:
+    def to_result(self, call: Call, served: Served) -> int:
         return int(served.record.content.arrays["result"][0])
 
     def versions(self, result: Any) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class Looped(Double):
     """A role that takes its step from `SkipManager.set_step`."""
 
     support_online_step = False
-    support_actions = frozenset({Action.CACHE})
+    support_actions = (SkipAction.CACHE,)
 
 
 @pytest.fixture
@@ -106,10 +106,10 @@ def stage(request: pytest.FixtureRequest) -> Stage:
     return Stage(is_async=request.param)
 
 
-def double() -> BaseSkip:
+def double() -> Double:
     """Return the enabled role."""
     made = SkipManager.get("double")
-    assert made is not None
+    assert isinstance(made, Double)
     return made
 
 
@@ -141,7 +141,7 @@ def test_sessions_share_nothing(tmp_path: Path) -> None:
     assert SkipManager.get("looped") is None
     with (
         SkipManager.session(configure(tmp_path, "looped")),
-        pytest.raises(BugError, match=r"skip\.looped: the step is unknown; call SkipManager\.set_step"),
+        pytest.raises(BugError, match=r"skip\.roles\.looped: the step is unknown; call SkipManager\.set_step"),
     ):
         Stage().loop(4)
 
@@ -192,7 +192,7 @@ async def test_a_mismatch_is_an_error_if_on_mismatch_is_error(tmp_path: Path, du
     with pytest.raises(ConfigError) as caught:
         await stage(1, 5)
     assert f"the record {dump_dir}/double/1 was made from another call: it differs in number" in caught.value.message
-    assert "set skip.double.on_mismatch=regenerate" in caught.value.message
+    assert "set skip.roles.double.on_mismatch=regenerate" in caught.value.message
     assert stage.ran == [1]
 
 
@@ -259,10 +259,10 @@ async def test_a_failed_record_never_fails_the_stage(
     with monkeypatch.context() as patch:
         patch.setattr(made.files, "write", full)
         assert [await stage(step) for step in (1, 2, 3)] == [8, 8, 8]
-    assert made.counts == {"unrecorded": 3}
+    assert made.active.counts == {"unrecorded": 3}
     assert sum("No space left on device" in message for message in caplog.messages) == 1
     assert await stage(1) == 8
-    assert made.counts == {"unrecorded": 3, "recorded": 1}
+    assert made.active.counts == {"unrecorded": 3, "recorded": 1}
 
 
 async def test_a_stage_that_raises_records_nothing(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ async def test_64_concurrent_calls_do_not_share_a_step(tmp_path: Path) -> None:
         async with anyio.create_task_group() as group:
             for step in [*range(1, 49), *range(1, 17)]:
                 group.start_soon(check, step)
-    counts = double().counts
+    counts = double().active.counts
     assert counts["replayed"] >= 64 and counts["damaged"] == 0
     assert len(double().files.names()) == 48
 
@@ -334,7 +334,11 @@ async def test_a_call_can_be_cancelled_while_the_disk_hangs(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("role", "section", "message"),
     [
-        ("looped", {"action": "repeat"}, r"skip\.looped\.action=repeat: this role can only cache"),
+        (
+            "looped",
+            {"action": "repeat"},
+            r"skip\.roles\.looped\.action=repeat: this role can only cache; set skip\.roles\.looped\.action=cache",
+        ),
         ("doubel", {}, r"skip\.roles\.doubel: no module has registered this role.*did you mean double\?"),
         ("another_name", {}, r"name the module that registers it in skip\.modules"),
     ],
@@ -416,7 +420,7 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "error", [RuntimeError("no"), AssertionError(), MemoryError(), RecursionError(), BugError("x")]
 )
-@pytest.mark.parametrize("method", ["fingerprint", "to_content", "prepare_data", "versions", "call_name"])
+@pytest.mark.parametrize("method", ["fingerprint", "to_content", "to_result", "versions", "call_name"])
 async def test_errors_of_a_role_lose_the_record_and_do_not_fail_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Stage, error: Exception, method: str
 ) -> None:
@@ -437,7 +441,7 @@ async def test_a_role_may_override_which_records_are_served(
 ) -> None:
     with SkipManager.session(configure(tmp_path)):
         await stage(1)
-        monkeypatch.setattr(Double, "meet_precondition", lambda self, request: None)
+        monkeypatch.setattr(Double, "meet_precondition", lambda self, step, func, call: False)
         await stage(1)
         assert stage.ran == [1, 1]
         monkeypatch.undo()
@@ -505,8 +509,7 @@ async def test_waits_for_files_are_on_the_wait_board(tmp_path: Path, monkeypatch
     waits, seen = WaitBoard(), []
     with SkipManager.session(configure(tmp_path)):
         SkipManager.watch(waits.waiting)
-        made = double()
-        monkeypatch.setattr(made, "look_up", lambda *_: seen.extend(waits.snapshot()) or (None, None))
+        monkeypatch.setattr(double(), "meet_precondition", lambda *_: seen.extend(waits.snapshot()))
         await Stage().arun(1)
     assert [(wait.edge, wait.bounded) for wait in seen] == [("records", True)]
 
@@ -574,8 +577,5 @@ def test_failures_of_one_kind_are_reported_once(tmp_path: Path, monkeypatch: pyt
 
 def test_a_role_without_extract_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Double, "extract_step", BaseSkip.extract_step)
-    with (
-        SkipManager.session(configure(tmp_path)),
-        pytest.raises(BugError, match="Double has support_online_step and"),
-    ):
-        Stage().run(1, 4)
+    with pytest.raises(ConfigError, match=r"skip\.roles\.double: Double has support_online_step and no extract_step"):
+        SkipManager.init(configure(tmp_path))

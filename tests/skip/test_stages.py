@@ -101,7 +101,7 @@ class Stage:
 
 
 def fingerprint(role: Any, **changes: Any) -> Mapping[str, str]:
-    found: Mapping[str, str] = role.fingerprint(Call(CALLS[role.role] | changes, {}))
+    found: Mapping[str, str] = role.fingerprint(Call(CALLS[role.active.role] | changes, {}))
     return found
 
 
@@ -335,7 +335,7 @@ async def test_malformed_records_count_as_absent(tmp_path: Path, role: str, cont
 
 def test_a_lone_surrogate_in_a_recorded_answer_is_replaced(tmp_path: Path) -> None:
     served: Any = SimpleNamespace(record=SimpleNamespace(content=Content({}, INTACT | {"text": "\ud83d"})))
-    assert role_of(tmp_path, "tool").prepare_data(Call({}, {}), served).text == "?"
+    assert role_of(tmp_path, "tool").to_result(Call({}, {}), served).text == "?"
 
 
 @pytest.mark.parametrize("role", ["ref_log_prob", "tool"])
