@@ -6,6 +6,8 @@
     files      writing and reading records, from `Generated` to `Generated`, against torch.save and
                torch.load(weights_only=True) of tensors and of the same samples: called directly, and from an event
                loop through a `skip.file_thread.FileThread` as the role does it (`file thread`)
+    waits      what an event loop waits for (records, turns in the turn log, the trajectory dump) through a thread of
+               one's own and through aiofiles: samples/s, and CPU time of the process and of the event loop's thread
     loop       how late a 1 ms timer is on the event loop, idle and while 64 samples are recorded continuously
     disabled   nanoseconds that `SkipManager.annotate` adds to a call while no role is enabled
 
@@ -32,6 +34,7 @@ from benchmarks.skip.files import empty_file_us, file_system, measure_files
 from benchmarks.skip.loop import measure_disabled, measure_loop
 from benchmarks.skip.replay import measure_replay
 from benchmarks.skip.samples import SIZES
+from benchmarks.skip.waits import measure_waits
 
 FILE_ROUNDS = 8
 """Rounds of `files` for each round of `--rounds`, because they are short."""
@@ -40,6 +43,7 @@ CALLS = 20_000
 AIMS = {
     "replay": "replay at least 50 times as fast as generation",
     "files": "at least as fast as torch.save and torch.load: 1 or more",
+    "waits": "a thread where it is more than 1.5 times as fast or spares the loop so much, otherwise aiofiles",
     "loop": "less than 5 ms added to the 99th percentile",
     "disabled": "less than 1,000 ns added",
 }
@@ -75,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not options.no_engine:
             tables["replay"] = measure_replay(directory, options.rounds)
         tables["files"] = measure_files(directory, SIZES, FILE_ROUNDS * options.rounds)
+        tables["waits"] = measure_waits(directory, SIZES, FILE_ROUNDS * options.rounds)
         tables["loop"] = measure_loop(directory, SIZES, options.rounds)
     tables["disabled"] = measure_disabled(10 * options.rounds, CALLS)
     report_tables("skip", tables, options.json, aims=AIMS, rounds=options.rounds, **facts)
