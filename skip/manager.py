@@ -8,29 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import ValidationError
-
 from asyncrl.config.import_path import import_module
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.skip import OwnSkipRoleConfig, SkipRoleConfig, StepSet
+from asyncrl.config.sections.skip import SkipRoleConfig, skip_settings
 from asyncrl.core.failures import ConfigError, UserCodeError
 from skip.record_role import RecordSkip
-from skip.role import (
-    UNKNOWN_STEP,
-    ActiveRole,
-    AnnotatedFunction,
-    BaseSkip,
-    Outcome,
-    Waiting,
-    describe_error,
-    registered_roles,
-)
+from skip.role import ActiveRole, AnnotatedFunction, BaseSkip, Outcome, Waiting, registered_roles
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -38,16 +27,13 @@ _DEFAULT = SkipRoleConfig()
 _suspended: ContextVar[bool] = ContextVar("skip_suspended", default=False)
 
 
-class _ForeignRoleConfig(OwnSkipRoleConfig, extra="allow"):
-    """The settings of a role in a mapping that is not ours; a class may read keys of its own."""
-
-
 class SkipManager:
     """State of this process: its roles, and the step of its sequential loop. `reset` clears both."""
 
     skip_instances: ClassVar[dict[str, BaseSkip]] = {}
     """The instance of each role that has settings, enabled or not."""
-    step: ClassVar[int] = UNKNOWN_STEP
+    step: ClassVar[int] = -1
+    """Step of `set_step`; before it, -1 as in verl."""
 
     @classmethod
     def init(cls, config: Config | Mapping[str, Any]) -> None:
@@ -64,7 +50,7 @@ class SkipManager:
         import skip.generation
         import skip.stages  # noqa: F401  both register the built-in roles
 
-        modules, sections = _settings(config)
+        modules, sections = skip_settings(config)
         for module in modules:
             import_module(module, "skip.modules")
         known = registered_roles()
@@ -83,7 +69,7 @@ class SkipManager:
     def reset(cls) -> None:
         """Return to the state before `init`: annotated functions run as if they were not annotated."""
         cls.skip_instances = {}
-        cls.step = UNKNOWN_STEP
+        cls.step = -1
 
     @classmethod
     @contextmanager
@@ -156,58 +142,37 @@ class SkipManager:
                 raise TypeError(f"{function.__qualname__} yields its results one by one and cannot be skipped")
             stage = AnnotatedFunction(function, options)
 
-            def active(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ActiveRole | None:
-                instance = cls.skip_instances.get(role)
-                if instance is None or _suspended.get() or not instance.is_enabled() or _is_validation(args, kwargs):
-                    return None
-                return instance.active
-
             if inspect.iscoroutinefunction(function):
 
                 @functools.wraps(function)
                 async def run_async(*args: Any, **kwargs: Any) -> Any:
-                    if (its_role := active(args, kwargs)) is None:
-                        return await function(*args, **kwargs)
-                    return await its_role.run_async(stage, cls.step, args, kwargs)
+                    active = cls._active(role, args, kwargs)
+                    call = (
+                        function(*args, **kwargs) if active is None else active.run_async(stage, cls.step, args, kwargs)
+                    )
+                    return await call
 
                 return run_async  # type: ignore[return-value]
 
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                if (its_role := active(args, kwargs)) is None:
-                    return function(*args, **kwargs)
-                return its_role.run(stage, cls.step, args, kwargs)
+                active = cls._active(role, args, kwargs)
+                return function(*args, **kwargs) if active is None else active.run(stage, cls.step, args, kwargs)
 
             return run  # type: ignore[return-value]
 
         return decorate
 
-
-def _is_validation(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an argument marks the call as validation, as verl's batches do: `meta_info["validate"]`."""
-    marks = (getattr(value, "meta_info", None) for value in (*args, *kwargs.values()))
-    return any(isinstance(mark, Mapping) and mark.get("validate") for mark in marks)
-
-
-def _settings(config: Config | Mapping[str, Any]) -> tuple[Sequence[str], dict[str, tuple[str, SkipRoleConfig]]]:
-    """Return the modules to import, and the key and settings of each role."""
-    if isinstance(config, Config):
-        return config.skip.modules, {
-            role: (config.skip.key_of(role), its) for role, its in config.skip.by_role().items()
-        }
-    if not isinstance(config.get("skip"), Mapping):
-        raise ConfigError("skip: the configuration has no such section, with settings by the name of a role")
-    given = dict(config["skip"])
-    sections: dict[str, tuple[str, SkipRoleConfig]] = {}
-    modules = given.pop("modules", ())
-    for role, values in given.items():
-        try:
-            section = _ForeignRoleConfig.model_validate(dict(values))
-            StepSet.parse(section.steps)
-        except (ValidationError, TypeError, ValueError) as error:
-            raise ConfigError(f"skip.{role}: these are no settings of a role: {error}") from error
-        sections[role] = f"skip.{role}", section
-    return modules, sections
+    @classmethod
+    def _active(cls, role: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ActiveRole | None:
+        """Return the role if it is enabled and the call does not belong to validation."""
+        instance = cls.skip_instances.get(role)
+        if instance is None or _suspended.get() or not instance.is_enabled():
+            return None
+        # verl's batches mark validation like this.
+        marks = (getattr(value, "meta_info", None) for value in (*args, *kwargs.values()))
+        is_validation = any(isinstance(mark, Mapping) and mark.get("validate") for mark in marks)
+        return None if is_validation else instance.active
 
 
 def _make(kind: type[BaseSkip], key: str, section: SkipRoleConfig, config: Config | Mapping[str, Any]) -> BaseSkip:
@@ -233,4 +198,4 @@ def _make(kind: type[BaseSkip], key: str, section: SkipRoleConfig, config: Confi
     except ConfigError:
         raise
     except Exception as error:
-        raise UserCodeError.wrap(f"{key}: {name} cannot be made: {describe_error(error)}", error) from error
+        raise UserCodeError.wrap(f"{key}: {name} cannot be made: {error!r}", error) from error

@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -43,14 +43,6 @@ class Served(NamedTuple):
         return bool(self.differs) or self.record.step != self.step
 
 
-class RecordRequest(NamedTuple):
-    """What identifies the record of a call."""
-
-    step: int
-    name: str
-    fingerprint: Fingerprint
-
-
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of an annotated function."""
@@ -59,8 +51,9 @@ class Call:
     """Arguments by name, including defaults and `self`."""
     options: Mapping[str, Any]
     """Arguments of `annotate` besides the role."""
-    request: RecordRequest | None = None
-    """Set by `RecordSkip.request`."""
+    name: str = ""
+    """Name of its record. `RecordSkip.identify` sets this and the fingerprint."""
+    fingerprint: Fingerprint = field(default_factory=dict)
     served: Served | None = None
     """The record that stands in for the call; set by `RecordSkip.meet_precondition`."""
 
@@ -141,14 +134,14 @@ class RecordSkip(BaseSkip, ABC):
         Raises:
             ConfigError: the record has another fingerprint, and `on_mismatch` is `error`.
         """
-        request = self.request(step, call)
-        for name in self._candidates(request):
+        self.identify(step, call)
+        for name in self._candidates(step, call.name):
             if (record := self._read(name)) is None:
                 continue
-            served = Served(record, step, differing(record.fingerprint, request.fingerprint))
+            served = Served(record, step, differing(record.fingerprint, call.fingerprint))
             if not self.may_serve(served):
                 if self.action is SkipAction.CACHE:
-                    self._mismatch(name, served, request.fingerprint)
+                    self._mismatch(name, served, call.fingerprint)
                 continue
             try:
                 call.served = served._replace(result=self.to_result(call, served))
@@ -174,11 +167,11 @@ class RecordSkip(BaseSkip, ABC):
         Raises:
             Exception: the role raised it, or the record cannot be written (`OSError`: also because of `max_bytes`).
         """
-        request = self.request(step, call)
+        self.identify(step, call)
         oldest, newest = self.versions(result) or (None, None)
         origin = Origin(time.time(), socket.gethostname(), oldest, newest, asyncrl.__version__)
         content = self.to_content(call, result)
-        self._write(request.name, Record(self.active.role, step, request.fingerprint, origin, content))
+        self._write(call.name, Record(self.active.role, step, call.fingerprint, origin, content))
         with self._files_lock:
             self._notes[step] = {}
             if len(self._notes) > MAX_NOTES:
@@ -186,12 +179,12 @@ class RecordSkip(BaseSkip, ABC):
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def request(self, step: int, call: Call) -> RecordRequest:
-        """Return what identifies the record of `call`. It is computed once, because a function may change its
-        arguments. Raises whatever the role raises."""
-        if call.request is None:
-            call.request = RecordRequest(step, record_name(step, self.call_name(call)), self.fingerprint(call))
-        return call.request
+    def identify(self, step: int, call: Call) -> None:
+        """Set the name and fingerprint of `call`, once, because a function may change its arguments. Raises whatever
+        the role raises."""
+        if not call.name:
+            call.fingerprint = self.fingerprint(call)
+            call.name = record_name(step, self.call_name(call))
 
     def note(self, step: int, values: Mapping[str, Any]) -> None:
         """Write `values` (JSON types) beside the record of `step`, for users, if this process wrote it recently.
@@ -210,21 +203,21 @@ class RecordSkip(BaseSkip, ABC):
             message = f"the note on step {step} of {self.active.role} is not written: {describe_error(error)}"
             self.active.warn_once("note", message)
 
-    def _candidates(self, request: RecordRequest) -> Iterator[str]:
-        yield request.name
+    def _candidates(self, step: int, name: str) -> Iterator[str]:
+        yield name
         if self.action is SkipAction.CACHE:
             return
-        suffix = request.name.removeprefix(str(request.step))
+        suffix = name.removeprefix(str(step))
         try:
             names = self.files.names()
         except OSError as error:
             message = f"{self.files.root} cannot be listed to find another record: {error.strerror}"
             self.active.warn_once("list", message)
             return
-        others = {step for name in names if (step := step_of(name)) is not None and name == f"{step}{suffix}"}
+        others = {other for each in names if (other := step_of(each)) is not None and each == f"{other}{suffix}"}
         # The nearest step below, then the nearest above.
-        for step in sorted(others - {request.step}, key=lambda step: (step > request.step, abs(step - request.step))):
-            yield f"{step}{suffix}"
+        for other in sorted(others - {step}, key=lambda other: (other > step, abs(other - step))):
+            yield f"{other}{suffix}"
 
     def _read(self, name: str) -> Record | None:
         try:

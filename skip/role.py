@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 FILES_LIMIT_S = 60.0
 """Maximum time that an async stage waits for the files of a role."""
-UNKNOWN_STEP = -1
-"""`SkipManager.step` before `set_step`, as in verl."""
 Outcome = Literal["replayed", "substituted", "recorded", "mismatched", "damaged", "unrecorded", "late"]
 """What became of a call; each is the metric `skip/<role>/<outcome>`."""
 
@@ -219,7 +217,7 @@ class ActiveRole:
         with self._verbs:
             if role.support_online_step:
                 step = role.extract_step(*args, **kwargs)
-            elif step == UNKNOWN_STEP:
+            elif step < 0:
                 raise BugError(f"{self.key}: the step is unknown; call SkipManager.set_step(step) before this stage")
             if step not in role.steps:
                 return Lookup()
@@ -229,18 +227,13 @@ class ActiveRole:
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001  a role may raise anything; only the record is lost
-                self.count("unrecorded")
-                reason = describe_error(error)
-                message = f"step {step} of {self.role} is neither looked up nor recorded: {reason}"
-                self.warn_once(f"meet_precondition {type(error).__name__}", message)
+                self._lose("unrecorded", f"step {step} of {self.role} is neither looked up nor recorded", error)
                 return Lookup()
             try:
                 result = role.warp_function(step, function, *args, **kwargs)
                 outcome: Outcome = "substituted" if role.is_substitute(step, *args, **kwargs) else "replayed"
             except Exception as error:  # noqa: BLE001  as above
-                self.count("damaged")
-                message = f"what is recorded for step {step} of {self.role} counts as absent: {describe_error(error)}"
-                self.warn_once(f"warp_function {type(error).__name__}", message)
+                self._lose("damaged", f"what is recorded for step {step} of {self.role} counts as absent", error)
                 return Lookup(step)
             return Lookup(step, outcome, result)
 
@@ -257,6 +250,10 @@ class ActiveRole:
             self.warn_once(kind, f"step {step} of {self.role} is not recorded in {place}: {reason}")
             return False
         return True
+
+    def _lose(self, outcome: Outcome, what: str, error: Exception) -> None:
+        self.count(outcome)
+        self.warn_once(f"{outcome} {type(error).__name__}", f"{what}: {describe_error(error)}")
 
     def count(self, outcome: Outcome) -> None:
         with self._lock:

@@ -14,18 +14,18 @@ from typing import Any
 
 import anyio
 
-from skip import Action, BaseSkip, Call, Content, Fingerprint, Served, SkipManager, field, register_skip
+from skip import Call, Content, Fingerprint, RecordSkip, Served, SkipAction, SkipManager, field, register_skip
 
 JUDGE_S = 0.25
 """Seconds that the judge takes for one verdict."""
 
 
 @register_skip("judge")
-class JudgeSkip(BaseSkip):
+class JudgeSkip(RecordSkip):
     """The role of `judge`. Its step is the question's row in the data, and each response has its own record."""
 
     support_online_step = True
-    support_actions = frozenset({Action.CACHE})  # a verdict on another question would be wrong
+    support_actions = (SkipAction.CACHE,)  # a verdict on another question would be wrong
 
     def extract_step(self, call: Call) -> int:
         return int(call["row"])
@@ -41,7 +41,7 @@ class JudgeSkip(BaseSkip):
     def to_content(self, call: Call, result: float) -> Content:
         return Content(data={"verdict": result})
 
-    def prepare_data(self, call: Call, served: Served) -> float:
+    def to_result(self, call: Call, served: Served) -> float:
         verdict = served.record.content.data["verdict"]
         if not isinstance(verdict, float):
             raise TypeError(f"{verdict!r} is no verdict")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from tests.fakes.reward_model import make_classifier
 
 pytestmark = pytest.mark.timeout(400)
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 20
 
 
@@ -262,3 +264,23 @@ def test_a_reward_model_is_served_in_a_run_without_engines(
     assert (code, result["difference"]["step"]) == (1, 1)
     assert "rewards" in result["difference"]["names"]
     assert run.survivors() == []
+
+
+@pytest.mark.slow
+def test_a_class_for_verls_interface_is_attached_to_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its role is that of a plain function, which the reward function calls. It keeps its own files."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES / "skip"), os.environ.get("PYTHONPATH", "")]))
+    dump_dir, settings = tmp_path / "dump", {"enable": "true", "steps": "1-100000", "dump_dir": tmp_path / "own"}
+    more = [f"skip.roles.grade.{key}={value}" for key, value in settings.items()]
+    more += ["skip.modules=[own_files]", "reward.function=own_files:score", "trainer.total_training_steps=4"]
+    recorded = launch(tmp_path / "recorded", dump_dir, *more, "data.max_val_samples=16")
+    assert recorded.wait() == 0, recorded.output()
+    files = {path.name for path in (tmp_path / "own" / "grades").iterdir()}
+    trained = trained_on(recorded).values()
+    assert len({name.partition("-")[0] for name in files}) >= len(trained) == 64
+    replayed = launch(tmp_path / "replayed", dump_dir, *more, "skip.async_rollout.engines=auto", "data.val_files=[]")
+    assert replayed.wait() == 0, replayed.output()
+    assert {path.name for path in (tmp_path / "own" / "grades").iterdir()} == files, "all grades were loaded"
+    assert diff(recorded, replayed) == (0, {"steps": 4, "difference": None})
+    last = replayed.steps()[-1]
+    assert last["skip/grade/replayed"] > 0 and "skip/grade/recorded" not in last

@@ -21,7 +21,7 @@ from skip.generation import AsyncRolloutSkip
 from skip.record import MANIFEST, TENSORS
 from skip.record_role import Served
 from skip.role import ActiveRole
-from skip.store import RecordFiles
+from skip.store import RecordFiles, record_name
 from tests.fuzz.remote import Gate
 from tests.fuzz.world import FuzzWorld
 
@@ -43,7 +43,7 @@ class FuzzRecords(AsyncRolloutSkip):
         FuzzActiveRole(self, world, gate)
 
     def prepare_data(self, step: int, result: Any, call: Call) -> None:
-        if not self.files.damage(self.request(step, call).name):
+        if not self.files.damage(record_name(step)):
             self._world.broken.append(f"step {step} was generated although its record is intact")
         self._world.recorded[step] = _tokens(result)
         super().prepare_data(step, result, call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from pydantic import Field
 from asyncrl.config.environment import is_importable, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, only_with, warning
 from asyncrl.config.sections.base import ConfigSection, Positive
+from asyncrl.core.failures import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -184,6 +185,36 @@ class SkipConfig(ConfigSection):
     def key_of(self, role: str) -> str:
         """Return the key of the settings of a role."""
         return f"skip.roles.{role}" if role in self.roles else f"skip.{role}"
+
+
+class _ForeignRoleConfig(OwnSkipRoleConfig, extra="allow"):
+    """The settings of a role in a mapping that is not ours; a class may read keys of its own."""
+
+
+def skip_settings(config: Config | Mapping[str, Any]) -> tuple[Sequence[str], dict[str, tuple[str, SkipRoleConfig]]]:
+    """Return the modules to import, and the key and settings of each role.
+
+    Args:
+        config: our configuration, or any mapping whose section `skip` has settings by the name of the role.
+
+    Raises:
+        ConfigError: a mapping has no such settings.
+    """
+    if not isinstance(config, Mapping):
+        ours = config.skip
+        return ours.modules, {role: (ours.key_of(role), section) for role, section in ours.by_role().items()}
+    if not isinstance(config.get("skip"), Mapping):
+        raise ConfigError("skip: the configuration has no such section, with settings by the name of a role")
+    given: dict[str, Any] = dict(config["skip"])
+    modules, sections = given.pop("modules", ()), {}
+    for role, values in given.items():
+        try:
+            section = _ForeignRoleConfig.model_validate(dict(values))
+            StepSet.parse(section.steps)
+        except (TypeError, ValueError) as error:  # also pydantic's ValidationError
+            raise ConfigError(f"skip.{role}: these are no settings of a role: {error}") from error
+        sections[role] = f"skip.{role}", section
+    return modules, sections
 
 
 def enabled_roles(config: Config) -> dict[str, SkipRoleConfig]:
