@@ -23,6 +23,7 @@ from skip.role import ActiveRole, AnnotatedFunction, BaseSkip, Outcome, Waiting,
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+VERBS = ("is_enabled", "extract_step", "meet_precondition", "warp_function", "prepare_data")
 _DEFAULT = SkipRoleConfig()
 _suspended: ContextVar[bool] = ContextVar("skip_suspended", default=False)
 
@@ -185,6 +186,8 @@ def _make(kind: type[BaseSkip], key: str, section: SkipRoleConfig, config: Confi
         problem = f".action={section.action}: this role can only {able}; set {key}.action={able}"
     elif kind.support_online_step and kind.extract_step is BaseSkip.extract_step:
         problem = f": {name} has support_online_step and no extract_step; define it"
+    elif any(inspect.iscoroutinefunction(getattr(kind, verb)) for verb in VERBS):
+        problem = f": {name} has an async verb; verbs are plain functions, which run in a thread"
     elif issubclass(kind, RecordSkip):
         if not isinstance(config, Config):
             problem = f": the records of {name} need an asyncrl Config; give one, or derive the class from BaseSkip"

@@ -54,11 +54,17 @@ def test_the_result_contains_every_figure(tmp_path: Path, monkeypatch: pytest.Mo
         for what in ("write", "read")
         for format_name in ("skip", "torch arrays", "torch samples")
     ]
+    assert [(row["sample"], row["what"], row["by"]) for row in result["waits"]] == [
+        (size.name, what, by)
+        for size in TINY
+        for what in ("record write", "record read", "turns", "dump")
+        for by in ("thread", "aiofiles")
+    ]
     assert [(row["sample"], row["beside"]) for row in result["loop"]] == [
         (size.name, beside) for size in TINY for beside in ("nothing", "recording")
     ]
     assert [row["function"] for row in result["disabled"]] == ["def", "async def"]
-    for row in [*result["files"], *result["loop"], *result["disabled"]]:
+    for row in [*result["files"], *result["waits"], *result["loop"], *result["disabled"]]:
         for name, value in figures(row).items():
             if (row.get("beside"), name) in AT_ZERO:
                 assert value == 0
@@ -68,7 +74,7 @@ def test_the_result_contains_every_figure(tmp_path: Path, monkeypatch: pytest.Mo
                 assert value > 0, (row, name)
     assert list(tmp_path.iterdir()) == [target.parent], "the benchmark deletes all other files"
     out, err = capsys.readouterr()
-    assert all(f"skip, {name}" in out for name in ("files", "loop", "disabled")) and "files, short" in err
+    assert all(f"skip, {name}" in out for name in ("files", "waits", "loop", "disabled")) and "files, short" in err
 
 
 class Fleet:

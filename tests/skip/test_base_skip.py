@@ -275,6 +275,15 @@ def test_a_class_that_cannot_be_made_is_the_users_error(tmp_path: Path, monkeypa
         SkipManager.init(ours(tmp_path, "nothing", action="empty"))
 
 
+def test_async_verbs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def meet_precondition(self: Any, step: int, func: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(PickledSkip, "meet_precondition", meet_precondition)
+    with pytest.raises(ConfigError, match=r"skip\.roles\.pickled: PickledSkip has an async verb; verbs are plain"):
+        SkipManager.init(ours(tmp_path, "pickled"))
+
+
 def test_a_class_without_a_verb_runs_until_the_verb_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(PickledSkip, "prepare_data")
     stage = Numbers(is_async=False)
