@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from asyncrl.queue.turn_log import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
 from rollouter.gateway.external import ExternalAgent
-from rollouter.gateway.protocol import GatewayResponse, unknown_key
+from rollouter.gateway.protocol import GatewayResponse
+from rollouter.gateway.session import AgentGateway
 from rollouter.loading import RolloutTask, load_task
 from rollouter.rewards.scorer import CombinedScorer
 from rollouter.rollouter import Rollouter
@@ -137,11 +139,19 @@ class RolloutActor:
 
     async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Answer a request with a trajectory's key, see `AgentGateway.answer`."""
+        return await self._gateway.answer(key, path, body)
+
+    async def stream(self, key: str, path: str, body: Mapping[str, Any]) -> AsyncIterator[GatewayResponse | bytes]:
+        """Answer a request for a turn with `stream: true`, see `AgentGateway.stream`."""
+        async with aclosing(self._gateway.stream(key, path, body)) as items:
+            async for item in items:
+                yield item
+
+    @property
+    def _gateway(self) -> AgentGateway:
+        """The gateway of the run's agents; without agents, one that knows no key."""
         agent = self._task.agent if self._task is not None else None
-        if not isinstance(agent, ExternalAgent):
-            refusal = unknown_key()
-            return GatewayResponse(refusal.status, refusal.body)
-        return await agent.gateway.answer(key, path, body)
+        return agent.gateway if isinstance(agent, ExternalAgent) else AgentGateway()
 
     async def stop(self) -> None:
         """End `run` soon, without applying the newest version. To let `run` complete, close the queue instead."""

@@ -152,9 +152,10 @@ class GroupGeneration:
 
         try:
             # Turns that are reported together are recorded together, which is one write.
-            async with task_group() as ends, aclosing(self._finished_turns(self.session, requests)) as finished:
-                async for key, turn in finished:
-                    ends.start_soon(end, key, turn)
+            async with task_group() as ends, aclosing(self._turns(self.session, requests)) as turns:
+                async for key, turn in turns:
+                    if is_complete(turn):
+                        ends.start_soon(end, key, turn)
         except anyio.get_cancelled_exc_class():
             for key in unfinished:
                 turn = self.turns.get(key)
@@ -181,12 +182,19 @@ class GroupGeneration:
             if request.stop:
                 params["stop"] = [*params.get("stop", ()), *request.stop]
             request_id = turn_id(session, request.number)
-            requests = {name: GenerateRequest(request_id, request.context, params, logged, sample.prompt.media)}
+            requests = {
+                name: GenerateRequest(
+                    request_id, request.context, params, logged, sample.prompt.media, request.progress is not None
+                )
+            }
             # The request may come from a user's program, which has no profiling context.
             with profile.context(sample=str(sample.sample_id), trajectory=number_of(key), turn=request.number):
-                async with aclosing(self._finished_turns(session, requests)) as finished:
-                    async for _, turn in finished:
-                        await self._record(name, turn)
+                async with aclosing(self._turns(session, requests)) as turns:
+                    async for _, turn in turns:
+                        if is_complete(turn):
+                            await self._record(name, turn)
+                        elif request.progress is not None:
+                            request.progress(turn)
             return turn
 
         number = sample.n + sample.extra if key == BASELINE else int(key)
@@ -200,11 +208,11 @@ class GroupGeneration:
                 span.add(**self._event_fields(key, trajectory))
             self._end(key, trajectory)
 
-    async def _finished_turns(
+    async def _turns(
         self, session: str, requests: Mapping[str, GenerateRequest]
     ) -> AsyncGenerator[tuple[str, Turn], None]:
-        """Yield turns with their keys as they finish. After an engine crash, wait until crash isolation allows
-        another try. Waits for a replica do not count towards the sample's time limit."""
+        """Yield turns with their keys as tokens arrive and as they finish. After an engine crash, wait until crash
+        isolation allows another try. Waits for a replica do not count towards the sample's time limit."""
         keys = list(requests)
         unfinished = set(keys)
         with self.sessions.generating(session):
@@ -217,6 +225,7 @@ class GroupGeneration:
                             self.sessions.place(session, "")
                         case TurnProgress(number, turn):
                             self.turns[keys[number]] = turn
+                            yield keys[number], turn
                         case TurnFinished(number, turn):
                             check_turn(requests[keys[number]].request_id, turn)
                             self.turns[keys[number]] = turn

@@ -311,6 +311,8 @@ class GenerateRequest:
     """Tokens that an aborted call already produced; the engine continues after them, within the same `max_tokens`."""
     media: tuple[Media, ...] = ()
     """Images and videos, in the order of their placeholders in `prompt_ids`."""
+    stream: bool = False
+    """Whether a client reads the tokens as they are sampled. The replica then reports them many times a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ class TurnRequest(NamedTuple):
     max_tokens: int
     stop: tuple[str, ...] = ()
     """Texts that end the turn, in addition to the run's."""
+    progress: Callable[[Turn], None] | None = None
+    """Called with the unfinished turn, whose finish reason is ABORTED, each time the engine has reported tokens. The
+    engine then reports them as they are sampled."""
 
 
 AskTurn = Callable[[TurnRequest], Awaitable[Turn]]

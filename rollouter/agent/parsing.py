@@ -72,7 +72,8 @@ class ToolCallParser:
             ConfigError: there is no parser of that name, or it needs another tokenizer.
         """
         self._tokenizer = tokenizer
-        self._end_ids = {*end_ids, tokenizer.eos_token_id}
+        self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id})
+        """Tokens that are omitted at the end of a turn."""
         self._warned: set[str] = set()
         self._vllm = None
         if format != NO_TOOLS:
@@ -81,7 +82,7 @@ class ToolCallParser:
 
     def parse(self, ids: Sequence[int]) -> ParsedTurn:
         """Parse one turn, with or without its end-of-turn token."""
-        text = self._text(ids)
+        text = self.decode(ids)
         reasoning, content = _split_reasoning(text)
         if self._vllm is None or not content.strip():
             return ParsedTurn(content, reasoning=reasoning, text=text)
@@ -98,13 +99,36 @@ class ToolCallParser:
         malformed = self._vllm.looks_like_call(content)
         return ParsedTurn(content, malformed=malformed, reasoning=reasoning, text=text)
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of a turn or of a part of one, without end-of-turn tokens at its end."""
         tokens = [int(token) for token in ids]
-        while tokens and tokens[-1] in self._end_ids:
+        while tokens and tokens[-1] in self.end_ids:
             tokens.pop()
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._vllm is None)
         assert isinstance(text, str)
         return text
+
+    def settled(self, text: str, *, opened: bool) -> tuple[str, str]:
+        """Return the reasoning and the content of an unfinished turn, without what more text may turn into reasoning,
+        into a call, or into the blanks before one.
+
+        More text usually extends both. Rarely it does not: when reasoning begins or ends out of place, or when a
+        parser drops text before a call.
+
+        Args:
+            text: The text so far, see `decode`.
+            opened: Whether the prompt ends with `<think>`.
+        """
+        begin = re.match(r"\s*<think>", text)
+        if begin or opened:
+            reasoning, close, content = text[begin.end() if begin else 0 :].partition("</think>")
+            if not close:
+                return before_any(text[begin.end() if begin else 0 :], ["</think>"]), ""
+        elif "<think>".startswith(text.lstrip()):
+            return "", ""
+        else:
+            reasoning, content = "", text
+        return reasoning, content if self._vllm is None else self._vllm.before_calls(content).rstrip()
 
 
 class _VllmParser:
@@ -132,7 +156,10 @@ class _VllmParser:
                 f"{KEY}: {name!r} does not fit this model's tokenizer: {error}. Name the parser of the model's family",
                 error,
             ) from error
-        self._marker = re.compile("|".join([*map(re.escape, _markers(self._parser())), *_SHAPES.get(name, ())]) or _ANY)
+        markers, shapes = _markers(self._parser()), _SHAPES.get(name, ())
+        self._marker = re.compile("|".join([*map(re.escape, markers), *shapes]) or _ANY)
+        self._markers = markers or ["<", "["]
+        self._begins_bare = bool(shapes)
 
     def _parser(self) -> Any:
         return self._class(self._tokenizer, self._request.tools)
@@ -150,6 +177,22 @@ class _VllmParser:
 
     def looks_like_call(self, text: str) -> bool:
         return self._marker.search(text) is not None
+
+    def before_calls(self, text: str) -> str:
+        """Return the part of an unfinished text in which no call can begin."""
+        if self._begins_bare and text.lstrip()[:1] in ("", "{", "["):
+            return ""
+        return before_any(text, self._markers)
+
+
+def before_any(text: str, needles: Sequence[str]) -> str:
+    """Return `text` up to the first of `needles`, or up to where one of them may begin at its end."""
+    end = min((at for needle in needles if (at := text.find(needle)) >= 0), default=len(text))
+    longest = max((len(needle) for needle in needles), default=1) - 1
+    for start in range(max(0, end - longest), end):
+        if any(needle.startswith(text[start:end]) for needle in needles):
+            return text[:start]
+    return text[:end]
 
 
 _BEGINS = re.compile(r"^(?!response|think|arg).*(?:start|begin|bot)\w*_token$|^bot_token$|^tc_start$")

@@ -9,8 +9,9 @@ The key is checked before the body is read, and the body within limits before an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
 
 import anyio
 from starlette.datastructures import Headers
@@ -19,11 +20,25 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asyncrl.core.text import parse_json
-from rollouter.gateway.protocol import GatewayResponse, RequestError, events
-from rollouter.gateway.session import incarnation_of
+from rollouter.gateway.protocol import GatewayResponse, RequestError
+from rollouter.gateway.session import TURN_PATHS, incarnation_of
+from rollouter.gateway.streaming import error_event
 
-Call = Callable[[str, str, Mapping[str, Any]], Awaitable[GatewayResponse]]
-"""Takes key, path after `/v1/` and body."""
+
+class Calls(Protocol):
+    """The calls to the Rollouter that issued a key. `path` is the part after `/v1/`."""
+
+    async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
+        """See `AgentGateway.answer`.
+
+        Raises:
+            RequestError: the Rollouter has ended, or cannot be reached.
+        """
+
+    def stream(self, key: str, path: str, body: Mapping[str, Any]) -> AsyncGenerator[GatewayResponse | bytes, None]:
+        """See `AgentGateway.stream`. Raises as `answer`."""
+
+
 MAX_BODY_BYTES = 32 << 20
 BODY_S = 60.0
 """How long a client may take to send a body."""
@@ -32,15 +47,15 @@ MAX_DIGITS = 18
 MAX_KNOWN_KEYS = 10_000
 _FINAL = {"x-should-retry": "false"}
 """Stops the official clients from retrying requests that would be refused again."""
-_POSTED = frozenset({"chat/completions", "completions", "reward"})
+_POSTED = TURN_PATHS | {"reward"}
 
 
 class TrajectoryKeyMiddleware:
     """ASGI middleware, which must be the outermost one, because trajectory keys are not valid as API keys."""
 
-    def __init__(self, app: ASGIApp, *, call: Call) -> None:
+    def __init__(self, app: ASGIApp, calls: Calls) -> None:
         self._app = app
-        self._call = call
+        self._calls = calls
         self._known: OrderedDict[str, None] = OrderedDict()
         """Keys that the Rollouter has accepted, the latest last."""
 
@@ -63,15 +78,21 @@ class TrajectoryKeyMiddleware:
         method = "POST" if path in _POSTED else "GET" if path.split("/")[0] == "models" else request.method
         if request.method != method:
             raise RequestError(f"/v1/{path} takes {method} requests", status=405, code="method_not_allowed")
-        if key not in self._known and (refusal := await self._call(key, "models", {})).status >= 400:
+        if key not in self._known and (refusal := await self._calls.answer(key, "models", {})).status >= 400:
             return _error(refusal)
         self._known[key] = None
         self._known.move_to_end(key)
         if len(self._known) > MAX_KNOWN_KEYS:
             self._known.popitem(last=False)
         body = _object(await read_body(request)) if request.method == "POST" else {}
+        streams = path in TURN_PATHS and body.get("stream") is True
         try:
-            answer = await self._call(key, path, body)
+            if streams:
+                items = self._calls.stream(key, path, body)
+                answer = await anext(items)
+                assert isinstance(answer, GatewayResponse)
+            else:
+                answer = await self._calls.answer(key, path, body)
         except RequestError:
             self._known.pop(key, None)  # its Rollouter has ended, or cannot be reached
             raise
@@ -79,12 +100,30 @@ class TrajectoryKeyMiddleware:
             self._known.pop(key, None)  # the trajectory is over
         if answer.status >= 400:
             return _error(answer)
-        if body.get("stream") and "choices" in answer.body:
-            options = body.get("stream_options")
-            usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
-            chunks = list(events(answer.body, include_usage=usage))
-            return StreamingResponse(_each(chunks), media_type="text/event-stream")
-        return JSONResponse(answer.body)
+        return _EventStream(items) if streams else JSONResponse(answer.body)
+
+
+class _EventStream(StreamingResponse):
+    """The response of server-sent events. It closes their iterator, and with it the call, if the client disconnects."""
+
+    def __init__(self, items: AsyncGenerator[Any, None]) -> None:
+        super().__init__(_events(items), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._items = items
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._items):
+            try:
+                await super().__call__(scope, receive, send)
+            except ClientDisconnect:
+                return
+
+
+async def _events(items: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    try:
+        async for item in items:
+            yield item
+    except RequestError as failure:
+        yield error_event(failure)
 
 
 def refused(refusal: RequestError) -> JSONResponse:
@@ -132,11 +171,6 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _error(answer: GatewayResponse) -> JSONResponse:
     return JSONResponse(answer.body, answer.status, headers=_FINAL if answer.status < 500 else None)
-
-
-async def _each(chunks: list[bytes]) -> Any:
-    for chunk in chunks:
-        yield chunk
 
 
 def _bearer(scope: Scope) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.config.sections.rollout import SamplingConfig
 from asyncrl.core.text import encodable, encodable_values, parse_json, safe_repr
 from asyncrl.core.types import FinishReason, Turn
 from rollouter.requests import SHAPING
 from rollouter.user_code import finite, shorten, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 NO_ROOM = "context_length_exceeded"
 MAX_TOKEN_ID = 2**31 - 1
@@ -212,6 +217,9 @@ class TurnOptions:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     log_probs: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with the numbers of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,8 +403,17 @@ def _turn_options(body: Mapping[str, Any], *limits: str) -> TurnOptions:
             f"logprobs={_shown(log_probs)}: only log-probs of the sampled tokens are known; send true or 0",
             param="logprobs",
         )
+    stream, stream_options = body.get("stream"), body.get("stream_options") or {}
+    if stream is not None and not isinstance(stream, bool):
+        raise RequestError(f"stream={_shown(stream)}; expected true or false", param="stream")
+    if not isinstance(stream_options, Mapping):
+        raise RequestError(f"stream_options={_shown(stream_options)}; expected an object", param="stream_options")
     return TurnOptions(
-        min((value for _, value in given), default=None), tuple(stops), log_probs is not None and log_probs is not False
+        max_tokens=min((value for _, value in given), default=None),
+        stop=tuple(stops),
+        log_probs=log_probs is not None and log_probs is not False,
+        stream=stream is True,
+        include_usage=bool(stream_options.get("include_usage")),
     )
 
 
@@ -456,12 +473,7 @@ def chat_response(header: ResponseHeader, turn: Turn, message: Message, pieces: 
         answer["reasoning_content"] = reasoning
     if calls:
         answer["tool_calls"] = calls
-    log_probs = None
-    if pieces is not None:
-        log_probs = {"content": [
-            {"token": piece, "logprob": float(value), "bytes": list(piece.encode()), "top_logprobs": []}
-            for piece, value in zip(pieces, turn.rollout_log_probs, strict=True)
-        ], "refusal": None}  # fmt: skip
+    log_probs = None if pieces is None else chat_log_probs(pieces, turn.rollout_log_probs)
     length = turn.finish_reason is FinishReason.LENGTH
     reason = "length" if length else "tool_calls" if calls else "stop"
     choice = {"index": 0, "message": answer, "logprobs": log_probs, "finish_reason": reason}
@@ -470,16 +482,28 @@ def chat_response(header: ResponseHeader, turn: Turn, message: Message, pieces: 
 
 def completion_response(header: ResponseHeader, turn: Turn, text: str, pieces: Sequence[str] | None) -> Body:
     """Build a text completion. `pieces` are the tokens' texts if the client asks for log-probs."""
-    log_probs = None
-    if pieces is not None:
-        offsets = [0]
-        for piece in pieces[:-1]:
-            offsets.append(offsets[-1] + len(piece))
-        values = [float(value) for value in turn.rollout_log_probs]
-        log_probs = {"tokens": list(pieces), "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
+    log_probs = None if pieces is None else completion_log_probs(pieces, turn.rollout_log_probs)
     reason = "length" if turn.finish_reason is FinishReason.LENGTH else "stop"
     return _body(header, turn, "text_completion",
                  {"index": 0, "text": text, "logprobs": log_probs, "finish_reason": reason})  # fmt: skip
+
+
+def chat_log_probs(pieces: Sequence[str], log_probs: Sequence[float] | NDArray[np.float32]) -> Body:
+    """Build `logprobs` of a chat completion from each token's text and log-prob."""
+    tokens = [
+        {"token": piece, "logprob": float(value), "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, value in zip(pieces, log_probs, strict=True)
+    ]
+    return {"content": tokens, "refusal": None}
+
+
+def completion_log_probs(
+    pieces: Sequence[str], log_probs: Sequence[float] | NDArray[np.float32], *, first_offset: int = 0
+) -> Body:
+    """Build `logprobs` of a completion. `first_offset` is the position of the first piece in the text."""
+    offsets = [*accumulate((len(piece) for piece in pieces), initial=first_offset)][:-1]
+    values = [float(value) for value in log_probs]
+    return {"tokens": list(pieces), "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
 
 
 def models_response(model: str) -> Body:
@@ -488,40 +512,6 @@ def models_response(model: str) -> Body:
 
 def model_card(model: str) -> Body:
     return {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
-
-
-def events(body: Body, *, include_usage: bool) -> Iterator[bytes]:
-    """Yield a complete response as the server-sent events of a stream."""
-    chat = body["object"] == "chat.completion"
-    head = {"id": body["id"], "created": body["created"], "model": body["model"],
-            "object": "chat.completion.chunk" if chat else "text_completion"}  # fmt: skip
-    if include_usage:
-        head["usage"] = None
-    for choice in _chunks(body["choices"][0]) if chat else body["choices"]:
-        yield _event({**head, "choices": [choice]})
-    if include_usage:
-        yield _event({**head, "choices": [], "usage": body["usage"]})
-    yield b"data: [DONE]\n\n"
-
-
-def _chunks(choice: Mapping[str, Any]) -> Iterator[Body]:
-    answer = choice["message"]
-
-    def chunk(delta: Body, reason: str | None = None, log_probs: Any = None) -> Body:
-        return {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": reason}
-
-    yield chunk({"role": "assistant", "content": ""})
-    if "reasoning_content" in answer:
-        yield chunk({"reasoning_content": answer["reasoning_content"]})
-    if answer["content"]:
-        yield chunk({"content": answer["content"]}, log_probs=choice["logprobs"])
-    for index, call in enumerate(answer.get("tool_calls", ())):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, choice["finish_reason"], None if answer["content"] else choice["logprobs"])
-
-
-def _event(chunk: Body) -> bytes:
-    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
 
 
 def _body(header: ResponseHeader, turn: Turn, kind: str, choice: Body) -> Body:

@@ -7,12 +7,15 @@ cancellation and engine failures also apply to them. A client that disconnects c
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
@@ -30,6 +33,7 @@ from rollouter.agent.parsing import NO_TOOLS, ToolCallParser, assistant_message
 from rollouter.gateway.protocol import (
     Body,
     ChatRequest,
+    CompletionRequest,
     GatewayResponse,
     Message,
     PostedReward,
@@ -48,6 +52,7 @@ from rollouter.gateway.protocol import (
     unknown_key,
 )
 from rollouter.gateway.recording import TrajectoryRecording, TurnPosition, calls_of
+from rollouter.gateway.streaming import SettledText, TurnEvents, error_event
 from rollouter.user_code import describe, shorten
 
 if TYPE_CHECKING:
@@ -89,6 +94,10 @@ def text_before(text: str, stops: Sequence[str]) -> str:
     return text[: min(positions)] if positions else text
 
 
+TURN_PATHS = frozenset({"chat/completions", "completions"})
+"""The paths of requests for a turn, after `/v1/`."""
+OPENING_TOKENS = 16
+"""Number of tokens at the end of a prompt in which `<think>` is searched."""
 MAX_CHATS = 256
 """Number of formats in the cache; an evicted format is built again when a request needs it."""
 
@@ -189,6 +198,19 @@ class TokenBudget:
     response_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedTurn:
+    """A turn that a request asks for."""
+
+    request: TurnRequest
+    position: TurnPosition
+    options: TurnOptions
+    finish: Callable[[Turn, TurnInfo], Body]
+    """Records the complete turn, and returns the response."""
+    events: TurnEvents | None
+    """Encodes the stream; None if the client asks for one response."""
+
+
 class GatewaySession:
     """The requests of one trajectory, see `AgentGateway.open`. Its recording does not change after `close`."""
 
@@ -260,14 +282,34 @@ class GatewaySession:
         except RequestError as refusal:
             return GatewayResponse(refusal.status, refusal.body)
 
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[GatewayResponse | bytes, None]:
+        """Answer a request for a turn with `stream: true`.
+
+        The first item is a refusal, or the status 200 without a body as soon as the turn has text. Server-sent events
+        follow. A failure after the first item is the last event. Closing the iterator cancels the turn.
+        """
+        begun = False
+        try:
+            planned = await self._plan(path, _encodable(body))
+            events = planned.events
+            assert events is not None
+            async with aclosing(self._turn(planned)) as parts:
+                async for part in parts:
+                    if data := events.progress(part) if isinstance(part, Turn) else events.end(part):
+                        if not begun:
+                            begun = True
+                            yield GatewayResponse(200, {})
+                        yield data
+        except RequestError as refusal:
+            yield error_event(refusal) if begun else GatewayResponse(refusal.status, refusal.body)
+
     async def _serve(self, path: str, body: Mapping[str, Any]) -> Body:
-        if self._group is None or self.done.is_set():
-            raise closed()
+        if path in TURN_PATHS:
+            async with aclosing(self._turn(await self._plan(path, body))) as parts:
+                (response,) = [part async for part in parts if not isinstance(part, Turn)]
+            return response
+        self._check_open()
         match path:
-            case "chat/completions":
-                return await self._chat(self._reader.chat(body))
-            case "completions":
-                return await self._completion(body)
             case "reward":
                 self.post(read_reward(body))
                 return {"object": "reward", "reward": self.reward, "metrics": dict(self.metrics)}
@@ -280,7 +322,17 @@ class GatewaySession:
             "and reward", status=404, code="not_found",
         )  # fmt: skip
 
-    async def _chat(self, request: ChatRequest) -> Body:
+    def _check_open(self) -> None:
+        if self._group is None or self.done.is_set():
+            raise closed()
+
+    async def _plan(self, path: str, body: Mapping[str, Any]) -> PlannedTurn:
+        self._check_open()
+        if path == "completions":
+            return self._plan_completion(self._reader.completion(body))
+        return await self._plan_chat(self._reader.chat(body))
+
+    async def _plan_chat(self, request: ChatRequest) -> PlannedTurn:
         self._check_room([*request.messages, *request.tools])
         try:
             chat_format = await self._cache.get(request)
@@ -288,19 +340,33 @@ class GatewaySession:
             raise self._fail(error) from error
         self._chats[request.scheme] = chat_format.chat
         position = self._find(chat_format, request)
+        turn_request, header = self._request(position, request.options)
+        events = self._chat_events(chat_format.parser, position, header, request.options)
 
         def finish(turn: Turn, info: TurnInfo) -> Body:
             message, faithful = self._message(chat_format, request, turn)
+            if events is not None:
+                faithful = events.settle(message) and faithful
             calls = calls_of(message)
             reason = FinishReason.TOOL_CALL if calls else turn.finish_reason
             info = replace(info, calls=calls, finish_reason=reason)
             self.recording.add(position, turn, info, message, faithful=faithful)
-            return chat_response(self._header(position), turn, message, self._pieces(request.options, turn))
+            return chat_response(header, turn, message, self._pieces(request.options, turn))
 
-        return await self._turn(position, request.options, finish)
+        return PlannedTurn(turn_request, position, request.options, finish, events)
 
-    async def _completion(self, body: Mapping[str, Any]) -> Body:
-        request = self._reader.completion(body)
+    def _chat_events(
+        self, parser: ToolCallParser, position: TurnPosition, header: ResponseHeader, options: TurnOptions
+    ) -> TurnEvents | None:
+        if not options.stream:
+            return None
+        opened = self._text(position.context[-OPENING_TOKENS:], special=True).rstrip().endswith("<think>")
+        text = SettledText(
+            parser.decode, split=partial(parser.settled, opened=opened), end_ids=parser.end_ids, stop=options.stop
+        )
+        return TurnEvents(header, text, options, self._cache.pieces, chat=True)
+
+    def _plan_completion(self, request: CompletionRequest) -> PlannedTurn:
         self._check_room([{"content": request.text}])
         ids = list(request.ids) if request.ids is not None else self._cache.tokens(request.text or "")
         if len(ids) >= self._budget.max_model_len:
@@ -308,13 +374,21 @@ class GatewaySession:
         prompt = request.text if request.text is not None else self._cache.text(ids)
         context = np.asarray(ids, dtype=np.int32)
         position = TurnPosition(None, ({"role": "user", "content": prompt},), None, None, context)
+        turn_request, header = self._request(position, request.options)
+        events = None
+        if request.options.stream:
+            settled = SettledText(self._cache.text, stop=request.options.stop)
+            events = TurnEvents(header, settled, request.options, self._cache.pieces, chat=False)
 
         def finish(turn: Turn, info: TurnInfo) -> Body:
             text = text_before(self._cache.text(turn.response_ids.tolist()), request.options.stop)
-            self.recording.add(position, turn, info, {"role": "assistant", "content": text})
-            return completion_response(self._header(position), turn, text, self._pieces(request.options, turn))
+            message = {"role": "assistant", "content": text}
+            if events is not None:
+                events.settle(message)
+            self.recording.add(position, turn, info, message)
+            return completion_response(header, turn, message["content"], self._pieces(request.options, turn))
 
-        return await self._turn(position, request.options, finish)
+        return PlannedTurn(turn_request, position, request.options, finish, events)
 
     def _check_room(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse messages or tools that are far too long, because tokenizing them would take seconds of the event
@@ -358,23 +432,40 @@ class GatewaySession:
                 message[key], faithful = shown, False
         return message, faithful
 
-    async def _turn(
-        self, position: TurnPosition, options: TurnOptions, finish: Callable[[Turn, TurnInfo], Body]
-    ) -> Body:
-        """Ask for a turn at `position` in the trajectory's task group; `finish` records it and builds the response."""
+    def _request(self, position: TurnPosition, options: TurnOptions) -> tuple[TurnRequest, ResponseHeader]:
+        """Return the request for a turn at `position`, and the fields of its response.
+
+        Raises:
+            RequestError: there is no room for a token.
+        """
+        context = position.context
         limit = min(
-            self._budget.max_model_len - len(position.context),
+            self._budget.max_model_len - len(context),
             self.recording.tokens_left(position, self._budget.response_length),
         )
         if limit < 1:
-            raise self._no_room(len(position.context))
+            raise self._no_room(len(context))
         if options.max_tokens is not None:
             limit = min(limit, options.max_tokens)
-        request = TurnRequest(self._asked, position.context, limit, options.stop)
+        number = self._asked
         self._asked += 1
-        made: list[Body] = []
+        header = ResponseHeader(f"{self.name}-{number}", self._model, int(time.time()), len(context))
+        return TurnRequest(number, context, limit, options.stop), header
+
+    async def _turn(self, planned: PlannedTurn) -> AsyncGenerator[Turn | Body, None]:
+        """Ask for a turn in the trajectory's task group. Yield the unfinished turn whenever it has grown, if the client
+        streams it, and at last the response, once the turn is recorded. Closing the iterator cancels the turn."""
+        send, parts = anyio.create_memory_object_stream[Turn | Body](math.inf)
+        request, options = planned.request, planned.options
+
+        def report(part: Turn | Body) -> None:
+            with suppress(anyio.BrokenResourceError):  # the client has gone
+                send.send_nowait(part)
+
+        if options.stream:
+            request = request._replace(progress=report)
         failed: list[BaseException] = []
-        ended, scope = anyio.Event(), anyio.CancelScope()
+        scope = anyio.CancelScope()
 
         async def make() -> None:
             try:
@@ -383,23 +474,25 @@ class GatewaySession:
                     turn = await self._ask_turn(request)
                     turn = cut_at(turn, options.stop, self._text)
                     info = TurnInfo(0, 0, 0, turn.finish_reason, time.monotonic() - started)
-                    made.append(finish(turn, info))
+                    report(planned.finish(turn, info))
             except Exception as error:
                 failed.append(error)
                 raise
             finally:
-                ended.set()
+                send.close()
 
         if self._group is None:
             raise closed()
         self._group.start_soon(make)
+        part: Turn | Body | None = None
         try:
-            await ended.wait()
+            with parts:
+                async for part in parts:
+                    yield part
         finally:
             scope.cancel()
-        if made:
-            return made[0]
-        raise engines_failed() if failed else closed()
+        if part is None or isinstance(part, Turn):
+            raise engines_failed() if failed else closed()
 
     def _fail(self, error: AsyncRLError) -> RequestError:
         """Let the whole trajectory fail with `error`."""
@@ -411,15 +504,11 @@ class GatewaySession:
             self._group.start_soon(fail)
         return RequestError(error.message, status=500, kind="server_error")
 
-    def _header(self, position: TurnPosition) -> ResponseHeader:
-        number = len(self.recording.completed) - 1
-        return ResponseHeader(f"{self.name}-{number}", self._model, int(time.time()), len(position.context))
-
     def _pieces(self, options: TurnOptions, turn: Turn) -> list[str] | None:
         return self._cache.pieces(turn.response_ids.tolist()) if options.log_probs else None
 
-    def _text(self, ids: Any) -> str:
-        return self._cache.text(ids)
+    def _text(self, ids: Any, *, special: bool = False) -> str:
+        return self._cache.text(ids, special=special)
 
 
 def _encodable(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -469,7 +558,20 @@ class AgentGateway:
     async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Answer one request; a refusal is an answer too. `path` is the part after `/v1/`."""
         session = self._sessions.get(key)
-        if session is not None:
-            return await session.answer(path, body)
+        return self._refused(key) if session is None else await session.answer(path, body)
+
+    async def stream(
+        self, key: str, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[GatewayResponse | bytes, None]:
+        """Answer a request for a turn with `stream: true`, see `GatewaySession.stream`."""
+        session = self._sessions.get(key)
+        if session is None:
+            yield self._refused(key)
+            return
+        async with aclosing(session.stream(path, body)) as items:
+            async for item in items:
+                yield item
+
+    def _refused(self, key: str) -> GatewayResponse:
         refusal = closed() if key in self._over else unknown_key()
         return GatewayResponse(refusal.status, refusal.body)

@@ -10,7 +10,7 @@ module without importing vLLM; only the processes that Serve starts import it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -93,17 +93,14 @@ class RolloutCalls:
         self._limit: anyio.Semaphore | None = None
         """Created in the replica: it belongs to an event loop, and this object is pickled."""
 
-    async def __call__(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
+    async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Forward one request and return the Rollouter's response.
 
         Raises:
             RequestError: the Rollouter that issued the key is gone.
         """
-        incarnation = incarnation_of(key)
-        assert incarnation is not None  # the middleware forwards trajectory keys only
-        if self._limit is None:
-            self._limit = anyio.Semaphore(MAX_AGENT_REQUESTS)
-        async with self._limit:
+        incarnation = _incarnation(key)
+        async with self._places():
             is_known = incarnation in self._actors
             try:
                 return await self._ask(incarnation, key, path, body)
@@ -116,6 +113,37 @@ class RolloutCalls:
                 return await self._ask(incarnation, key, path, body)
             except ray.exceptions.RayActorError as error:
                 raise unknown_key() from error
+
+    async def stream(
+        self, key: str, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[GatewayResponse | bytes, None]:
+        """Forward one request with `stream: true` and yield the Rollouter's items. Closing the iterator cancels the
+        request.
+
+        Raises:
+            RequestError: the Rollouter that issued the key is gone.
+        """
+        incarnation = _incarnation(key)
+        async with self._places():
+            items = (await self._actor(incarnation)).stream.remote(key, path, body)
+            ended = False
+            try:
+                async for reference in items:
+                    yield await reference
+                ended = True
+            except ray.exceptions.RayError as error:
+                ended = True
+                if isinstance(error, ray.exceptions.RayActorError):
+                    self._actors.pop(incarnation, None)
+                raise engines_failed() from error
+            finally:
+                if not ended:
+                    ray.cancel(items)  # the client has disconnected, so the engine stops its turn
+
+    def _places(self) -> anyio.Semaphore:
+        if self._limit is None:
+            self._limit = anyio.Semaphore(MAX_AGENT_REQUESTS)
+        return self._limit
 
     async def _ask(self, incarnation: int, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Raises `RayActorError` if the Rollouter is gone."""
@@ -148,6 +176,12 @@ class RolloutCalls:
             except ValueError as error:
                 raise unknown_key() from error
         return self._actors[incarnation]
+
+
+def _incarnation(key: str) -> int:
+    incarnation = incarnation_of(key)
+    assert incarnation is not None  # the middleware forwards trajectory keys only
+    return incarnation
 
 
 def openai_app(options: ServingOptions, replicas: DeploymentHandle[Any]) -> ASGIApp:
@@ -189,7 +223,7 @@ class HttpFrontEnd:
         if not self._trajectories:
             return app
         namespace = self._options.namespace or app_namespace(serve.get_replica_context().app_name)
-        return TrajectoryKeyMiddleware(app, call=RolloutCalls(namespace, call_s=self._options.timeouts.call_s))
+        return TrajectoryKeyMiddleware(app, RolloutCalls(namespace, call_s=self._options.timeouts.call_s))
 
 
 def build_http_app(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,18 @@ def test_chat_completions_and_streams(client: openai.OpenAI) -> None:
     assert chat.choices[0].message.content and text.choices[0].text
 
 
+def test_streams_of_the_served_api_send_tokens_as_they_are_sampled(client: openai.OpenAI) -> None:
+    with client.completions.create(
+        model="calculator", prompt="<user>3*4=", max_tokens=100, extra_body={"ignore_eos": True}, stream=True,
+        stream_options={"include_usage": True},
+    ) as stream:  # fmt: skip
+        chunks = [(time.monotonic(), chunk) for chunk in stream]
+    with_text = [at for at, chunk in chunks if chunk.choices and chunk.choices[0].text]
+    assert len(with_text) > 5 and with_text[-1] - with_text[0] > 0.05, "Ray sends the tokens of 50 ms at a time"
+    usage = chunks[-1][1].usage
+    assert usage is not None and usage.completion_tokens == 100
+
+
 def test_tool_calls_of_the_model_are_parsed(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "946*89="}]
     for _ in range(40):
@@ -125,6 +138,40 @@ def test_a_user_written_agent_is_trained(tmp_path: Path, example: str) -> None:
     assert balanced(summary["samples"]) and summary["samples"]["dropped"].get("failed", 0) == 0
     lines = [json.loads(line) for file in (tmp_path / "dump").rglob("*.jsonl") for line in file.open(encoding="utf-8")]
     assert any(len(line["turns"]) > 1 and line["scores"] for line in lines), "some trajectories call the tool"
+    assert run.survivors() == []
+
+
+STREAMING_AGENT = """
+from pathlib import Path
+from openai import OpenAI
+
+CLIENT = OpenAI(base_url="http://set-for-each-task", api_key="set for each task")
+
+
+def solve(task):
+    client = CLIENT.with_options(base_url=task.base_url, api_key=task.api_key)
+    texts = []
+    with client.completions.create(model=task.model, prompt="<user>1+1=", stream=True, max_tokens=100) as stream:
+        texts += [chunk.choices[0].text for chunk in stream]
+    with Path("chunks.txt").open("a") as file:
+        file.write(f"{sum(map(bool, texts))}\\n")
+    return float(len(set("".join(texts))))
+"""
+
+
+def test_a_streaming_agent_is_trained(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(STREAMING_AGENT.replace("chunks.txt", str(tmp_path / "chunks.txt")))
+    run = start(
+        tmp_path, f"rollout.agent.program={agent}:solve", "trainer.total_training_steps=2", "data.val_files=[]",
+        "rollout.n=4", "trainer.ppo_mini_batch_size=8", "logging.console=plain",
+        recipe=str(EXAMPLES / "openai_agent" / "config.yaml"),
+    )  # fmt: skip
+    assert run.wait(360) == 0, run.output()
+    summary = run.summary()
+    assert summary["samples"]["trained"] == 16 and balanced(summary["samples"])
+    chunks = [int(line) for line in (tmp_path / "chunks.txt").read_text(encoding="utf-8").split()]
+    assert any(number > 1 for number in chunks), "a turn of 20 ms or more arrives in several chunks"
     assert run.survivors() == []
 
 

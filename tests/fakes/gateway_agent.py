@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
+import anyio
 import httpx
 import numpy as np
+import uvicorn
+from anyio.lowlevel import checkpoint
 from openai import AsyncOpenAI
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
@@ -67,6 +72,8 @@ class GatewayRig:
             end_ids=(self.tokenizer.eos_token_id,),
         )
         self.lines = list(lines)
+        self.pace: Callable[[int], Awaitable[None]] = lambda _: checkpoint()
+        """Awaited after each report of a streamed turn, with the number of its tokens so far."""
         self.asked: list[TurnRequest] = []
         self.agent: ExternalAgent
         self.tasks: list[AgentTask] = []
@@ -79,10 +86,7 @@ class GatewayRig:
     def app(self) -> ASGIApp:
         """Return the HTTP application. Calls without a trajectory key get the response `not recorded`."""
 
-        async def call(key: str, path: str, body: Any) -> Any:
-            return await self.agent.gateway.answer(key, path, body)
-
-        return TrajectoryKeyMiddleware(PlainTextResponse("not recorded"), call=call)
+        return TrajectoryKeyMiddleware(PlainTextResponse("not recorded"), self.agent.gateway)
 
     def http(self, task: AgentTask | None = None, app: ASGIApp | None = None) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {task.api_key}"} if task is not None else {}
@@ -91,6 +95,17 @@ class GatewayRig:
             base_url="http://run/prefix/v1/",
             headers=headers,
         )
+
+    @asynccontextmanager
+    async def server(self) -> AsyncIterator[str]:
+        """Serve the application on a port of this machine while the context is open. Yield its base URL."""
+        server = uvicorn.Server(uvicorn.Config(self.app(), port=0, log_level="warning", lifespan="off"))
+        async with anyio.create_task_group() as group:
+            group.start_soon(server.serve)
+            while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+                await anyio.sleep(0.01)
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+            server.should_exit = True
 
     def client(self, task: AgentTask) -> AsyncOpenAI:
         """Return OpenAI's official client for a trajectory."""
@@ -112,7 +127,19 @@ class GatewayRig:
         if len(ids) > request.max_tokens:
             ids, finish = ids[: request.max_tokens], FinishReason.LENGTH
         log_probs = -np.arange(1, len(ids) + 1, dtype=np.float32) - 100 * version
-        return Turn(np.array(ids, dtype=np.int32), log_probs, (Span(0, version),), finish)
+        turn = Turn(np.array(ids, dtype=np.int32), log_probs, (Span(0, version),), finish)
+        if request.progress is not None:
+            for number in range(1, len(ids)):
+                request.progress(
+                    replace(
+                        turn,
+                        response_ids=turn.response_ids[:number],
+                        rollout_log_probs=log_probs[:number],
+                        finish_reason=FinishReason.ABORTED,
+                    )
+                )
+                await self.pace(number)
+        return turn
 
     def prompt(self) -> Prompt:
         messages = (QUESTION,)

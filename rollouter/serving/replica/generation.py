@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
 REPORT_EVERY_S = 1.0
 """Interval at which running requests report their tokens. A replica that dies loses the tokens of at most that time."""
+STREAM_EVERY_S = 0.02
+"""The same interval for requests whose client reads the tokens as they are sampled."""
+MAX_STREAM_REPORTS_PER_S = 200
+"""Limit for such reports of one replica, because each costs a millisecond of CPU. With more streams than fit, each
+reports less often."""
 GATHER_S = 0.25
 """Time for which a call waits for other requests to end after one has ended, because a message costs a millisecond.
 Once all requests have ended, the call reports at once."""
@@ -161,6 +166,8 @@ class TokenGeneration:
         self._pauses = pauses
         self._max_model_len = llm.model_config.max_model_len
         self._calls: set[asyncio.Event] = set()
+        self._num_streams = 0
+        """Running calls whose client reads the tokens as they are sampled."""
 
     def hand_back(self) -> None:
         """End all calls of a leaving replica now. Their requests end as aborted, with all their tokens, and the caller
@@ -169,10 +176,10 @@ class TokenGeneration:
             changed.set()
 
     async def run(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Accepted | list[Delta], None]:
-        """Run the requests together, and yield the tokens that they sample: soon after a request has ended, about once
-        a second while requests run, and at once if the replica leaves (`hand_back`). The first item is yielded once
-        the engine has all requests: if this process dies afterwards, they may be the cause. All tokens are yielded
-        before an error is raised.
+        """Run the requests together, and yield the tokens that they sample: soon after a request has ended, while
+        requests run about once a second, or every few hundredths of a second with `stream`, and at once if the replica
+        leaves (`hand_back`). The first item is yielded once the engine has all requests: if this process dies
+        afterwards, they may be the cause. All tokens are yielded before an error is raised.
 
         Raises:
             DataError: the engine refuses a prompt or its sampling parameters.
@@ -189,12 +196,14 @@ class TokenGeneration:
         changed = asyncio.Event()
         accepted = False
         self._calls.add(changed)
+        streams = any(request.stream for request in requests)
+        self._num_streams += streams
         work = asyncio.create_task(self._run(requests, runs, changed))
         work.add_done_callback(lambda _: changed.set())
         try:
             while not work.done():
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(REPORT_EVERY_S):
+                    async with asyncio.timeout(stream_interval(self._num_streams) if streams else REPORT_EVERY_S):
                         await changed.wait()
                 if self._health.leaving:
                     work.cancel()
@@ -218,6 +227,7 @@ class TokenGeneration:
             await work
         finally:
             self._calls.discard(changed)
+            self._num_streams -= streams
             if not work.done():
                 work.cancel()
                 await asyncio.wait([work], timeout=CANCEL_S)
@@ -329,6 +339,11 @@ class TokenGeneration:
             )
         except (TypeError, ValueError) as error:
             raise DataError.wrap(f"request {request.request_id}: invalid sampling parameters", error) from error
+
+
+def stream_interval(num_streams: int) -> float:
+    """Return the interval in seconds at which each of a replica's streams reports its tokens."""
+    return min(REPORT_EVERY_S, max(STREAM_EVERY_S, num_streams / MAX_STREAM_REPORTS_PER_S))
 
 
 def _deltas(runs: Sequence[RunningRequest]) -> list[Delta]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import pytest
@@ -228,11 +229,11 @@ async def test_the_rollouter_is_asked_once_whether_a_key_is_known() -> None:
     asked: list[str] = []
 
     async def agent(task: AgentTask) -> float:
-        async def call(key: str, path: str, body: Any) -> Any:
+        async def answer(key: str, path: str, body: Any) -> Any:
             asked.append(path)
             return await rig.agent.gateway.answer(key, path, body)
 
-        app = http_module.TrajectoryKeyMiddleware(rig.app(), call=call)
+        app = http_module.TrajectoryKeyMiddleware(rig.app(), Mock(answer=answer))
         async with rig.http(task, app) as http:
             for _ in range(2):
                 assert (await http.post("chat/completions", json=chat())).status_code == 200
@@ -250,13 +251,13 @@ async def test_a_key_is_checked_again_after_its_rollouter_did_not_answer() -> No
     asked: list[str] = []
 
     async def agent(task: AgentTask) -> float:
-        async def call(key: str, path: str, body: Any) -> Any:
+        async def answer(key: str, path: str, body: Any) -> Any:
             asked.append(path)
             if asked == ["models", "chat/completions"]:
                 raise engines_failed()
             return await rig.agent.gateway.answer(key, path, body)
 
-        app = http_module.TrajectoryKeyMiddleware(rig.app(), call=call)
+        app = http_module.TrajectoryKeyMiddleware(rig.app(), Mock(answer=answer))
         async with rig.http(task, app) as http:
             failed = await http.post("chat/completions", json=chat())
             assert failed.status_code == 503

@@ -50,15 +50,15 @@ async def test_agents_of_the_next_run_reach_its_rollouter(monkeypatch: pytest.Mo
     monkeypatch.setattr(http.ray, "get_actor", get_actor)
     calls = http.RolloutCalls("servers", call_s=1)
     with pytest.raises(RequestError, match="key"):
-        await calls(key(1), "/chat/completions", {})
+        await calls.answer(key(1), "/chat/completions", {})
     for run in ("a", "b"):
         rollouters[run] = Rollouter(run)
-        assert (await calls(key(1), "/chat/completions", {})).body == {"run": run}
+        assert (await calls.answer(key(1), "/chat/completions", {})).body == {"run": run}
         rollouters[run].has_ended = True
     with pytest.raises(RequestError, match="key"):
-        await calls(key(1), "/chat/completions", {})
+        await calls.answer(key(1), "/chat/completions", {})
     with pytest.raises(RequestError, match="key"):
-        await calls(key(2), "/chat/completions", {})
+        await calls.answer(key(2), "/chat/completions", {})
 
 
 async def test_agents_are_told_to_try_again_while_the_store_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,5 +67,5 @@ async def test_agents_are_told_to_try_again_while_the_store_restarts(monkeypatch
 
     monkeypatch.setattr(http, "attached_run", attached_run)
     with pytest.raises(RequestError) as raised:
-        await http.RolloutCalls("servers", call_s=1)(key(1), "/chat/completions", {})
+        await http.RolloutCalls("servers", call_s=1).answer(key(1), "/chat/completions", {})
     assert raised.value.status == 503

@@ -1,0 +1,1 @@
+"""Load and latency of servers that stream: `python -m benchmarks.stream --help`."""
