@@ -98,9 +98,11 @@ class TrajectoryKeyMiddleware:
             raise
         if answer.status in (401, 409):
             self._known.pop(key, None)  # the trajectory is over
-        if answer.status >= 400:
-            return _error(answer)
-        return _EventStream(items) if streams else JSONResponse(answer.body)
+        if streams:
+            if answer.status < 400:
+                return _EventStream(items)
+            await items.aclose()
+        return _error(answer) if answer.status >= 400 else JSONResponse(answer.body)
 
 
 class _EventStream(StreamingResponse):

@@ -7,13 +7,12 @@ cancellation and engine failures also apply to them. A client that disconnects c
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -453,46 +452,51 @@ class GatewaySession:
         return TurnRequest(number, context, limit, options.stop), header
 
     async def _turn(self, planned: PlannedTurn) -> AsyncGenerator[Turn | Body, None]:
-        """Ask for a turn in the trajectory's task group. Yield the unfinished turn whenever it has grown, if the client
-        streams it, and at last the response, once the turn is recorded. Closing the iterator cancels the turn."""
-        send, parts = anyio.create_memory_object_stream[Turn | Body](math.inf)
+        """Ask for a turn in the trajectory's task group. Yield the unfinished turn when it has grown, if the client
+        streams it, and at last the response, once the turn is recorded. A slow consumer gets fewer and longer parts.
+        Closing the iterator cancels the turn."""
         request, options = planned.request, planned.options
+        scope, changed = anyio.CancelScope(), anyio.Event()
+        newest: Turn | Body | None = None
+        failure: RequestError | None = closed()
+        ended = False
 
         def report(part: Turn | Body) -> None:
-            with suppress(anyio.BrokenResourceError):  # the client has gone
-                send.send_nowait(part)
-
-        if options.stream:
-            request = request._replace(progress=report)
-        failed: list[BaseException] = []
-        scope = anyio.CancelScope()
+            nonlocal newest
+            newest = part
+            changed.set()
 
         async def make() -> None:
+            nonlocal ended, failure
             try:
                 with scope:
                     started = time.monotonic()
-                    turn = await self._ask_turn(request)
+                    turn = await self._ask_turn(request._replace(progress=report) if options.stream else request)
                     turn = cut_at(turn, options.stop, self._text)
                     info = TurnInfo(0, 0, 0, turn.finish_reason, time.monotonic() - started)
                     report(planned.finish(turn, info))
-            except Exception as error:
-                failed.append(error)
+                    failure = None
+            except Exception:
+                failure = engines_failed()
                 raise
             finally:
-                send.close()
+                ended = True
+                changed.set()
 
         if self._group is None:
             raise closed()
         self._group.start_soon(make)
-        part: Turn | Body | None = None
         try:
-            with parts:
-                async for part in parts:
+            while not (ended and newest is None):
+                await changed.wait()
+                changed = anyio.Event()
+                part, newest = newest, None
+                if part is not None:
                     yield part
         finally:
             scope.cancel()
-        if part is None or isinstance(part, Turn):
-            raise engines_failed() if failed else closed()
+        if failure is not None:
+            raise failure
 
     def _fail(self, error: AsyncRLError) -> RequestError:
         """Let the whole trajectory fail with `error`."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import anyio
+import httpx
 import numpy as np
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import PlainTextResponse
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +25,8 @@ from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import FinishReason, Span, Turn
 from rollouter.agent.conversation import TurnRequest
 from rollouter.agent.parsing import NO_TOOLS, ToolCallParser, assistant_message, before_any
-from rollouter.gateway.protocol import ResponseHeader, TurnOptions, chat_response, completion_response
+from rollouter.gateway.http import TrajectoryKeyMiddleware
+from rollouter.gateway.protocol import GatewayResponse, ResponseHeader, TurnOptions, chat_response, completion_response
 from rollouter.gateway.session import text_before
 from rollouter.gateway.streaming import IncrementalDecoder, SettledText, TurnEvents
 from rollouter.gateway.task import AgentTask
@@ -337,6 +341,42 @@ def failing_at(number: int) -> Any:
             raise InfraError("no replica")
 
     return pace
+
+
+async def test_a_refused_stream_is_closed() -> None:
+    closed = anyio.Event()
+
+    class Calls:
+        async def answer(self, *request: Any) -> GatewayResponse:
+            return GatewayResponse(200, {})
+
+        async def stream(self, *request: Any) -> AsyncGenerator[GatewayResponse | bytes, None]:
+            try:
+                yield GatewayResponse(409, {})
+            finally:
+                closed.set()
+
+    app = TrajectoryKeyMiddleware(PlainTextResponse(""), Calls())
+    headers = {"authorization": f"Bearer asyncrl-1-{'k' * 43}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x/v1", headers=headers) as http:
+        answer = await http.post("/completions", json={"prompt": "1", "stream": True})
+    assert answer.status_code == 409 and closed.is_set()
+
+
+async def test_a_slow_consumer_gets_fewer_and_longer_parts() -> None:
+    rig = GatewayRig("123456789")
+    seen: list[Any] = []
+
+    async def agent(task: AgentTask) -> float:
+        body = {"messages": [QUESTION], "stream": True}
+        async with aclosing(rig.agent.gateway.stream(task.api_key, "chat/completions", body)) as items:
+            async for item in items:
+                seen.append(item)
+                await anyio.sleep(0.05)
+        return 1.0
+
+    assert len((await rig.converse(agent)).turns) == 1
+    assert len(seen) == 3 and Joined(b"".join(seen[1:])).text() == "123456789"
 
 
 async def test_the_end_of_a_trajectory_ends_its_streams_with_an_event() -> None:
