@@ -1,14 +1,14 @@
 """Stream responses from one or more servers under load, and measure their latencies.
 
-  python -m benchmarks.stream --serve asyncrl vllm llm --json stream.json --plot stream.png
+  python -m benchmarks.stream --serve asyncrl vllm llm --rounds 3 --json stream.json --plot stream.png
   python -m benchmarks.stream --serve asyncrl --sync-every 2
   python -m benchmarks.stream --url http://host:8000/v1 --model NAME --rate 4 --ttft-ms 500 --itl-ms 50
   python -m benchmarks.stream --app rollout --model DIR --sync-every 5 --trace trace.jsonl
 
---serve starts servers one after another, with the same model (random, about 1M parameters, or --model DIR) and the same
-engine arguments: `asyncrl` over HTTP and through its token API, vLLM's own server, and `ray.serve.llm`. --url measures
-any OpenAI-compatible server. --app measures the token API of deployed rollout servers (docs/deploy.md) on the Ray
-cluster of RAY_ADDRESS or of this machine.
+--serve starts servers side by side, with the same model (the quickstart's, or --model DIR) and engine arguments:
+`asyncrl` with its OpenAI API and its token API, vLLM's own server, and `ray.serve.llm`. --url measures any
+OpenAI-compatible server. --app measures the token API of deployed rollout servers (docs/deploy.md) on the Ray cluster
+of RAY_ADDRESS or of this machine. In each of --rounds all servers get the load, one after another.
 
 Sessions have --turns requests one after another, each with the conversation so far as its context. They arrive as a
 Poisson process (--rate sessions a second), or as a closed loop (--concurrency sessions at a time). Their lengths are
@@ -38,34 +38,24 @@ import argparse
 import math
 import os
 import sys
-import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 
 from asyncrl.config.schema import Config
 from asyncrl.core.tasks import task_group
-from benchmarks.models import SHAPES, make_llama
-from benchmarks.report import Table, arguments, positive, report_tables
+from benchmarks.report import arguments, positive, report_tables
 from benchmarks.running import print_progress
-from benchmarks.stream.clients import OpenAIClient, TokenClient
-from benchmarks.stream.load import LoadGenerator, StreamClient
-from benchmarks.stream.plot import draw
-from benchmarks.stream.servers import SERVERS, server_config
-from benchmarks.stream.statistics import (
-    LatencyBound,
-    StreamedResponse,
-    SyncWindow,
-    milliseconds,
-    summary,
-    sync_cost,
-)
+from benchmarks.stream.load import LoadGenerator, OpenAIClient, StreamClient, TokenClient
+from benchmarks.stream.results import LatencyBound, Round, SyncWindow, draw, summary, sync_summary
 from benchmarks.stream.workload import TracedSession, WorkloadShape, draw_sessions, read_trace, write_trace
 
+SERVERS = ("asyncrl", "vllm", "llm")
 WARM_UP = WorkloadShape(sessions=4, turns=1, prompt=16, output=8, longest=64)
 AIMS = {
     "latency": "none yet: compare servers of one run",
@@ -73,132 +63,118 @@ AIMS = {
 }
 
 
-class StreamBenchmark:
-    """One workload, sent to one server after another."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One thing to measure."""
 
-    def __init__(self, options: argparse.Namespace, sessions: Sequence[TracedSession]) -> None:
-        self._options = options
-        self._sessions = sessions
-        self.measured: dict[str, tuple[list[StreamedResponse], list[SyncWindow]]] = {}
+    name: str
+    connect: Callable[[], AbstractAsyncContextManager[StreamClient]]
+    syncs: Config | None = None
+    """The configuration of a run that attaches to the servers and publishes versions meanwhile."""
 
-    async def measure(self, name: str, client: StreamClient, sync: tuple[Config, Path] | None = None) -> None:
-        """Measure one server. `sync` are the application and the model directory of versions to publish meanwhile."""
-        options = self._options
-        concurrency = None if options.rate else options.concurrency
-        limits: dict[str, Any] = {"vocabulary": options.vocabulary, "timeout_s": options.timeout}
-        print_progress(f"{name}: {len(self._sessions)} sessions")
-        await LoadGenerator(client, seed=options.seed + 1, **limits).run(draw_sessions(WARM_UP, None, 0), concurrency=4)
-        load = LoadGenerator(client, seed=options.seed, **limits)
-        windows: list[SyncWindow] = []
-        async with AsyncExitStack() as stack:
-            group = await stack.enter_async_context(task_group())
-            if sync is not None:
-                from benchmarks.stream.syncs import attached
 
-                publisher = await stack.enter_async_context(attached(*sync))
-                group.start_soon(publisher.publish_every, options.sync_every, load.now, windows)
-            await load.run(self._sessions, concurrency=concurrency)
-            group.cancel_scope.cancel()
-        self.measured[name] = load.responses, windows
-        if failed := [response.error for response in load.responses if response.error]:
-            print_progress(f"{name}: {len(failed)} requests failed, the first one with {failed[0]}")
+async def measure_all(
+    options: argparse.Namespace, targets: Sequence[Target], sessions: Sequence[TracedSession]
+) -> dict[str, list[Round]]:
+    """Measure the targets one after another in every round, so that a change of the machine's load meets all."""
+    measured: dict[str, list[Round]] = {target.name: [] for target in targets}
+    for number in range(options.rounds):
+        for target in targets:
+            print_progress(f"round {number + 1}: {target.name}, {len(sessions)} sessions")
+            async with target.connect() as client:
+                one = await _measure(options, target, client, sessions)
+            measured[target.name].append(one)
+            if failed := [response.error for response in one.responses if response.error]:
+                print_progress(f"{target.name}: {len(failed)} requests failed, the first one with {failed[0]}")
+    return measured
 
-    async def measure_url(
-        self, name: str, url: str, model: str | None, sync: tuple[Config, Path] | None = None
-    ) -> None:
-        """Measure a server over HTTP; without `model`, the first one that it lists."""
-        key = os.environ.get(self._options.api_key_env or "", "none")
-        limits = httpx.Limits(max_connections=None)
-        headers = {"authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, limits=limits, timeout=None) as http:
-            if model is None:
-                with anyio.fail_after(self._options.timeout):
-                    answer = (await http.get("/models")).raise_for_status()
-                model = str(answer.json()["data"][0]["id"])
-            await self.measure(name, OpenAIClient(http, model, self._options.api), sync)
 
-    async def measure_app(self, name: str, config: Config, sync: tuple[Config, Path] | None) -> None:
-        """Measure the token API of the application `rollout.attach`."""
+async def _measure(
+    options: argparse.Namespace, target: Target, client: StreamClient, sessions: Sequence[TracedSession]
+) -> Round:
+    limits: dict[str, Any] = {"vocabulary": options.vocabulary, "timeout_s": options.timeout}
+    await LoadGenerator(client, seed=options.seed + 1, **limits).run(draw_sessions(WARM_UP, None, 0), concurrency=4)
+    load = LoadGenerator(client, seed=options.seed, **limits)
+    windows: list[SyncWindow] = []
+    async with AsyncExitStack() as stack:
+        group = await stack.enter_async_context(task_group())
+        if target.syncs is not None:
+            from benchmarks.stream.servers import attached
+
+            publisher = await stack.enter_async_context(attached(target.syncs))
+            group.start_soon(publisher.publish_every, options.sync_every, load.now, windows)
+        await load.run(sessions, concurrency=None if options.rate else options.concurrency)
+        group.cancel_scope.cancel()
+    return Round(load.responses, windows)
+
+
+@contextmanager
+def _targets(options: argparse.Namespace, longest: int) -> Iterator[list[Target]]:
+    """Start what has to be started, and return what to measure."""
+    targets = []
+    with ExitStack() as stack:
+        if options.url is not None:
+            key = os.environ.get(options.api_key_env or "", "none")
+            targets.append(
+                Target(options.url, partial(OpenAIClient.connected, options.url, options.model, options.api, key))
+            )
+        if options.app is not None:
+            import ray
+
+            ray.init(address="auto", namespace=f"bench-stream-{os.getpid()}", log_to_driver=False)
+            stack.callback(ray.shutdown)
+            targets += _app_targets(options, options.app, None, longest)
+        if options.serve:
+            from benchmarks.stream.servers import server_config, started
+
+            longest = max(longest, WARM_UP.longest) + 1
+            for server in stack.enter_context(started(options.serve, server_config(options.model, longest))):
+                http = partial(OpenAIClient.connected, server.url, server.model, options.api, "none")
+                if server.app is None:
+                    targets.append(Target(server.name, http))
+                else:
+                    targets += _app_targets(options, server.app, http, longest)
+        yield targets
+
+
+def _app_targets(options: argparse.Namespace, app: str, http: Any, longest: int) -> list[Target]:
+    """Return the targets of asyncrl's servers: the token API and, if they have one, the OpenAI API."""
+    from benchmarks.stream.servers import server_config
+
+    config = server_config(options.model, longest, app)
+    syncs = config if options.sync_every else None
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[StreamClient]:
         from rollouter.serving.fleet import ServeFleet
 
-        await self.measure(name, TokenClient(ServeFleet(config, namespace=name)), sync)
+        yield TokenClient(ServeFleet(config, namespace=app))
 
-    def tables(self) -> dict[str, Table]:
-        options = self._options
-        bound = LatencyBound(_seconds(options.ttft_ms), _seconds(options.itl_ms))
-        tables = {
-            "latency": [{"server": name, **summary(responses, bound)} for name, (responses, _) in self.measured.items()]
-        }
-        syncs = [_sync_row(name, *measured) for name, measured in self.measured.items() if measured[1]]
-        return tables | ({"weight syncs": syncs} if syncs else {})
-
-
-def _sync_row(name: str, responses: Sequence[StreamedResponse], syncs: Sequence[SyncWindow]) -> dict[str, Any]:
-    costs = sync_cost(responses, syncs)
-    applied = [sync.end - sync.begin for sync in syncs]
-    return {
-        "server": name,
-        "syncs": len(syncs),
-        **milliseconds("publish to applied", applied, (50,)),
-        "responses in flight": len(costs),
-        **milliseconds("cost", costs, (50, 99, 100)),
-    }
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
+    targets = [Target("asyncrl, OpenAI API", http, syncs)] if http is not None else []
+    return [*targets, Target("asyncrl, token API", connect, syncs)]
 
 
 def main() -> int:
     options = _options()
     sessions = _sessions(options)
-    benchmark = StreamBenchmark(options, sessions)
     longest = max(session.num_tokens for session in sessions)
-    if options.url is not None:
-        anyio.run(benchmark.measure_url, options.url, options.url, options.model)
-    if options.app is not None:
-        _measure_app(benchmark, options, longest)
-    if options.serve:
-        _measure_servers(benchmark, options, longest)
+    with _targets(options, longest) as targets:
+        measured = anyio.run(measure_all, options, targets, sessions)
     if options.plot is not None:
-        draw(benchmark.measured, options.plot)
-    tables = benchmark.tables()
-    facts: dict[str, Any] = {
-        "sessions": len(sessions),
-        "requests": sum(len(one.turns) for one in sessions),
-        "longest": longest,
-    }
+        draw(measured, options.plot)
+    bound = LatencyBound(_seconds(options.ttft_ms), _seconds(options.itl_ms))
+    tables = {"latency": [{"server": name, **summary(rounds, bound)} for name, rounds in measured.items()]}
+    if syncs := [{"server": name, **sync_summary(rounds)} for name, rounds in measured.items() if rounds[0].syncs]:
+        tables["weight syncs"] = syncs
+    facts: dict[str, Any] = {"rounds": options.rounds, "sessions": len(sessions), "longest": longest}
+    facts |= {"requests": sum(len(session.turns) for session in sessions)}
     facts |= {"arrivals": f"{options.rate:g} sessions/s" if options.rate else f"{options.concurrency} at a time"}
     report_tables("stream", tables, options.json, aims=AIMS, **facts)
     return 0 if all(row["tokens/s"] for row in tables["latency"]) else 1
 
 
-def _measure_app(benchmark: StreamBenchmark, options: argparse.Namespace, longest: int) -> None:
-    import ray
-
-    ray.init(address="auto", namespace=f"bench-stream-{os.getpid()}", log_to_driver=False)
-    try:
-        config = server_config(options.model, longest, options.app)
-        sync = (config, Path(options.model)) if options.sync_every else None
-        anyio.run(benchmark.measure_app, options.app, config, sync)
-    finally:
-        ray.shutdown()
-
-
-def _measure_servers(benchmark: StreamBenchmark, options: argparse.Namespace, longest: int) -> None:
-    with tempfile.TemporaryDirectory() if options.model is None else nullcontext(options.model) as directory:
-        model = Path(directory) if options.model else make_llama(Path(directory) / "1M", SHAPES["1M"])
-        config = server_config(model, max(longest, WARM_UP.longest) + 1)
-        for kind in options.serve:
-            print_progress(f"starting {kind}")
-            with SERVERS[kind](config) as server:
-                sync = None
-                if server.app is not None:
-                    attachable = server_config(model, config.max_model_len, server.app)
-                    sync = (attachable, model) if options.sync_every else None
-                anyio.run(benchmark.measure_url, kind, server.url, server.model, sync)
-                if server.app is not None:
-                    anyio.run(benchmark.measure_app, f"{kind}, token API", attachable, sync)
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _sessions(options: argparse.Namespace) -> list[TracedSession]:
@@ -220,8 +196,9 @@ def _options() -> argparse.Namespace:
     parser = arguments(__doc__, "stream")
     target = parser.add_argument_group("servers")
     target.add_argument("--url", help="base URL of an OpenAI API, such as http://host:8000/v1")
-    target.add_argument("--app", metavar="NAME", help="a Serve application of deployed rollout servers; needs --model")
-    target.add_argument("--serve", nargs="+", choices=sorted(SERVERS), default=[], help="servers to start")
+    running = target.add_mutually_exclusive_group()
+    running.add_argument("--app", metavar="NAME", help="a Serve application of deployed rollout servers; needs --model")
+    running.add_argument("--serve", nargs="+", choices=SERVERS, default=[], help="servers to start")
     target.add_argument("--model", help="with --url the model's name (default: the first), otherwise its directory")
     target.add_argument("--api", choices=("completions", "chat"), default="completions", help="of HTTP servers")
     target.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of --url")
@@ -233,7 +210,7 @@ def _options() -> argparse.Namespace:
     )
     load.add_argument("--trace", type=Path, metavar="FILE", help="the sessions, instead of random ones")
     load.add_argument("--write-trace", type=Path, metavar="FILE", help="where to write the random sessions")
-    load.add_argument("--sessions", type=positive, default=100, metavar="N", help="number of sessions (default 100)")
+    load.add_argument("--sessions", type=positive, default=100, metavar="N", help="of a round (default 100)")
     load.add_argument("--turns", type=positive, default=1, metavar="N", help="turns of a session (default 1)")
     load.add_argument("--turn-wait", type=float, default=0.0, metavar="S", help="seconds between turns (default 0)")
     load.add_argument(
@@ -244,6 +221,7 @@ def _options() -> argparse.Namespace:
     load.add_argument(
         "--vocabulary", type=positive, default=60, metavar="N", help="prompts have ids below (default 60)"
     )
+    load.add_argument("--rounds", type=positive, default=1, metavar="N", help="rounds of all servers (default 1)")
     load.add_argument("--seed", type=int, default=0)
     load.add_argument("--timeout", type=_above_zero, default=300.0, metavar="S", help="of a request (default 300)")
     parser.add_argument("--ttft-ms", type=_above_zero, metavar="MS", help="limit of the first token, for goodput")
@@ -257,6 +235,8 @@ def _options() -> argparse.Namespace:
         parser.error("--app needs --model DIR, the directory of the model that the application serves")
     if options.sync_every and options.app is None and "asyncrl" not in options.serve:
         parser.error("--sync-every needs --app or --serve asyncrl: other servers take no versions")
+    if options.serve and options.model is None:
+        options.model = "asyncrl://quickstart"
     if options.vocabulary < 6:
         parser.error("--vocabulary must be at least 6: ids below 5 are left to special tokens")
     return options

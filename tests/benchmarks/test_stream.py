@@ -23,8 +23,17 @@ from starlette.routing import Route
 
 from benchmarks.stream import __main__ as program
 from benchmarks.stream.load import Arrived, LoadGenerator
+from benchmarks.stream.results import (
+    Chunk,
+    LatencyBound,
+    Round,
+    StreamedResponse,
+    SyncWindow,
+    summary,
+    sync_cost,
+    sync_summary,
+)
 from benchmarks.stream.servers import flags
-from benchmarks.stream.statistics import Chunk, LatencyBound, StreamedResponse, SyncWindow, summary, sync_cost
 from benchmarks.stream.workload import (
     TracedSession,
     TracedTurn,
@@ -120,13 +129,20 @@ def test_a_latency_bound(bound: LatencyBound, holds: bool) -> None:
 
 def test_the_summary_counts_failed_and_late_responses() -> None:
     late, failed, silent = response(1.0, (2.0, 5)), response(0.0, (0.5, 2), error="reset"), response(0.0, error="no")
-    row = summary([STEADY, late, failed, silent], LatencyBound(first_token_s=0.9))
+    row = summary([Round([STEADY, late, failed, silent], ())], LatencyBound(first_token_s=0.9))
     assert (row["requests"], row["failed"]) == (4, 2)
     assert row["tokens/s"] == pytest.approx(12 / 2.0) and row["good tokens/s"] == pytest.approx(5 / 2.0)
     assert row["good %"] == 25 and row["first token p50 ms"] == pytest.approx(750)
     assert row["gap worst ms"] == pytest.approx(300) and row["tokens a chunk"] == 10 / 4
-    empty = summary([silent], LatencyBound())
-    assert empty["tokens/s"] is None and empty["first token p99 ms"] is None
+    empty = summary([Round([silent], ())], LatencyBound())
+    assert empty["tokens/s"] == 0 and empty["first token p99 ms"] is None
+
+
+def test_rates_are_medians_over_the_rounds_and_latencies_those_of_all() -> None:
+    slow = response(0.0, (10.0, 5))
+    row = summary([Round([STEADY], ()), Round([slow], ()), Round([STEADY], ())], LatencyBound())
+    assert row["tokens/s"] == pytest.approx(5 / 0.9) and row["rounds"] == "0 to 6"
+    assert row["requests"] == 3 and row["first token p99 ms"] > 9_000
 
 
 def test_the_cost_of_a_sync_is_the_longest_gap_of_those_in_flight() -> None:
@@ -136,11 +152,15 @@ def test_the_cost_of_a_sync_is_the_longest_gap_of_those_in_flight() -> None:
     (cost,) = sync_cost([paused, other], [SyncWindow(1, 0.95, 1.4)])
     assert cost == pytest.approx(0.6 - 0.1)
     assert sync_cost([paused, other], [SyncWindow(1, 3.0, 4.0)]) == []
+    row = sync_summary([Round([paused, other], [SyncWindow(1, 0.95, 1.4)]), Round([other], [])])
+    assert (row["syncs"], row["responses in flight"]) == (1, 1)
+    assert row["cost worst ms"] == pytest.approx(500) and row["publish to applied p50 ms"] == pytest.approx(450)
 
 
 def test_engine_arguments_as_options() -> None:
-    assert flags({"dtype": "float32", "enforce_eager": True, "trust_remote_code": False, "max_num_seqs": 4}) == [
-        "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "4",
+    given = {"dtype": "float32", "enforce_eager": True, "trust_remote_code": False, "seed": 4, "hf_overrides": {"a": 1}}
+    assert flags(given) == [
+        "--dtype", "float32", "--enforce-eager", "--seed", "4", "--hf-overrides", '{"a": 1}',
     ]  # fmt: skip
 
 
@@ -237,11 +257,24 @@ def test_a_server_is_measured_with_a_trace(
     )
     bodies: list[dict[str, Any]] = []
     with served(bodies) as url:
-        arguments = ["--url", url, "--trace", str(trace), "--api", api, "--rate", "5", "--ttft-ms", "60000"]
+        arguments = [
+            "--url",
+            url,
+            "--trace",
+            str(trace),
+            "--api",
+            api,
+            "--rate",
+            "5",
+            "--ttft-ms",
+            "60000",
+            "--rounds",
+            "2",
+        ]
         monkeypatch.setattr("sys.argv", ["stream", *arguments, "--json", str(result), "--plot", str(plot)])
         assert program.main() == 0
     (row,) = json.loads(result.read_text())["latency"]
-    assert (row["requests"], row["failed"], row["good %"]) == (5, 1, 80)
+    assert (row["requests"], row["failed"], row["good %"]) == (10, 2, 80)
     assert row["tokens/s"] > 0 and row["gap p99 ms"] > 0 and row["tokens a chunk"] == 1
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "unlucky" in capsys.readouterr().err
@@ -255,7 +288,8 @@ def test_a_server_is_measured_with_a_trace(
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [([], "name a server"), (["--app", "a"], "--model DIR"), (["--url", "x", "--sync-every", "1"], "take no versions"),
+    [([], "name a server"), (["--app", "a"], "--model DIR"), (["--app", "a", "--serve", "vllm"], "not allowed"),
+     (["--url", "x", "--sync-every", "1"], "take no versions"),
      (["--url", "x", "--rate", "0"], "above 0"), (["--url", "x", "--rate", "1", "--concurrency", "2"], "not allowed")],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(
