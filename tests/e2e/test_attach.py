@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -96,6 +97,21 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedServer
         except subprocess.TimeoutExpired:
             os.killpg(cluster.pid, signal.SIGKILL)
             raise
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_deployed_servers_stream_tokens_as_they_are_sampled(servers: DeployedServers) -> None:
+    body = {"model": "quickstart", "prompt": "12+34=", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{servers.url}/completions", json=body, timeout=60) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        lines = [(time.monotonic(), line.removeprefix("data: ")) for line in answer.iter_lines() if line]
+    assert lines.pop()[1] == "[DONE]"
+    chunks = [(at, json.loads(line)) for at, line in lines]
+    assert chunks[-1][1]["usage"]["completion_tokens"] == 100
+    with_text = [at for at, chunk in chunks if chunk["choices"] and chunk["choices"][0]["text"]]
+    assert len(with_text) > 5 and with_text[-1] - with_text[0] > 0.05, "Ray sends the tokens of 50 ms at a time"
 
 
 def replicas(run: LaunchedRun) -> set[int]:
