@@ -182,11 +182,8 @@ class GroupGeneration:
             if request.stop:
                 params["stop"] = [*params.get("stop", ()), *request.stop]
             request_id = turn_id(session, request.number)
-            requests = {
-                name: GenerateRequest(
-                    request_id, request.context, params, logged, sample.prompt.media, request.progress is not None
-                )
-            }
+            generate = GenerateRequest(request_id, request.context, params, logged, sample.prompt.media)
+            requests = {name: replace(generate, stream=request.progress is not None)}
             # The request may come from a user's program, which has no profiling context.
             with profile.context(sample=str(sample.sample_id), trajectory=number_of(key), turn=request.number):
                 async with aclosing(self._turns(session, requests)) as turns:
