@@ -25,6 +25,7 @@ _COMMANDS = {
     "report": ("report", "Show where a run's time went, as a page."),
     "serve": ("launch", "Serve a model over HTTP, without training."),
     "show": ("show", "Print one conversation of a run."),
+    "simulate": ("simulate", "Predict how long a run takes, without starting it."),
     "skip": ("skip", "Show, check and remove recorded stages."),
     "status": ("status", "Show the state of a run, live or dead."),
     "timeline": ("timeline", "Show the requests and steps of a run over time."),
@@ -69,6 +70,7 @@ def cli() -> None:
     asyncrl show quickstart sample_0_42             a conversation, with versions, tool calls and rewards
     asyncrl report                                  where the time of the newest run went, and what cost the most
     asyncrl timeline quickstart                     the requests of a run over time, in the browser
+    asyncrl simulate my.yaml --trace quickstart     how long it would take with the speeds of that run, and what waits
     asyncrl skip ls ~/.asyncrl/skip                 the records of skipped stages
     """
 

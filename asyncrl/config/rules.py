@@ -15,8 +15,9 @@ from asyncrl.config.problems import ConfigProblem, RuleFunction, Severity
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer
 
-Scope = Literal["run", "serve", "app"]
-"""What a configuration is for: a run, `asyncrl serve`, or rollout servers that are deployed with Ray Serve."""
+Scope = Literal["run", "serve", "app", "simulation"]
+"""What a configuration is for: a run, `asyncrl serve`, rollout servers that are deployed with Ray Serve, or a run that
+is only simulated (`asyncrl simulate`), for which this machine needs none of its files and devices."""
 
 _SECTIONS = (data, rollout, run, trainer, algorithm, reward, skip, observe)
 _SECRET_KEYS = (
@@ -95,13 +96,15 @@ def check_rules(config: Config, set_keys: Collection[str] = (), *, scope: Scope 
         set_keys: keys that the user set to other values than the default; they are checked for having an effect.
         scope: what the configuration is for.
     """
-    if scope != "run":
+    if scope in ("serve", "app"):
         return [problem for rule in SERVER_RULES for problem in rule(config)]
     return [*(problem for rule in RULES for problem in rule(config)), *_without_effect(config, set_keys)]
 
 
 def check_environment(config: Config, *, scope: Scope = "run") -> list[ConfigProblem]:
     """Return the problems of a configuration on this machine; `scope`: what it is for."""
+    if scope == "simulation":
+        return []
     if scope != "run":
         checks = SERVER_ENVIRONMENT if scope == "app" else (*SERVER_ENVIRONMENT, *run.PORT_ENVIRONMENT)
         return [problem for check in checks for problem in check(config)]

@@ -1,0 +1,334 @@
+"""Measures a trace from the events of a run. Blocking.
+
+| of the trace | from |
+|---|---|
+| `engine.step_s` | tokens per second of the requests in a replica, by their number; without pauses |
+| `engine.request_s` | `queued_s` and `prefill_s` of requests |
+| `lengths.recorded` | `response_tokens` of the requests of each trajectory, and the time between its turns |
+| `dispatch` | `sample.generate` before its first and after its last request; from its end to `sample.ready`; drops |
+| `trainer` | `trainer.update` and `trainer.experience` against their tokens; the rest of `step` |
+| `sync` | `trainer.publish`, `sync.fetch`, `sync.pause`, `sync.verify`, the rest of `sync.apply` |
+| `contention` | the same two speeds while the other side works and while it does not |
+
+Slow outliers (a first call that compiles, a stalled machine) would spoil means, so durations of single calls are
+medians.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from asyncrl.core.failures import ConfigError
+from asyncrl.observe.report.load import Events, load
+from asyncrl.observe.report.requests import logical_requests
+from asyncrl.observe.report.statistics import Intervals, clip, spans, total, union
+from asyncrl.simulate.trace import (
+    ContentionTrace,
+    DispatchTrace,
+    EngineTrace,
+    LengthTrace,
+    RecordedGroup,
+    SyncTrace,
+    Trace,
+    TrainerTrace,
+    ValidationTrace,
+)
+from asyncrl.storage.run_dir import SavedConfig
+
+Values = NDArray[np.float64]
+_BATCH_BINS = 8
+_MIN_BIN_S = 0.5
+"""Sequence-seconds below which a batch size is not measured."""
+_COMPUTING = ("trainer.experience", "trainer.critic", "trainer.update", "trainer.publish")
+_MAX_SLOWDOWN = 4.0
+_MIN_VARIATION = 0.1
+"""Variation of the tokens (standard deviation over mean) from which a fit can tell a constant part. With less, all
+of the time is proportional to the tokens."""
+
+
+def calibrate(run_dir: Path) -> Trace:
+    """Return the trace of a run.
+
+    Raises:
+        ConfigError: the run has no events of requests and steps, or did not record them.
+    """
+    events = load(run_dir)
+    missing = [name for name in ("request", "sample.generate", "trainer.update", "step") if not len(events[name])]
+    if missing:
+        raise ConfigError(
+            f"{run_dir} has no `{missing[0]}` events, so its speeds are unknown. Take a run that has trained some "
+            "steps with profiler.level=summary (the default) or full"
+        )
+    config = SavedConfig(run_dir)
+    workers = config.value("trainer", "num_workers")
+    requests = logical_requests(events)
+    requests = requests[~requests["aborted"]]
+    step_s, engine_factor = _engine(events)
+    decoding = union(*decoding_times(events["request"]))
+    update, update_factor = _trainer(events, decoding)
+    experience = _experience(events)
+    key = workers if isinstance(workers, int) and workers > 0 else 1
+    first_token = events["request"]["queued_s"].fillna(0.0) + events["request"]["prefill_s"].fillna(0.0)
+    return Trace(
+        lengths=LengthTrace(recorded=_recorded(requests)),
+        engine=EngineTrace(step_s=step_s, request_s=_median(first_token)),
+        dispatch=_dispatch(events, requests),
+        trainer=TrainerTrace(
+            update_tokens_per_s={key: update[1]},
+            experience_tokens_per_s={key: experience[1]} if experience is not None else None,
+            step_s=update[0] + _rest_of_steps(events),
+            lease_s=_lease_overhead(events) + (experience[0] if experience is not None else 0.0),
+            checkpoint_s=_median(events["trainer.checkpoint"]["duration_s"]),
+        ),
+        sync=_sync(events),
+        validation=_validation(events),
+        contention=ContentionTrace(engine=engine_factor, trainer=update_factor),
+    )
+
+
+def _median(values: pd.Series) -> float:
+    known = values.dropna()
+    return max(0.0, float(known.median())) if len(known) else 0.0
+
+
+# ---------------------------------------------------------------------------------------------- engines
+
+
+def _engine(events: Events) -> tuple[dict[int, float], float]:
+    """Return the time of a decoding step by batch size, and the factor on it while the Trainer computes."""
+    slices = [
+        _decoding_slices(own, spans(pauses), _computing(events))
+        for own, pauses in _by_replica(events["request"], events["sync.pause"])
+    ]
+    seconds, batch, tokens, busy = (np.concatenate(column) for column in zip(*slices, strict=True))
+    factor = _engine_contention(seconds, batch, tokens, busy)
+    # As if the Trainer was idle all the time: busy seconds count less.
+    alone = seconds * np.where(busy, 1.0 / factor, 1.0)
+    return _speeds(alone * batch, batch, tokens), factor
+
+
+def _by_replica(requests: pd.DataFrame, pauses: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+    return [
+        (own, pauses[pauses["replica"].astype("str") == str(replica)])
+        for replica, own in requests.groupby("replica", observed=True)
+    ]
+
+
+def decoding_times(requests: pd.DataFrame) -> tuple[Values, Values]:
+    """Return when each request had its first and its last token; pauses in between are included."""
+    end = requests["end"].to_numpy()
+    return end - requests["decode_s"].fillna(0.0).to_numpy() - requests["paused_s"].fillna(0.0).to_numpy(), end
+
+
+def _decoding_slices(
+    requests: pd.DataFrame, pauses: Intervals, computing: Intervals
+) -> tuple[Values, Values, Values, NDArray[np.bool_]]:
+    """Cut the time of one replica wherever a request begins or ends, or the Trainer does; without pauses.
+
+    Return for each slice its seconds, the number of sequences, the tokens that they received (each request's tokens
+    are spread evenly over its decoding time), and whether the Trainer computed.
+    """
+    start, end = decoding_times(requests)
+    decode = requests["decode_s"].fillna(0.0).to_numpy()
+    rate = np.where(decode > 0, (requests["response_tokens"].fillna(1.0).to_numpy() - 1) / np.maximum(decode, 1e-9), 0)
+    keep = decode > 0
+    start, end, rate = start[keep], end[keep], rate[keep]
+    edges = np.unique(np.concatenate((start, end, pauses.ravel(), computing.ravel())))
+    if len(edges) < 2:
+        return np.empty(0), np.empty(0), np.empty(0), np.empty(0, dtype=bool)
+    batch, flow = np.zeros(len(edges)), np.zeros(len(edges))
+    np.add.at(batch, np.searchsorted(edges, start), 1.0)
+    np.add.at(batch, np.searchsorted(edges, end), -1.0)
+    np.add.at(flow, np.searchsorted(edges, start), rate)
+    np.add.at(flow, np.searchsorted(edges, end), -rate)
+    batch, flow = np.cumsum(batch)[:-1], np.cumsum(flow)[:-1]
+    seconds, middle = np.diff(edges), (edges[1:] + edges[:-1]) / 2
+    keep = (batch > 0.5) & ~_inside(pauses, middle)
+    return seconds[keep], batch[keep], (flow * seconds)[keep], _inside(computing, middle[keep])
+
+
+def _inside(intervals: Intervals, times: Values) -> NDArray[np.bool_]:
+    """Return which times are in one of the intervals, which are sorted and disjoint."""
+    if not len(intervals):
+        return np.zeros(len(times), dtype=bool)
+    place = np.searchsorted(intervals[:, 0], times, side="right") - 1
+    inside: NDArray[np.bool_] = (place >= 0) & (times < intervals[np.maximum(place, 0), 1])
+    return inside
+
+
+def _speeds(sequence_s: Values, batch: Values, tokens: Values) -> dict[int, float]:
+    """Return seconds per token of a sequence, at batch sizes that divide the tokens into equal parts."""
+    order = np.argsort(batch, kind="stable")
+    share = np.cumsum(tokens[order]) / max(tokens.sum(), 1e-9)
+    part = np.minimum((share * _BATCH_BINS).astype(int), _BATCH_BINS - 1)
+    table: dict[int, float] = {}
+    for number in range(_BATCH_BINS):
+        own = order[part == number]
+        if len(own) and tokens[own].sum() > 0 and sequence_s[own].sum() >= _MIN_BIN_S:
+            size = max(1, round(float(np.average(batch[own], weights=sequence_s[own]))))
+            table[size] = float(sequence_s[own].sum() / tokens[own].sum())
+    if not table:
+        table[1] = float(sequence_s.sum() / max(tokens.sum(), 1.0)) or 1e-3
+    return table
+
+
+def _engine_contention(seconds: Values, batch: Values, tokens: Values, busy: NDArray[np.bool_]) -> float:
+    """Return how much slower a decoding step is while the Trainer computes, compared at equal batch sizes."""
+    ratios, weights = [], []
+    for size in np.unique(np.minimum(np.log2(np.maximum(batch, 1)).astype(int), 10)):
+        own = np.minimum(np.log2(np.maximum(batch, 1)).astype(int), 10) == size
+        with_, without = own & busy, own & ~busy
+        work = [(seconds[one] * batch[one]).sum() for one in (with_, without)]
+        got = [tokens[one].sum() for one in (with_, without)]
+        if min(work) >= _MIN_BIN_S and min(got) > 0:
+            ratios.append(float(work[0] / got[0] / (work[1] / got[1])))
+            weights.append(float(min(work)))
+    if not ratios:
+        return 1.0
+    return float(np.clip(np.average(ratios, weights=weights), 1.0, _MAX_SLOWDOWN))
+
+
+# ---------------------------------------------------------------------------------------------- samples
+
+
+def _recorded(requests: pd.DataFrame) -> tuple[RecordedGroup, ...]:
+    """Return the turns of all samples, in feed order."""
+    rows = requests[requests["of_last_generation"]].sort_values(["index", "trajectory", "turn"])
+    groups: dict[int, dict[int, list[tuple[int, float]]]] = {}
+    last: tuple[int, int] | None = None
+    last_end = 0.0
+    columns = ("index", "trajectory", "response_tokens", "timestamp", "end")
+    for index, trajectory, tokens, start, end in zip(*(rows[name].tolist() for name in columns), strict=True):
+        turns = groups.setdefault(index, {}).setdefault(trajectory, [])
+        if last == (index, trajectory) and turns:
+            turns[-1] = (turns[-1][0], max(0.0, start - last_end))
+        turns.append((max(1, int(tokens)), 0.0))
+        last, last_end = (index, trajectory), end
+    return tuple(tuple(map(tuple, group.values())) for group in groups.values())
+
+
+def _dispatch(events: Events, requests: pd.DataFrame) -> DispatchTrace:
+    generated = events["sample.generate"]
+    generated = generated[generated["index"] > 0].drop_duplicates("index", keep="last").set_index("index")
+    own = requests[requests["of_last_generation"]].groupby("index")
+    before = own["timestamp"].min() - generated["timestamp"]
+    after = generated["end"] - own["end"].max()
+    ready = events["sample.ready"].drop_duplicates("index", keep="last").set_index("index")["end"]
+    dropped = events["sample.dropped"]
+    filtered = int((dropped["reason"].astype("str") == "filtered").sum())
+    trained = max(1, len(events["sample.trained"]["index"].unique()))
+    return DispatchTrace(
+        sample_s=_median(before) + _median(after),
+        score_s=_median(ready - generated["end"]),
+        filtered=filtered / (filtered + trained),
+    )
+
+
+def _validation(events: Events) -> ValidationTrace:
+    requests = events["request"][events["request"]["index"] == 0]
+    runs = len(events["validation"])
+    if not runs or not len(requests):
+        return ValidationTrace()
+    mean = max(1.0, float(requests["response_tokens"].mean()))
+    return ValidationTrace(requests=len(requests) // runs, mean_tokens=mean)
+
+
+# ---------------------------------------------------------------------------------------------- the Trainer
+
+
+def _computing(events: Events) -> Intervals:
+    """Return when the Trainer computed."""
+    return spans(pd.concat([events[name][["timestamp", "end"]] for name in _COMPUTING]))
+
+
+def _trainer(events: Events, decoding: Intervals) -> tuple[tuple[float, float], float]:
+    """Return the fixed time of an update and its tokens per second, both without contention; and the contention."""
+    updates = events["trainer.update"].drop_duplicates("step", keep="last").set_index("step")
+    steps = events["step"].drop_duplicates("step", keep="last").set_index("step")
+    both = updates.join(steps["tokens"].rename("trained"), how="inner").iloc[1:]  # the first step warms up
+    if not len(both):
+        both = updates.join(steps["tokens"].rename("trained"), how="inner")
+    duration, tokens = both["duration_s"].to_numpy(), both["trained"].fillna(0.0).to_numpy()
+    during = zip(both["timestamp"], both["end"], strict=True)
+    overlap = np.array([total(clip(decoding, start, end)) for start, end in during])
+    lost = _share_lost(duration, tokens, overlap)
+    fixed, per_token = _line(duration - lost * overlap, tokens)
+    return (fixed, 1.0 / max(per_token, 1e-9)), float(np.clip(1.0 / (1.0 - lost), 1.0, _MAX_SLOWDOWN))
+
+
+def _share_lost(duration: Values, tokens: Values, overlap: Values) -> float:
+    """Return the share of the time next to working engines that an update loses to them: the coefficient of the
+    overlap in a fit of the duration. 0 unless the overlap varies enough to tell."""
+    share = overlap / np.maximum(duration, 1e-9)
+    if len(duration) < 8 or share.std() < 0.05:
+        return 0.0
+    columns = np.column_stack((np.ones_like(tokens), tokens, overlap))
+    coefficients = np.linalg.lstsq(columns, duration, rcond=None)[0]
+    return float(np.clip(coefficients[2], 0.0, 1 - 1 / _MAX_SLOWDOWN))
+
+
+def _experience(events: Events) -> tuple[float, float] | None:
+    """Return the fixed time of a lease's forward passes and their tokens per second; None without any."""
+    made = events["trainer.experience"]
+    if not len(made):
+        return None
+    steps = events["step"].drop_duplicates("step", keep="last").sort_values("step")
+    leases = np.searchsorted(np.sort(made["step"].unique()), steps["step"].to_numpy(), side="right")
+    by_lease = steps["tokens"].fillna(0.0).groupby(leases).sum()
+    made = made.drop_duplicates("step", keep="last").sort_values("step")
+    tokens = by_lease.reindex(range(1, len(made) + 1)).fillna(0.0).to_numpy()
+    fixed, per_token = _line(made["duration_s"].to_numpy()[1:], tokens[1:])
+    return fixed, 1.0 / max(per_token, 1e-9)
+
+
+def _line(duration: Values, tokens: Values) -> tuple[float, float]:
+    """Return the fixed part and the time per token, neither below 0, of durations that may have slow outliers."""
+    if not len(duration):
+        return 0.0, 0.0
+    limit = 3 * np.median(duration)
+    duration, tokens = duration[duration <= limit], tokens[duration <= limit]
+    mean = float(tokens.mean())
+    whole = float(duration.mean()) / mean if mean else 0.0
+    slope = whole
+    if tokens.std() >= _MIN_VARIATION * mean:
+        slope = float(((tokens - mean) * (duration - duration.mean())).sum() / ((tokens - mean) ** 2).sum())
+        slope = min(max(slope, 0.0), whole)
+    return max(0.0, float(duration.mean()) - slope * mean), slope
+
+
+def _rest_of_steps(events: Events) -> float:
+    """Return the time of a step outside its measured parts."""
+    steps = events["step"].drop_duplicates("step", keep="last").set_index("step")
+    rest = steps["duration_s"] - steps["wait_samples_s"].fillna(0.0)
+    for name in _COMPUTING:
+        rest = rest.sub(events[name].groupby("step")["duration_s"].sum(), fill_value=0.0)
+    return _median(rest.reindex(steps.index))
+
+
+def _lease_overhead(events: Events) -> float:
+    """Return the time from the last sample that a waiting lease needed until the Trainer has the batch."""
+    ready = events["sample.ready"].drop_duplicates("index", keep="last").set_index("index")["end"]
+    leased = events["sample.leased"]
+    last = leased.assign(ready=leased["index"].map(ready)).groupby("step")["ready"].max()
+    waits = events["trainer.wait_samples"].drop_duplicates("step", keep="last").set_index("step")
+    late = (waits["end"] - last).where(last > waits["timestamp"])
+    return _median(late)
+
+
+# ---------------------------------------------------------------------------------------------- versions
+
+
+def _sync(events: Events) -> SyncTrace:
+    parts = {name: _median(events[f"sync.{name}"]["duration_s"]) for name in ("fetch", "pause", "verify", "drain")}
+    whole = _median(events["sync.apply"]["duration_s"])
+    rest = max(0.0, whole - sum(parts.values()))
+    return SyncTrace(
+        publish_s=_median(events["trainer.publish"]["duration_s"]),
+        fetch_s=parts["fetch"] + rest,
+        pause_s=parts["pause"],
+        verify_s=parts["verify"],
+    )

@@ -1,0 +1,206 @@
+"""Simulates several settings of a configuration, compares them and recommends one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from asyncrl.config.compose import Mode, check_config
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError
+from asyncrl.observe.formats import percent, seconds
+from asyncrl.simulate.run import RunSimulation, SimulationResult, as_numbers
+from asyncrl.simulate.trace import Trace
+
+MAX_SETTINGS = 200
+MAX_TRAJECTORIES = 60_000
+"""Limit of the simulated trajectories of a setting, unless the number of steps is given."""
+_MIN_VERSIONS = 4
+_CLOSE = 0.03
+"""Settings whose speeds differ by less than this share are equally fast."""
+_IDLE = 0.15
+_MODES: Mapping[str, Mode] = {"sync": "sync", "fully_async": "fully_async"}
+
+Settings = Mapping[str, str]
+"""Overrides of one setting, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedSetting:
+    """A setting and what happened with it."""
+
+    settings: Settings
+    config: Config
+    total_steps: int
+    """Optimizer steps of the configured run; the simulation may have fewer."""
+    result: SimulationResult
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{key}={value}" for key, value in self.settings.items()) or self.config.mode
+
+    @property
+    def run_s(self) -> float:
+        """Time of the whole run: after the simulated steps, it continues at the speed of their second half."""
+        steps = self.result.steps
+        per_version = max(1, self.config.steps_per_lease * self.config.async_training.trigger_parameter_sync_step)
+        left = self.total_steps - len(steps)
+        half = len(steps) // 2 // per_version * per_version
+        if left <= 0 or not half or half == len(steps):
+            return self.result.wall_s * max(1.0, self.total_steps / max(1, len(steps)))
+        pace_s = (steps[-1].end_s - steps[half - 1].end_s) / (len(steps) - half)
+        return self.result.wall_s + left * pace_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens per second over the whole run."""
+        steps = self.result.steps
+        return self.result.trained_tokens / max(1, len(steps)) * self.total_steps / self.run_s if self.run_s else 0.0
+
+
+def parse_sweep(texts: Sequence[str]) -> list[Settings]:
+    """Return all combinations of `key=v1,v2`.
+
+    Raises:
+        ConfigError: a text is not of this form, or there are too many combinations.
+    """
+    knobs: list[list[tuple[str, str]]] = []
+    for text in texts:
+        key, equals, values = text.partition("=")
+        choices = [value.strip() for value in values.split(",") if value.strip()]
+        if not key.strip() or not equals or not choices:
+            raise ConfigError(
+                f"--sweep {text} names no values: write a key and its values, such as "
+                "--sweep rollout.num_replicas=2,4,8"
+            )
+        knobs.append([(key.strip(), value) for value in choices])
+    number = 1
+    for knob in knobs:
+        number *= len(knob)
+    if number > MAX_SETTINGS:
+        raise ConfigError(
+            f"--sweep gives {number} combinations, and at most {MAX_SETTINGS} are simulated: sweep fewer values"
+        )
+    return [dict(combination) for combination in product(*knobs)]
+
+
+def simulate_settings(
+    source: str | None,
+    overrides: Sequence[str],
+    settings: Sequence[Settings],
+    trace: Trace,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[SimulatedSetting]:
+    """Simulate a configuration with each of the settings.
+
+    Args:
+        source, overrides: as `asyncrl launch` has them; the key `mode` is `fully_async` or `sync`.
+        steps: optimizer steps to simulate; None: those of the run, but no more than `MAX_TRAJECTORIES` allows.
+        progress: receives the settings done and in total.
+
+    Raises:
+        ConfigError: a configuration is wrong, or cannot be simulated.
+    """
+    # All configurations are checked before the first is simulated.
+    configs = [_config(source, [*overrides, *_texts(one)]) for one in settings]
+    done: list[SimulatedSetting] = []
+    for one, config in zip(settings, configs, strict=True):
+        progress(len(done), len(configs))
+        simulated = steps or _affordable_steps(config)
+        total = max(simulated, config.trainer.total_training_steps or simulated)
+        result = RunSimulation(config, trace, steps=simulated, total_steps=total, seed=seed).run()
+        done.append(SimulatedSetting(one, config, total, result))
+    return done
+
+
+def _texts(settings: Settings) -> Iterator[str]:
+    for key, value in settings.items():
+        yield f"{key}={value}"
+
+
+def _config(source: str | None, overrides: Sequence[str]) -> Config:
+    mode: Mode = "fully_async"
+    others: list[str] = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key != "mode":
+            others.append(text)
+        elif value in _MODES:
+            mode = _MODES[value]
+        else:
+            raise ConfigError(f"mode = {value} is no mode: write mode=fully_async or mode=sync")
+    return check_config(source, others, mode=mode, scope="simulation").require()
+
+
+def _affordable_steps(config: Config) -> int:
+    per_sample = config.rollout.n + config.rollout.over_sample.trajectories
+    per_step = per_sample * config.trainer.ppo_mini_batch_size / config.trainer.ppo_epochs
+    per_version = config.steps_per_lease * config.async_training.trigger_parameter_sync_step
+    versions = max(_MIN_VERSIONS, int(MAX_TRAJECTORIES / (per_step * per_version)))
+    steps = versions * per_version
+    return min(steps, config.trainer.total_training_steps or steps)
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+def as_rows(done: Sequence[SimulatedSetting]) -> list[dict[str, Any]]:
+    """Return the figures of each setting in JSON types; `speedup` is relative to the first one."""
+    first = done[0].tokens_per_s
+    return [
+        {
+            "setting": one.name,
+            "run_s": round(one.run_s, 3),
+            "speedup": round(one.tokens_per_s / first, 3) if first else None,
+            **as_numbers(one.result),
+        }
+        for one in done
+    ]
+
+
+def recommend(done: Sequence[SimulatedSetting]) -> tuple[SimulatedSetting, str]:
+    """Return the setting to use and a sentence with the reasons.
+
+    It is the one that trains the most tokens per second. Of those that are almost as fast, it is the one with the least
+    staleness, and then with the fewest replicas and ranks.
+    """
+    fastest = max(one.tokens_per_s for one in done)
+    close = [one for one in done if one.tokens_per_s >= (1 - _CLOSE) * fastest]
+    best = min(close, key=lambda one: (round(one.result.mean_staleness, 1), _resources(one.config)))
+    slowest = min(one.tokens_per_s for one in done)
+    text = f"use {best.name}: {best.tokens_per_s:,.0f} trained tokens/s"
+    if len(done) > 1 and slowest:
+        text += f", {best.tokens_per_s / slowest:.2f} times the slowest setting"
+    equal = len(close) - 1
+    if equal:
+        text += f". {equal} more {'is' if equal == 1 else 'are'} as fast, with staler samples or more resources"
+    return best, f"{text}. {bottleneck(best)}"
+
+
+def bottleneck(one: SimulatedSetting) -> str:
+    """Return a sentence about which side waits, and the knob that helps."""
+    result, config = one.result, one.config
+    waits, idle = percent(round(result.trainer_waits, 3)), percent(round(result.engines_idle, 3))
+    if result.trainer_waits > _IDLE and result.engines_idle > _IDLE:
+        ahead = config.async_training.staleness_threshold
+        knob = "mode=fully_async" if config.mode == "sync" else f"async_training.staleness_threshold (now {ahead:g})"
+        return f"Both sides wait for each other (Trainer {waits}, engines {idle}): {knob} lets them overlap more"
+    if result.trainer_waits > _IDLE:
+        return f"Generation is the bottleneck (the Trainer waits {waits}): more rollout.num_replicas help"
+    if result.engines_idle > _IDLE:
+        return f"Training is the bottleneck (engines are idle {idle}): move GPUs from replicas to trainer.num_workers"
+    return f"Both sides are busy (the Trainer waits {waits}, engines are idle {idle})"
+
+
+def _resources(config: Config) -> int:
+    return config.rollout.num_replicas * config.rollout.tensor_parallel_size + config.trainer.num_workers
+
+
+def duration_text(one: SimulatedSetting) -> str:
+    """Return the time of the whole run as text."""
+    return seconds(one.run_s)

@@ -1,0 +1,91 @@
+"""Tests of `asyncrl simulate`: its table, JSON, sweep, files, and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.synthetic_run import RunPlan, write_run
+from tests.fakes.command_line import CommandLine, in_subprocess
+
+SPEEDS = """
+lengths: {mean_tokens: 40, sigma: 0.5}
+engine: {step_s: {1: 0.005, 128: 0.02}}
+trainer: {update_tokens_per_s: {1: 3000}, step_s: 0.1}
+sync: {publish_s: 0.1, fetch_s: 0.1, pause_s: 0.01}
+"""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+@pytest.fixture
+def speeds(tmp_path: Path) -> Path:
+    file = tmp_path / "speeds.yaml"
+    file.write_text(SPEEDS)
+    return file
+
+
+def test_the_table_compares_with_the_synchronous_run(run: CommandLine, speeds: Path) -> None:
+    printed = run("simulate", "--trace", speeds, "--steps", 20).out
+    heading, sync, other = printed.splitlines()[1:4]
+    assert heading.split()[:2] == ["setting", "run"]
+    assert sync.startswith("mode=sync") and other.startswith("mode=fully_async")
+    found = run("simulate", "--trace", speeds, "--steps", 20, "--json").json
+    assert [row["setting"] for row in found["settings"]] == ["mode=sync", "mode=fully_async"]
+    assert found["settings"][1]["speedup"] > 1 == found["settings"][0]["speedup"]
+    assert found["settings"][0]["mean_staleness"] == 0
+
+
+def test_a_sweep_is_the_product_and_recommends_one_of_its_settings(
+    run: CommandLine, speeds: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "sweep.png"
+    found = run(
+        "simulate", "quickstart", "--trace", speeds, "--steps", 12, "--json", "--plot", picture,
+        "--sweep", "rollout.num_replicas=1,2", "--sweep", "async_training=mode_a,mode_b,mode_d",
+    ).json  # fmt: skip
+    names = [row["setting"] for row in found["settings"]]
+    assert len(names) == len(set(names)) == 6
+    assert any(f"use {name}" in found["advice"] for name in names)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_speeds_of_a_run_can_be_saved_and_simulated_again(run: CommandLine, tmp_path: Path) -> None:
+    recorded, saved = tmp_path / "runs" / "recorded", tmp_path / "saved.yaml"
+    write_run(recorded, RunPlan(steps=8, turns=1))
+    by_run = run("simulate", "--trace", recorded, "--steps", 10, "--json", "--save-trace", saved).json
+    by_file = run("simulate", "--trace", saved, "--steps", 10, "--json").json
+    for one, other in zip(by_run["settings"], by_file["settings"], strict=True):
+        assert one["run_s"] == pytest.approx(other["run_s"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--sweep", "rollout.num_replicas"), "--sweep rollout.num_replicas names no values"),
+        (("--sweep", "rollout.num_replica=1,2"), "did you mean"),
+        (("mode=fast",), "mode = fast is no mode"),
+        (("--sweep", "seed=" + ",".join(map(str, range(300)))), "300 combinations"),
+        (("rollout.num_replicas=0",), "rollout.num_replicas"),
+    ],
+)
+def test_errors_name_the_key(run: CommandLine, speeds: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in run("simulate", *arguments, "--trace", speeds, code=2).err
+
+
+def test_without_a_run_the_error_says_where_speeds_come_from(
+    run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = run("simulate", code=2).err
+    assert "there are no runs" in error and "--trace FILE.yaml" in error
+
+
+def test_neither_ray_nor_torch_is_loaded(speeds: Path) -> None:
+    code, modules, _ = in_subprocess("simulate", "--trace", str(speeds), "--steps", "4")
+    assert code == 0
+    assert not {"ray", "vllm", "torch"} & modules
