@@ -42,8 +42,9 @@ from asyncrl.core.failures import BugError
 from asyncrl.core.ports import GenerateRequest
 from benchmarks.report import Table, arguments, positive, report
 from rollouter.serving import ray_internals
+from rollouter.serving.balancing import affinity_key
 from rollouter.serving.ray_internals import DeploymentHandleSource, DeploymentID, RequestMetadata
-from rollouter.serving.routing import SessionRouter, affinity_key
+from rollouter.serving.routing import SessionRouter
 
 DEPLOYMENT = DeploymentID("rollout", "benchmark")
 ROUTERS = ("sessions", "power-of-two", "consistent-hash", "prefix-aware", "prefix-aware, threshold 5")

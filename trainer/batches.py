@@ -429,29 +429,3 @@ class BatchSource:
                 "this model, so there is nothing to train on. Take other data, check reward.function, raise rollout.n "
                 "or that limit, or set algorithm.filter_groups.enable=false"
             )
-
-
-# ---------------------------------------------------------------------------------------------------------- steps
-
-
-def mini_batches(groups: Sequence[int], *, size: int, epochs: int = 1, seed: int = 0) -> list[list[int]]:
-    """Return the row numbers of each optimizer step: `size` whole samples each, perhaps fewer in the last step of an
-    epoch.
-
-    The first epoch takes samples in their order, later epochs in an order drawn from `seed`. Every epoch has the same
-    number of mini-batches.
-
-    Args:
-        groups: the sample number of each row (`groups` of `trainer.workers.tensors`).
-    """
-    rows_of: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        rows_of.setdefault(int(group), []).append(row)
-    order, rng = np.array(list(rows_of), dtype=np.int64), np.random.default_rng(seed)
-    batches = []
-    for epoch in range(epochs):
-        if epoch:
-            order = rng.permutation(order)
-        for first in range(0, len(order), size):
-            batches.append([row for group in order[first : first + size] for row in rows_of[int(group)]])
-    return batches

@@ -38,9 +38,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, Self
 
 import anyio
 import anyio.lowlevel
@@ -49,7 +47,6 @@ from anyio.abc import TaskGroup
 from tensordict import TensorDict
 
 from asyncrl.config.plan import validation_due
-from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, DataError, first_failure
 from asyncrl.core.records import Metrics, RecordSink
 from asyncrl.core.types import DropReason
@@ -59,67 +56,16 @@ from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.storage.trained_steps import TrainedStepsFile
 from skip import SkipManager
 from trainer.algorithms.objective import finish_metrics
-from trainer.batches import BatchSource, LeasedBatch, TrainSample, mini_batches
+from trainer.batches import BatchSource, LeasedBatch, TrainSample
 from trainer.checkpoints import RoleCheckpoints
 from trainer.experience import ExperienceBuilder
+from trainer.schedule import LoopSettings, mini_batches
 from trainer.step_records import StepRecorder, batch_metrics, note_trained, role_metrics, sample_metrics
 from trainer.workers.worker import RoleGroup
 
 EXPERIENCE_CALLS = 5
 """Upper bound of the calls to ranks for one batch: policy, policy without adapters or reference, critic and reward
 model; one more allows for the arithmetic."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopSettings:
-    total_steps: int
-    """Number of steps of the whole run, including those before a resume."""
-    mini_batch_samples: int
-    ppo_epochs: int
-    samples_per_lease: int
-    samples_per_version: int
-    drop_partial: bool
-    """Release the last samples that do not fill a lease instead of training on them."""
-    critic_epochs: int
-    critic_warmup_steps: int
-    has_validation: bool
-    test_freq: int
-    save_last: bool
-    seed: int
-    call_limit_s: float
-    """Deadline of one call to the ranks, in seconds."""
-    verify: Literal["every", "first", "off"] = "off"
-    """Which versions have a probe (`Publication.probe`)."""
-    max_mismatch_kl: float | None = None
-    """Limit of the KL divergence, in nats per token, between the engines and the Trainer on tokens that the engines
-    sampled with the weights that the Trainer has. None: no limit."""
-    lineage: int = 0
-    """How often training went back to a checkpoint in this run."""
-
-    @classmethod
-    def from_config(cls, config: Config, *, total_steps: int, lineage: int = 0) -> Self:
-        training, sync, drift, skip = config.trainer, config.weight_sync, config.async_training, config.skip
-        on_policy = drift.trigger_parameter_sync_step == 1 and drift.staleness_threshold == 0
-        # Replayed samples, and those of a history that was left, come from other weights than their version says.
-        has_other_weights = skip.async_rollout.enable or skip.rollout.enable or lineage > 0
-        return cls(
-            total_steps=total_steps,
-            mini_batch_samples=training.ppo_mini_batch_size,
-            ppo_epochs=training.ppo_epochs,
-            samples_per_lease=config.samples_per_lease,
-            samples_per_version=config.samples_per_version,
-            drop_partial=training.partial_final_batch == "drop",
-            critic_epochs=config.critic.ppo_epochs,
-            critic_warmup_steps=config.critic.warmup_steps if config.needs_critic else 0,
-            has_validation=config.has_validation,
-            test_freq=training.test_freq,
-            save_last=training.save_last,
-            seed=config.seed,
-            call_limit_s=config.timeouts.train_s,
-            verify=sync.verify,
-            max_mismatch_kl=sync.max_mismatch_kl if on_policy and not has_other_weights else None,
-            lineage=lineage,
-        )
 
 
 class TrainLoop:
@@ -196,28 +142,15 @@ class TrainLoop:
 
     async def _train_all(self, sink: RecordSink, tasks: TaskGroup) -> None:
         ended = False
-        while not ended and not self._stopping and self._next_batch_size() > 0:
+        while not ended and not self._stopping and self._settings.next_batch_size(self.progress) > 0:
             ended = await self._train_next_batch(sink)
             if self._checkpoints.is_due(self.progress.step):
                 await self._checkpoints.begin(self.progress, tasks)
         await self._finish(tasks)
 
-    def _next_batch_size(self) -> int:
-        """Return the number of samples of the next leased batch; 0: the run is over.
-
-        A batch never extends beyond the next version. Pacing admits at most `samples_per_version` samples until
-        that version is applied, so a larger batch (after a stop in the middle of a lease) would wait forever.
-        """
-        settings, progress = self._settings, self.progress
-        to_next_version = (progress.version + 1) * settings.samples_per_version - progress.trained_samples
-        # A stop may have skipped passes over the last samples before it. The resumed run takes these steps with other
-        # samples, which its pacing admits.
-        to_end = math.ceil((settings.total_steps - progress.step) / settings.ppo_epochs) * settings.mini_batch_samples
-        return max(0, min(settings.samples_per_lease, to_next_version, to_end))
-
     async def _train_next_batch(self, sink: RecordSink) -> bool:
         """Lease a batch and take all its steps; returns whether the stream has ended."""
-        batch, size, left_out = LeasedBatch(), self._next_batch_size(), False
+        batch, size, left_out = LeasedBatch(), self._settings.next_batch_size(self.progress), False
         self._steps.begin()
         try:
             with self.waits.waiting("samples"), self._steps.phase("wait_samples") as span:
@@ -249,17 +182,14 @@ class TrainLoop:
         if not leased.samples:
             return
         groups = batch["groups"].tolist()
-        # The seed depends only on values that a resumed run also has, so that it takes its batches in the same order.
-        seed = settings.seed * 1_000_003 + self.progress.trained_samples
-        size, steps_left = settings.mini_batch_samples, settings.total_steps - self.progress.step
-        steps = mini_batches(groups, size=size, epochs=settings.ppo_epochs, seed=seed)[:steps_left]
+        steps = settings.next_steps(groups, self.progress)
         if self._stopping:
             return
-        await self._train_critic(batch, groups, seed)
+        await self._train_critic(batch, groups)
         if self._stopping:
             return
         self.progress.kl_coef = kl_coef
-        num_first_pass = math.ceil(len(leased.samples) / size)
+        num_first_pass = math.ceil(len(leased.samples) / settings.mini_batch_samples)
         for number, rows in enumerate(steps):
             samples = [leased.samples[group] for group in dict.fromkeys(groups[row] for row in rows)]
             committed = samples if number < num_first_pass else []
@@ -305,12 +235,13 @@ class TrainLoop:
         batch["groups"] = torch.tensor([number[group] for group in batch["groups"].tolist()], dtype=torch.int64)
         return batch
 
-    async def _train_critic(self, batch: TensorDict, groups: Sequence[int], seed: int) -> None:
+    async def _train_critic(self, batch: TensorDict, groups: Sequence[int]) -> None:
         """Take all passes of the critic, unless stopped between two of its steps. Its metrics are means over steps."""
         if self._critic is None:
             return
         settings = self._settings
-        steps = mini_batches(groups, size=settings.mini_batch_samples, epochs=settings.critic_epochs, seed=seed + 1)
+        seed = settings.batch_seed(self.progress) + 1
+        steps = mini_batches(groups, size=settings.mini_batch_samples, epochs=settings.critic_epochs, seed=seed)
         results: list[Metrics] = []
         with self._steps.phase("critic", "update_critic"):
             for rows in steps:
@@ -373,7 +304,7 @@ class TrainLoop:
         """Publish a version if the last sample of a version or of the run is trained."""
         settings, progress = self._settings, self.progress
         last = at_end or progress.step >= settings.total_steps
-        if last or progress.trained_samples >= (progress.version + 1) * settings.samples_per_version:
+        if last or settings.is_version_due(progress):
             await self._publish(last=last)
 
     async def _publish(self, *, last: bool) -> None:

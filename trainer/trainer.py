@@ -28,7 +28,8 @@ from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.batches import BatchSource, RowRules
 from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
 from trainer.experience import ExperienceBuilder
-from trainer.loop import LoopSettings, TrainLoop
+from trainer.loop import TrainLoop
+from trainer.schedule import LoopSettings
 from trainer.tokenizer_checks import check_tokenizers
 from trainer.workers.group import TrainerGroups
 from trainer.workers.placement import Role

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 
 from asyncrl.config.schema import Config
-from asyncrl.core.autoscaling import AutoscalingPolicy, ReplicaAutoscaler, ReplicaLoad
+from asyncrl.core.autoscaling import ReplicaAutoscaler, ReplicaLoad
 from asyncrl.core.failures import InfraError
 from asyncrl.driver.actors import call
 from asyncrl.driver.run_status_writer import RunStatus
@@ -34,16 +34,7 @@ class ReplicaScaling:
 
     def __init__(self, config: Config, status: RunStatus, view: View, expect_replicas: Callable[[int], None]) -> None:
         """`expect_replicas` is called with each new number before it reaches Serve."""
-        keys = config.rollout.autoscaling
-        policy = AutoscalingPolicy(
-            keys.min_replicas,
-            keys.max_replicas,
-            keys.target_trainer_wait,
-            keys.spare_capacity,
-            keys.up_after_s,
-            keys.down_after_s,
-        )
-        self._scaler = ReplicaAutoscaler(policy, config.rollout.num_replicas)
+        self._scaler = ReplicaAutoscaler(config.rollout.autoscaling.policy, config.rollout.num_replicas)
         self._call_s = config.timeouts.call_s
         self._status = status
         self._view = view

@@ -35,7 +35,6 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, DeadlineError, InfraError
 from asyncrl.core.ports import PartName, QueueStatus, SampleCounts, WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
-from asyncrl.core.staleness import Pacing
 from asyncrl.core.tasks import Interrupts, task_group
 from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
 from asyncrl.driver.health_monitor import HealthMonitor
@@ -233,22 +232,9 @@ class Run:
 
     async def _start_queue(self, num_prompts: int) -> None:
         config, resume = self._config, self._resume
-        mode = config.async_training
-        pacing = Pacing(
-            samples_per_version=config.samples_per_version,
-            staleness_threshold=mode.staleness_threshold,
-            total_samples=self._trainer_part.total_samples,
-            over_sample=config.rollout.over_sample.samples,
-        )
         has_journal = config.journal == "on"
         actor = start_queue(
-            QueueOptions(
-                num_prompts,
-                pacing,
-                mode.max_staleness,
-                mode.stale_action,
-                in_feed_order=mode.deterministic,
-            ),
+            QueueOptions.from_config(config, num_prompts, total_samples=self._trainer_part.total_samples),
             resume.manifest.queue if resume is not None and resume.checkpoint is not None else None,
             run_dir=self._run_dir.path if has_journal else None,
             identity=journal_identity(config),

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop
 from itertools import islice
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, Self
 
+from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, BugError, FencedError
 from asyncrl.core.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
 from asyncrl.core.staleness import Pacing, StaleAction, action_for_staleness
@@ -43,6 +44,18 @@ class QueueOptions:
     """`drop` evicts at lease; with `mask` and `keep` the sample is leased, and the Trainer handles its stale tokens."""
     in_feed_order: bool = False
     """Samples are leased in the order in which they were fed, whatever the order in which they completed."""
+
+    @classmethod
+    def from_config(cls, config: Config, prompts_per_epoch: int, *, total_samples: int | None) -> Self:
+        """Return the options of a run. `total_samples`: see `Pacing`."""
+        mode = config.async_training
+        pacing = Pacing(
+            config.samples_per_version,
+            mode.staleness_threshold,
+            total_samples=total_samples,
+            over_sample=config.rollout.over_sample.samples,
+        )
+        return cls(prompts_per_epoch, pacing, mode.max_staleness, mode.stale_action, in_feed_order=mode.deterministic)
 
 
 class QueueLog(Protocol):

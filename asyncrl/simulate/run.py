@@ -42,7 +42,7 @@ from asyncrl.queue.state import QueueState
 from asyncrl.simulate.clock import Process, Signal, SimulatedClock, Timer
 from asyncrl.simulate.replica import SimulatedReplica, SimulatedRequest
 from asyncrl.simulate.trace import GroupLengths, RecordedGroup, Trace, speed_of
-from trainer.batches import mini_batches
+from trainer.schedule import mini_batches
 
 _PROMPTS_PER_EPOCH = 2**40
 _FILTER_SEED = 1_000_003

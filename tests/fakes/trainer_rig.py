@@ -26,7 +26,8 @@ from tests.fakes.trainer_parts import (
     make_sample,
 )
 from trainer.batches import BatchSource, RowRules
-from trainer.loop import LoopSettings, TrainLoop
+from trainer.loop import TrainLoop
+from trainer.schedule import LoopSettings
 
 SETTINGS = LoopSettings(
     total_steps=4,

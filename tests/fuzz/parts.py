@@ -31,7 +31,8 @@ from tests.fuzz.talk import FuzzConversationAgent
 from tests.fuzz.training import Checkpoints, FuzzRanks, PlainExperience
 from tests.fuzz.world import POISON, VALIDATES, FuzzWorld
 from trainer.batches import BatchSource, RowRules
-from trainer.loop import LoopSettings, TrainLoop
+from trainer.loop import TrainLoop
+from trainer.schedule import LoopSettings
 
 if TYPE_CHECKING:
     from tests.fuzz.launch import LaunchOfRun

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batches import mini_batches
 from trainer.engines.compute.packing import balance, cut_rows
+from trainer.schedule import mini_batches
 
 lengths_of = st.lists(st.integers(1, 40), max_size=30)
 

@@ -22,7 +22,7 @@ from asyncrl.storage.checkpoint_manifest import Progress
 from skip import SkipManager
 from tests.fakes.trainer_parts import feed, make_sample
 from tests.fakes.trainer_rig import TrainerRig
-from trainer.loop import LoopSettings
+from trainer.schedule import LoopSettings
 
 
 async def test_a_run_trains_publishes_and_saves_from_the_first_lease_to_the_last_checkpoint() -> None:

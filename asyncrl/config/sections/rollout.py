@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 from asyncrl.config.environment import check_code, is_importable
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with
 from asyncrl.config.sections.base import ConfigSection, Dtype, NonNegative, Positive, Seconds, Share
+from asyncrl.core.autoscaling import AutoscalingPolicy
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -213,6 +214,17 @@ class AutoscalingConfig(ConfigSection):
     """Period with too few replicas after which some are added."""
     down_after_s: Seconds = 120.0
     """Period with too many replicas after which some are removed."""
+
+    @property
+    def policy(self) -> AutoscalingPolicy:
+        return AutoscalingPolicy(
+            self.min_replicas,
+            self.max_replicas,
+            self.target_trainer_wait,
+            self.spare_capacity,
+            self.up_after_s,
+            self.down_after_s,
+        )
 
 
 class RolloutConfig(ConfigSection):

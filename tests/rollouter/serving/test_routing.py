@@ -21,9 +21,10 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 
 from asyncrl.core.ports import GenerateRequest
 from benchmarks.routing import ReplicaSpeed, SimulatedReplica, make_router
+from rollouter.serving.balancing import OutstandingTokens, ReplicaAffinity, affinity_key
 from rollouter.serving.options import ROUTER
 from rollouter.serving.ray_internals import RequestMetadata, choose_replica
-from rollouter.serving.routing import OutstandingTokens, ReplicaAffinity, affinity_key, call_size
+from rollouter.serving.routing import call_size
 from tests.fakes.samples import make_turn
 
 pytestmark = pytest.mark.timeout(120)
