@@ -6,7 +6,7 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -73,6 +73,26 @@ class SimulatedClock:
             waits_for.wait(process)
         else:
             self.after(waits_for, lambda: self.advance(process))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether anything is scheduled."""
+        return bool(self._heap)
+
+    def join(self, processes: Sequence[Process]) -> Process:
+        """Run processes at the same time until all have ended."""
+        left, ended = len(processes), Signal(self)
+
+        def watched(process: Process) -> Process:
+            nonlocal left
+            yield from process
+            left -= 1
+            ended.fire()
+
+        for process in processes:
+            self.start(watched(process))
+        while left:
+            yield ended
 
     def run(self, until: Callable[[], bool]) -> bool:
         """Let time pass until the condition holds; return False if nothing is left to happen before."""

@@ -13,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.simulate.run import SimulationResult
+from asyncrl.simulate.result import SimulationResult
 from asyncrl.simulate.sweep import SimulatedSetting
 
 Values = NDArray[np.float64]

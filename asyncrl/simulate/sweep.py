@@ -11,7 +11,8 @@ from asyncrl.config.compose import Mode, check_config
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.formats import percent, seconds
-from asyncrl.simulate.run import RunSimulation, SimulationResult, as_numbers
+from asyncrl.simulate.result import SimulationResult
+from asyncrl.simulate.run import simulate_run
 from asyncrl.simulate.trace import Trace
 
 MAX_SETTINGS = 200
@@ -113,7 +114,7 @@ def simulate_settings(
         progress(len(done), len(configs))
         simulated = steps or _affordable_steps(config)
         total = max(simulated, config.trainer.total_training_steps or simulated)
-        result = RunSimulation(config, trace, steps=simulated, total_steps=total, seed=seed).run()
+        result = simulate_run(config, trace, steps=simulated, total_steps=total, seed=seed)
         done.append(SimulatedSetting(one, config, total, result))
     return done
 
@@ -157,7 +158,7 @@ def as_rows(done: Sequence[SimulatedSetting]) -> list[dict[str, Any]]:
             "setting": one.name,
             "run_s": round(one.run_s, 3),
             "speedup": round(one.tokens_per_s / first, 3) if first else None,
-            **as_numbers(one.result),
+            **one.result.as_numbers(),
         }
         for one in done
     ]

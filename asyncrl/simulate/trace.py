@@ -59,6 +59,8 @@ class EngineTrace(ConfigSection):
     step_s: Table
     """Time of one decoding step, which gives each sequence a token, by the number of sequences. Between two numbers,
     the time is interpolated, and above the last one it continues with the last slope."""
+    start_s: Cost = 60.0
+    """Time from the decision to start a replica (`rollout.autoscaling`) until it serves."""
     request_s: Cost = 0.0
     """Time from the arrival of a request to its first token, during which other requests continue."""
     prompt_tokens: NonNegative = 0

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.simulate.run import RunSimulation, SimulationResult
+from asyncrl.simulate.result import SimulationResult
+from asyncrl.simulate.run import simulate_run
 from asyncrl.simulate.trace import (
     ContentionTrace,
     DispatchTrace,
@@ -41,7 +42,7 @@ def simulate(trace: Trace, *, steps: int = 12, mode: str = "d", seed: int = 0, *
         **{f"async_training.{name}": value for name, value in MODES[mode].items()},
         **{name.replace("__", "."): value for name, value in keys.items()},
     }
-    return RunSimulation(config_with(changes), trace, steps=steps, seed=seed).run()
+    return simulate_run(config_with(changes), trace, steps=steps, seed=seed)
 
 
 def trace(*, lengths: LengthTrace | None = None, dispatch: DispatchTrace | None = None, update: float = 400.0,

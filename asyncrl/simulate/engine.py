@@ -11,35 +11,40 @@ from asyncrl.simulate.trace import EngineTrace, interpolated
 
 
 class SimulatedRequest:
-    """One turn in an engine."""
+    """One turn, which engines sample."""
 
-    __slots__ = ("finish", "in_engine", "oldest_version", "on_end", "tokens", "version")
+    __slots__ = ("engine", "finish", "limit", "oldest_version", "on_end", "sampled", "tokens", "version")
 
-    def __init__(self, tokens: float, on_end: Callable[[SimulatedRequest], None]) -> None:
+    def __init__(self, tokens: float, on_end: Callable[[SimulatedRequest], None], *, limit: int) -> None:
         self.tokens = tokens
         """Tokens still to sample when the request enters the engine."""
+        self.sampled = 0.0
+        """Tokens that other engines have sampled before."""
+        self.limit = limit
+        """The most tokens that it may have, as its caller knows before it ends."""
         self.on_end = on_end
-        self.in_engine = True
-        """False once it has ended or was aborted."""
+        self.engine: SimulatedEngine | None = None
         self.finish = 0.0
         """Value of the replica's progress at which it ends; 0 while it waits."""
         self.oldest_version = -1
-        """Version that sampled its first token; -1: none was sampled."""
+        """Version that sampled its first token; -1: none has been sampled."""
         self.version = -1
         """Version that sampled its last token."""
 
 
-class SimulatedReplica:
+class SimulatedEngine:
     """One engine. `progress` counts the tokens that a sequence that was always in it would have."""
 
-    def __init__(self, clock: SimulatedClock, trace: EngineTrace, *, max_num_seqs: int, name: int) -> None:
+    def __init__(
+        self, clock: SimulatedClock, trace: EngineTrace, *, max_num_seqs: int, name: str, version: int = 0
+    ) -> None:
         self._clock = clock
         self._trace = trace
         self._max_num_seqs = max_num_seqs
         self.name = name
-        self.version = 0
-        self.outstanding = 0
-        """Trajectories of the samples that are assigned to this replica."""
+        self.version = version
+        self.since_s = clock.now
+        """When it began to serve."""
         self.busy_s = 0.0
         """Time with a sequence to decode, pauses excluded."""
         self.tokens = 0.0
@@ -47,6 +52,8 @@ class SimulatedReplica:
         """Fires when the last request leaves the engine."""
         self.on_busy: Callable[[], None] = lambda: None
         """Called when the engine begins or stops decoding."""
+        self.on_end: Callable[[SimulatedRequest], None] = lambda request: request.on_end(request)
+        """Called with each request that has all its tokens."""
         self._step_s: dict[int, float] = {}
         self._factor = 1.0
         self._progress = 0.0
@@ -79,19 +86,20 @@ class SimulatedReplica:
         return not self.num_active and not self._waiting and not self._entering
 
     def submit(self, requests: Iterable[SimulatedRequest], *, prompt_tokens: float = 0.0) -> None:
-        """Take requests that share a prompt of which `prompt_tokens` have to be computed."""
+        """Take requests, for which `prompt_tokens` have to be computed first."""
         batch = list(requests)
+        for request in batch:
+            request.engine, request.finish = self, 0.0
         if not self._gate_open:
             self._held.append((batch, prompt_tokens))
-            return
-        self._entering += len(batch)
-        self._clock.after(self._trace.request_s, lambda: self._enter(batch, prompt_tokens))
+        else:
+            self._arrive(batch, prompt_tokens)
 
     def abort(self, request: SimulatedRequest) -> float:
-        """Remove a request; return the tokens that it has sampled here. One that has ended is ignored."""
-        if not request.in_engine:
+        """Remove a request; return the tokens that it has sampled here. One that has just ended is ignored."""
+        if request.engine is not self:
             return 0.0
-        request.in_engine = False
+        request.engine = None
         if not request.finish:  # it has not arrived, or waits
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -130,23 +138,29 @@ class SimulatedReplica:
         self.version = version
         if recomputes and (speed := self._trace.prefill_tokens_per_s):
             contexts = self.num_active * self._trace.prompt_tokens + sum(
-                request.tokens - (finish - self._progress) for finish, _, request in self._active if request.in_engine
+                request.tokens - (finish - self._progress)
+                for finish, _, request in self._active
+                if request.engine is self
             )
             self._computes_at = self._clock.now + contexts / speed
         self._paused, self._gate_open = False, True
         held, self._held = self._held, []
         for batch, prompt_tokens in held:
-            self.submit(batch, prompt_tokens=prompt_tokens)
+            self._arrive(batch, prompt_tokens)
         self._schedule()
 
     # -------------------------------------------------------------------------------------------- decoding
+
+    def _arrive(self, batch: list[SimulatedRequest], prompt_tokens: float) -> None:
+        self._entering += len(batch)
+        self._clock.after(self._trace.request_s, lambda: self._enter(batch, prompt_tokens))
 
     def _enter(self, batch: list[SimulatedRequest], prompt_tokens: float) -> None:
         self._entering -= len(batch)
         self._update()
         if prompt_tokens and (speed := self._trace.prefill_tokens_per_s):
             self._computes_at = max(self._computes_at, self._clock.now) + prompt_tokens / speed
-        self._waiting.extend(request for request in batch if request.in_engine)
+        self._waiting.extend(request for request in batch if request.engine is self)
         self._schedule()
 
     def _update(self) -> None:
@@ -170,16 +184,18 @@ class SimulatedReplica:
         """Admit waiting requests, and schedule the next end of one. The time is accounted for already."""
         while self._waiting and not self._paused and self.num_active < self._max_num_seqs:
             request = self._waiting.popleft()
-            if request.in_engine:
+            if request.engine is self:
                 self._number += 1
                 request.finish = self._progress + request.tokens
-                request.oldest_version = request.version = self.version
+                request.version = self.version
+                if request.oldest_version < 0:
+                    request.oldest_version = self.version
                 heappush(self._active, (request.finish, self._number, request))
         if self._aborted > 64 and self._aborted * 2 > len(self._active):
-            self._active = [entry for entry in self._active if entry[2].in_engine]
+            self._active = [entry for entry in self._active if entry[2].engine is self]
             heapify(self._active)
             self._aborted = 0
-        while self._active and not self._active[0][2].in_engine:
+        while self._active and self._active[0][2].engine is not self:
             heappop(self._active)
             self._aborted -= 1
         if self._timer is not None:
@@ -202,12 +218,12 @@ class SimulatedReplica:
         ended: list[SimulatedRequest] = []
         while self._active and self._active[0][0] <= self._progress + 1e-9:
             request = heappop(self._active)[2]
-            if not request.in_engine:
+            if request.engine is not self:
                 self._aborted -= 1
                 continue
-            request.in_engine = False
+            request.engine = None
             request.version = self.version
             ended.append(request)
         self._schedule()
         for request in ended:
-            request.on_end(request)
+            self.on_end(request)
