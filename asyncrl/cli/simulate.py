@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.observe.formats import percent, seconds
+from asyncrl.observe.formats import count, percent, seconds
 from asyncrl.storage.run_dir import find_run
 
 if TYPE_CHECKING:
@@ -86,6 +86,11 @@ def simulate(
         return 0
     console.print(f"speeds and lengths: {name}", soft_wrap=True)
     Console(highlight=False, width=max(_MIN_WIDTH, console.width)).print(_table(done))
+    if any(one.config.trainer.total_training_steps is None for one in done):
+        console.print(
+            f"run: the simulated {done[0].total_steps} steps, because trainer.total_epochs sets the length of the run",
+            soft_wrap=True,
+        )
     console.print(f"{advice}.", soft_wrap=True)
     return 0
 
@@ -117,9 +122,12 @@ def _trace(source: str | None) -> tuple[Trace, str]:
             f"{error.message}. The simulation takes its speeds from a run or a file: give --trace RUN or --trace "
             "FILE.yaml, such as examples/scaling/verl_7b_h20.yaml"
         ) from error
+    from asyncrl.observe.status.run_files import read_liveness
     from asyncrl.simulate.calibration import calibrate
 
-    return calibrate(run_dir), str(run_dir)
+    trace, phase = calibrate(run_dir), read_liveness(run_dir).phase
+    outcome = "" if phase == "completed" else f", {phase}"
+    return trace, f"{run_dir} ({count(len(trace.lengths.recorded), 'sample')}{outcome})"
 
 
 def _save(trace: Trace, file: Path) -> None:
@@ -140,8 +148,7 @@ def _table(done: list[SimulatedSetting]) -> Table:
     for one in done:
         result = one.result
         table.add_row(
-            # The last parts of the keys, so that a line fits a terminal.
-            ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in one.settings.items()) or one.name,
+            one.short_name,
             seconds(one.run_s),
             seconds(result.step_s),
             f"{one.tokens_per_s:,.0f}",

@@ -23,6 +23,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from asyncrl.core.failures import ConfigError
+from asyncrl.observe.formats import count
 from asyncrl.observe.report.load import Events, load
 from asyncrl.observe.report.requests import logical_requests
 from asyncrl.observe.report.statistics import Intervals, clip, spans, total, union
@@ -43,6 +44,7 @@ Values = NDArray[np.float64]
 _BATCH_BINS = 8
 _MIN_BIN_S = 0.5
 """Sequence-seconds below which a batch size is not measured."""
+_MIN_STEPS = 3
 _COMPUTING = ("trainer.experience", "trainer.critic", "trainer.update", "trainer.publish")
 _MAX_SLOWDOWN = 4.0
 _MIN_VARIATION = 0.1
@@ -63,6 +65,11 @@ def calibrate(run_dir: Path) -> Trace:
             f"{run_dir} has no `{missing[0]}` events, so its speeds are unknown. Take a run that has trained some "
             "steps with profiler.level=summary (the default) or full"
         )
+    if (num_steps := events["step"]["step"].nunique()) < _MIN_STEPS:
+        raise ConfigError(
+            f"{run_dir} has trained {count(num_steps, 'step')}, and its first one includes work that later ones do not "
+            "have, so its speeds say little. Take a run of 20 steps or more"
+        )
     config = SavedConfig(run_dir)
     workers = config.value("trainer", "num_workers")
     requests = logical_requests(events)
@@ -75,7 +82,7 @@ def calibrate(run_dir: Path) -> Trace:
     first_token = events["request"]["queued_s"].fillna(0.0) + events["request"]["prefill_s"].fillna(0.0)
     return Trace(
         lengths=LengthTrace(recorded=_recorded(requests)),
-        engine=EngineTrace(step_s=step_s, request_s=_median(first_token)),
+        engine=EngineTrace(step_s=step_s, request_s=_median(first_token), **_start(events)),
         dispatch=_dispatch(events, requests),
         trainer=TrainerTrace(
             update_tokens_per_s={key: update[1]},
@@ -109,6 +116,15 @@ def _engine(events: Events) -> tuple[dict[int, float], float]:
     # As if the Trainer was idle all the time: busy seconds count less.
     alone = seconds * np.where(busy, 1.0 / factor, 1.0)
     return _speeds(alone * batch, batch, tokens), factor
+
+
+def _start(events: Events) -> dict[str, float]:
+    """Return the time from the decision to start a replica until its first request; empty if none was started."""
+    wanted = events["replicas.wanted"]
+    more = wanted[wanted["replicas"] > wanted["before"]]["timestamp"].to_numpy()
+    first = events["request"].groupby("replica", observed=True)["timestamp"].min()
+    delays = pd.Series([at - more[more < at].max() for at in first if (more < at).any()], dtype="float64")
+    return {"start_s": _median(delays)} if len(delays) else {}
 
 
 def _by_replica(requests: pd.DataFrame, pauses: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:

@@ -105,7 +105,7 @@ class SimulatedEngine:
                 self._waiting.remove(request)
                 self._schedule()
             return 0.0
-        self._update()
+        self.account()
         self._aborted += 1
         request.version = self.version
         left = request.finish - self._progress
@@ -115,7 +115,7 @@ class SimulatedEngine:
     def set_factor(self, factor: float) -> None:
         """Multiply the time of a decoding step by `factor` from now on."""
         if factor != self._factor:
-            self._update()
+            self.account()
             self._factor = factor
             self._schedule()
 
@@ -130,11 +130,11 @@ class SimulatedEngine:
         if drains:
             while not self.is_empty:
                 yield self.emptied
-        self._update()
+        self.account()
         self._paused = True
         self._schedule()
         yield pause_s
-        self._update()
+        self.account()
         self.version = version
         if recomputes and (speed := self._trace.prefill_tokens_per_s):
             contexts = self.num_active * self._trace.prompt_tokens + sum(
@@ -149,22 +149,8 @@ class SimulatedEngine:
             self._arrive(batch, prompt_tokens)
         self._schedule()
 
-    # -------------------------------------------------------------------------------------------- decoding
-
-    def _arrive(self, batch: list[SimulatedRequest], prompt_tokens: float) -> None:
-        self._entering += len(batch)
-        self._clock.after(self._trace.request_s, lambda: self._enter(batch, prompt_tokens))
-
-    def _enter(self, batch: list[SimulatedRequest], prompt_tokens: float) -> None:
-        self._entering -= len(batch)
-        self._update()
-        if prompt_tokens and (speed := self._trace.prefill_tokens_per_s):
-            self._computes_at = max(self._computes_at, self._clock.now) + prompt_tokens / speed
-        self._waiting.extend(request for request in batch if request.engine is self)
-        self._schedule()
-
-    def _update(self) -> None:
-        """Account for the time since the last change."""
+    def account(self) -> None:
+        """Count the time and the tokens since the last change."""
         now, count = self._clock.now, self.num_active
         if count and not self._paused:
             since = max(self._updated, min(self._computes_at, now))
@@ -173,6 +159,20 @@ class SimulatedEngine:
             self.tokens += steps * count
             self.busy_s += now - self._updated
         self._updated = now
+
+    # -------------------------------------------------------------------------------------------- decoding
+
+    def _arrive(self, batch: list[SimulatedRequest], prompt_tokens: float) -> None:
+        self._entering += len(batch)
+        self._clock.after(self._trace.request_s, lambda: self._enter(batch, prompt_tokens))
+
+    def _enter(self, batch: list[SimulatedRequest], prompt_tokens: float) -> None:
+        self._entering -= len(batch)
+        self.account()
+        if prompt_tokens and (speed := self._trace.prefill_tokens_per_s):
+            self._computes_at = max(self._computes_at, self._clock.now) + prompt_tokens / speed
+        self._waiting.extend(request for request in batch if request.engine is self)
+        self._schedule()
 
     def _seconds_per_step(self, count: int) -> float:
         step_s = self._step_s.get(count)
@@ -213,7 +213,7 @@ class SimulatedEngine:
             self.emptied.fire()
 
     def _end_next(self) -> None:
-        self._update()
+        self.account()
         self._progress = max(self._progress, self._active[0][0])
         ended: list[SimulatedRequest] = []
         while self._active and self._active[0][0] <= self._progress + 1e-9:

@@ -17,6 +17,7 @@ from asyncrl.queue.operations import SetAppliedVersion
 from asyncrl.simulate.clock import Process, Signal, SimulatedClock
 from asyncrl.simulate.engine import SimulatedEngine, SimulatedRequest
 from asyncrl.simulate.queue import SimulatedQueue
+from asyncrl.simulate.result import SimulationResult
 from asyncrl.simulate.trace import Trace
 from rollouter.serving.balancing import CallSize, SessionBalancer
 
@@ -57,18 +58,18 @@ class SimulatedFleet:
         self._num_engines = 0
         self._factor = 1.0
         self._left: list[SimulatedEngine] = []
-        """Engines that have left, and how long they served."""
         self._left_s = 0.0
+        """For how long the engines served that have left."""
         self._published = 0
         self._published_version = Signal(clock)
         self._validate: set[int] = set()
         self._validated_step = 0
-        self.validated_tokens = 0.0
+        self._validated_tokens = 0.0
         self.on_busy: Callable[[], None] = lambda: None
         """Called when the first engine begins to decode, or the last one stops."""
         self.num_busy = 0
-        self.busy: list[tuple[float, float]] = []
-        self.replicas_from: list[tuple[float, float]] = []
+        self._busy: list[tuple[float, int]] = []
+        self._replicas_from: list[tuple[float, int]] = []
         self.engines: dict[str, SimulatedEngine] = {}
         for _ in range(config.rollout.num_replicas):
             self._join()
@@ -151,14 +152,14 @@ class SimulatedFleet:
         engine.on_busy, engine.on_end = self._count_busy, self._ended
         engine.set_factor(self._factor)
         self.engines[name] = engine
-        self.replicas_from.append((self._clock.now, len(self.engines)))
+        self._replicas_from.append((self._clock.now, len(self.engines)))
 
     def _leave(self, engine: SimulatedEngine) -> None:
         """Remove an engine. Its requests continue elsewhere, with the tokens that they have."""
         del self.engines[engine.name]
         self._left.append(engine)
         self._left_s += self._clock.now - engine.since_s
-        self.replicas_from.append((self._clock.now, len(self.engines)))
+        self._replicas_from.append((self._clock.now, len(self.engines)))
         for call in {one: None for one in self._calls.values() if one.engine is engine}:
             moved = [request for request in call.requests if self._calls.get(request) is call]
             context = 0.0
@@ -180,18 +181,21 @@ class SimulatedFleet:
 
     def _count_busy(self) -> None:
         was, self.num_busy = self.num_busy, sum(engine.is_busy for engine in self.engines.values())
-        self.busy.append((self._clock.now, self.num_busy))
+        self._busy.append((self._clock.now, self.num_busy))
         if bool(was) != bool(self.num_busy):
             self.on_busy()
 
-    def served_s(self) -> tuple[float, float]:
-        """Return for how long engines decoded, and for how long they served, summed over all engines."""
+    def summarize(self, result: SimulationResult) -> None:
+        """Add the figures of all engines until now."""
+        for engine in self.engines.values():
+            engine.account()
+        engines = (*self._left, *self.engines.values())
         served_s = self._left_s + sum(self._clock.now - engine.since_s for engine in self.engines.values())
-        return sum(engine.busy_s for engine in (*self._left, *self.engines.values())), served_s
-
-    def generated_tokens(self) -> float:
-        """Return all sampled tokens, without those of validations."""
-        return sum(engine.tokens for engine in (*self._left, *self.engines.values())) - self.validated_tokens
+        if served_s:
+            result.replicas = served_s / self._clock.now
+            result.engines_idle = 1 - sum(engine.busy_s for engine in engines) / served_s
+        result.generated_tokens = sum(engine.tokens for engine in engines) - self._validated_tokens
+        result.busy, result.replicas_from = self._busy, self._replicas_from
 
     # -------------------------------------------------------------------------------------------- versions
 
@@ -237,7 +241,7 @@ class SimulatedFleet:
         """Answer the validation set while training generation continues."""
         costs, limit = self._trace.validation, self._config.rollout.response_length
         left, ended = costs.requests, Signal(self._clock)
-        self.validated_tokens += costs.requests * costs.mean_tokens
+        self._validated_tokens += costs.requests * costs.mean_tokens
 
         def on_end(_request: SimulatedRequest) -> None:
             nonlocal left

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import ConfigError
 from asyncrl.queue.operations import Operation, QueueCore, QueueOptions
 from asyncrl.queue.state import QueueState
 from asyncrl.simulate.clock import Signal, SimulatedClock
@@ -20,7 +19,6 @@ class SimulatedQueue:
 
     def __init__(self, clock: SimulatedClock, config: Config, *, total_samples: int) -> None:
         self._clock = clock
-        self._config = config
         options = QueueOptions.from_config(config, _PROMPTS_PER_EPOCH, total_samples=total_samples)
         state = QueueState.begin(_PROMPTS_PER_EPOCH, keeps_payloads=False, total_samples=total_samples)
         self._core = QueueCore(options, state, None)
@@ -52,12 +50,3 @@ class SimulatedQueue:
         self._settling = False
         self.changed.fire()
         self.on_change()
-
-    def blocked(self, num_steps: int) -> ConfigError:
-        """Return the error of a run that would wait forever after so many steps."""
-        counts = self.state.counts()
-        return ConfigError(
-            f"the simulated run stops after {num_steps} steps: {counts.running} samples are in generation, "
-            f"{counts.ready} are ready, and a lease needs {self._config.samples_per_lease}. Check "
-            "async_training.max_staleness and rollout.max_concurrent_samples"
-        )

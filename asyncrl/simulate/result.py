@@ -48,9 +48,9 @@ class SimulationResult:
     """Sampled tokens, without those of validations."""
     wasted_tokens: float = 0.0
     """Sampled tokens of samples and trajectories that were dropped."""
-    busy: list[tuple[float, float]] = field(default_factory=list)
+    busy: list[tuple[float, int]] = field(default_factory=list)
     """Number of replicas that decode, from each of these times on."""
-    replicas_from: list[tuple[float, float]] = field(default_factory=list)
+    replicas_from: list[tuple[float, int]] = field(default_factory=list)
     """Number of replicas, from each of these times on."""
     waits: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of each wait of the Trainer."""

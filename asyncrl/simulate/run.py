@@ -25,7 +25,7 @@ from collections import Counter
 
 from asyncrl.config.plan import total_samples
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import ConfigError
+from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.simulate.clock import SimulatedClock
 from asyncrl.simulate.fleet import SimulatedFleet
 from asyncrl.simulate.queue import SimulatedQueue
@@ -46,8 +46,7 @@ def simulate_run(
             because no further sample is generated meanwhile; None: `steps`.
 
     Raises:
-        ConfigError: the configuration does something that takes time and is not simulated, or the run would wait
-            forever.
+        ConfigError: the configuration does something that takes time and is not simulated.
     """
     _check(config)
     total_steps = total_steps or steps
@@ -65,8 +64,10 @@ def simulate_run(
     if config.rollout.autoscaling.enable:
         clock.start(fleet.autoscale(lambda: (trainer.waits_for_samples, rollouter.waits_for_permits)))
     if not clock.run(lambda: trainer.ended):
-        raise queue.blocked(len(result.steps))
-    _summarize(result, clock.now, queue, fleet, rollouter, trainer)
+        raise BugError(f"the simulated run waits forever after {len(result.steps)} steps: {queue.state.counts()}")
+    result.wall_s, result.versions = clock.now, trainer.version
+    fleet.summarize(result)
+    _summarize(result, queue, rollouter, trainer.committed_tokens)
     return result
 
 
@@ -90,26 +91,13 @@ def _check(config: Config) -> None:
             raise ConfigError(f"{key}: {reason}")
 
 
-def _summarize(
-    result: SimulationResult,
-    wall_s: float,
-    queue: SimulatedQueue,
-    fleet: SimulatedFleet,
-    rollouter: SimulatedRollouter,
-    trainer: SimulatedTrainer,
-) -> None:
-    """Compute the figures at the end of the simulation."""
-    counts = queue.state.counts()
-    busy_s, served_s = fleet.served_s()
-    result.wall_s = wall_s
-    result.trainer_waits = sum(step.wait_s for step in result.steps) / wall_s if wall_s else 0.0
-    result.rollouter_idle = 1 - rollouter.generation_s() / wall_s if wall_s else 0.0
-    result.engines_idle = 1 - busy_s / served_s if served_s else 0.0
-    result.replicas = served_s / wall_s if wall_s else 0.0
-    result.generated_tokens = fleet.generated_tokens()
-    result.wasted_tokens = result.generated_tokens - trainer.committed_tokens - rollouter.end()
+def _summarize(result: SimulationResult, queue: SimulatedQueue, rollouter: SimulatedRollouter, tokens: int) -> None:
+    """Compute the other figures at the end; `tokens`: those of committed samples."""
+    counts, wall_s = queue.state.counts(), result.wall_s
+    if wall_s:
+        result.trainer_waits = sum(step.wait_s for step in result.steps) / wall_s
+        result.rollouter_idle = 1 - rollouter.generation_s() / wall_s
+    result.wasted_tokens = result.generated_tokens - tokens - rollouter.end()
     result.fed, result.trained = counts.fed, counts.trained
     result.in_flight = counts.running + counts.ready + counts.leased
     result.dropped = Counter({reason: number for reason, number in counts.dropped.items() if number})
-    result.versions = trainer.version
-    result.busy, result.replicas_from = fleet.busy, fleet.replicas_from

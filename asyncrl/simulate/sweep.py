@@ -43,6 +43,11 @@ class SimulatedSetting:
         return ", ".join(f"{key}={value}" for key, value in self.settings.items()) or self.config.mode
 
     @property
+    def short_name(self) -> str:
+        """The name with the last parts of the keys only."""
+        return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.settings.items()) or self.name
+
+    @property
     def run_s(self) -> float:
         """Time of the whole run: after the simulated steps, it continues at the speed of their second half."""
         steps = self.result.steps

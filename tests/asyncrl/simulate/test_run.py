@@ -203,3 +203,36 @@ def test_a_validation_delays_the_next_version_and_not_the_samples_of_this_one() 
 def test_the_critic_is_refused() -> None:
     with pytest.raises(ConfigError, match="critic"):
         simulate(trace(), algorithm__adv_estimator="gae")
+
+
+AUTOSCALING = {"enable": True, "min_replicas": 1, "max_replicas": 6, "up_after_s": 5.0, "down_after_s": 10.0}
+
+
+def autoscaled(
+    update: float, *, replicas: int, steps: int = 150, start_s: float = 2.0, **keys: Any
+) -> SimulationResult:
+    inputs = trace(lengths=LengthTrace(mean_tokens=60, sigma=0.5), update=update)
+    inputs = inputs.model_copy(update={"engine": inputs.engine.model_copy(update={"start_s": start_s})})
+    return simulate(inputs, steps=steps, rollout__num_replicas=replicas, rollout__autoscaling=AUTOSCALING,
+                    rollout__max_num_seqs=4, **keys)  # fmt: skip
+
+
+def test_replicas_join_until_the_trainer_does_not_wait() -> None:
+    scaled = autoscaled(4000.0, replicas=1)
+    fixed = simulate(trace(lengths=LengthTrace(mean_tokens=60, sigma=0.5), update=4000.0), steps=150,
+                     rollout__num_replicas=1, rollout__max_num_seqs=4)  # fmt: skip
+    numbers = [number for _, number in scaled.replicas_from]
+    assert numbers == sorted(numbers) and numbers[-1] > 1
+    assert scaled.wall_s < fixed.wall_s
+    assert 1 < scaled.replicas < max(numbers)
+    joined = [at for at, number in scaled.replicas_from if number > 1]
+    assert joined[0] >= AUTOSCALING["up_after_s"] + 2.0  # the period that is observed, and the start of the replica
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_replicas_leave_while_pacing_is_shut_and_their_tokens_are_kept(partial: bool) -> None:
+    scaled = autoscaled(100.0, replicas=6, async_training__partial_rollout=partial)
+    assert min(number for _, number in scaled.replicas_from) < 6
+    assert scaled.wasted == pytest.approx(0.0, abs=1e-6)
+    assert scaled.fed == scaled.trained + scaled.in_flight
+    assert scaled.max_staleness <= 2
