@@ -28,6 +28,7 @@ _HEADINGS = ("run", "step", "tokens/s", "speed-up", "Trainer waits", "engines id
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE | GROUP=OPTION]...")
 @click.option("--trace", "source", metavar="RUN|FILE", help="Run or YAML file with speeds; default: the newest run.")
 @click.option("--sweep", multiple=True, metavar="KEY=V1,V2", help="Simulate each value; several: all combinations.")
+@click.option("--gpus", type=click.IntRange(2), metavar="N", help="Simulate splits of N GPUs between both sides.")
 @click.option("--steps", type=click.IntRange(1), help="Optimizer steps to simulate; default: as many as take seconds.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of lengths and latencies.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also draw a figure.")
@@ -37,6 +38,7 @@ def simulate(
     arguments: tuple[str, ...],
     source: str | None,
     sweep: tuple[str, ...],
+    gpus: int | None,
     steps: int | None,
     seed: int,
     plot: Path | None,
@@ -54,7 +56,7 @@ def simulate(
       asyncrl simulate my.yaml --trace runs/my/20260101-120000
       asyncrl simulate my.yaml --trace my --sweep async_training.staleness_threshold=0,0.3,0.5,1
       asyncrl simulate my.yaml --trace my --sweep async_training=mode_a,mode_b,mode_c,mode_d --plot modes.png
-      asyncrl simulate my.yaml --trace my --sweep rollout.num_replicas=2,4,8 --sweep mode=sync,fully_async
+      asyncrl simulate my.yaml --trace my --gpus 64 --sweep async_training.staleness_threshold=0.1,0.5
       asyncrl simulate my.yaml --trace my --save-trace speeds.yaml     then edit the file, and give it to --trace
       asyncrl simulate examples/scaling/verl_7b_split.yaml --trace examples/scaling/verl_7b_h20.yaml
 
@@ -63,10 +65,12 @@ def simulate(
     lengths, decoding speed by batch size, training speed and costs of weight syncs in the events of a run, or reads
     them from a file. docs/scaling.md shows how exact that is, and how to choose the split of your GPUs.
     """
-    from asyncrl.simulate.sweep import as_rows, bottleneck, parse_sweep, recommend, simulate_settings
+    from asyncrl.simulate.sweep import as_rows, bottleneck, combine, parse_sweep, recommend, simulate_settings, splits
 
     config_file, overrides = split_arguments(arguments)
-    settings = parse_sweep(sweep) if sweep else _with_baseline(overrides)
+    swept = bool(sweep or gpus)
+    parts = splits(config_file, overrides, gpus) if gpus else [{}]
+    settings = combine(parts, parse_sweep(sweep)) if swept else _with_baseline(overrides)
     trace, name = _trace(source)
     if save_trace is not None:
         _save(trace, save_trace)
@@ -80,7 +84,7 @@ def simulate(
         from asyncrl.simulate.plot import draw
 
         draw(done, plot)
-    advice = recommend(done)[1] if sweep else bottleneck(done[-1])
+    advice = recommend(done)[1] if swept else bottleneck(done[-1])
     if as_json:
         click.echo(json.dumps({"trace": name, "seed": seed, "settings": as_rows(done), "advice": advice}, indent=2))
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +17,7 @@ from asyncrl.simulate.run import simulate_run
 from asyncrl.simulate.trace import Trace
 
 MAX_SETTINGS = 200
+MAX_SPLITS = 16
 MAX_TRAJECTORIES = 60_000
 """Limit of the simulated trajectories of a setting, unless the number of steps is given."""
 _MIN_VERSIONS = 4
@@ -67,10 +69,10 @@ class SimulatedSetting:
 
 
 def parse_sweep(texts: Sequence[str]) -> list[Settings]:
-    """Return all combinations of `key=v1,v2`.
+    """Return all combinations of `key=v1,v2`; without any, one setting that changes nothing.
 
     Raises:
-        ConfigError: a text is not of this form, or there are too many combinations.
+        ConfigError: a text is not of this form.
     """
     knobs: list[list[tuple[str, str]]] = []
     for text in texts:
@@ -82,14 +84,44 @@ def parse_sweep(texts: Sequence[str]) -> list[Settings]:
                 "--sweep rollout.num_replicas=2,4,8"
             )
         knobs.append([(key.strip(), value) for value in choices])
-    number = 1
-    for knob in knobs:
-        number *= len(knob)
-    if number > MAX_SETTINGS:
-        raise ConfigError(
-            f"--sweep gives {number} combinations, and at most {MAX_SETTINGS} are simulated: sweep fewer values"
-        )
     return [dict(combination) for combination in product(*knobs)]
+
+
+def splits(source: str | None, overrides: Sequence[str], gpus: int) -> list[Settings]:
+    """Return up to `MAX_SPLITS` ways to split GPUs between generation and training. Arguments as in
+    `simulate_settings`.
+
+    Raises:
+        ConfigError: the configuration is wrong, or needs more GPUs.
+    """
+    config = _config(source, overrides)
+    engine, ranks = config.rollout.tensor_parallel_size, config.trainer.ulysses_sequence_parallel_size
+    found = [
+        (replicas, gpus - replicas * engine)
+        for replicas in range(1, (gpus - 1) // engine + 1)
+        if (gpus - replicas * engine) % ranks == 0
+    ]
+    if not found:
+        raise ConfigError(
+            f"--gpus {gpus} cannot be split: a replica needs {engine} (rollout.tensor_parallel_size), and training a "
+            f"multiple of {ranks} (trainer.ulysses_sequence_parallel_size). Give more GPUs"
+        )
+    every = math.ceil(len(found) / MAX_SPLITS)
+    return [
+        {"rollout.num_replicas": str(replicas), "trainer.num_workers": str(workers)}
+        for replicas, workers in found[every - 1 :: every]
+    ]
+
+
+def combine(first: Sequence[Settings], second: Sequence[Settings]) -> list[Settings]:
+    """Return all combinations of two sets of settings.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if (number := len(first) * len(second)) > MAX_SETTINGS:
+        raise ConfigError(f"{number} combinations, and at most {MAX_SETTINGS} are simulated: sweep fewer values")
+    return [{**one, **other} for one, other in product(first, second)]
 
 
 def simulate_settings(

@@ -54,6 +54,17 @@ def test_a_sweep_is_the_product_and_recommends_one_of_its_settings(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_gpus_are_split_between_both_sides(run: CommandLine, speeds: Path) -> None:
+    found = run(
+        "simulate", "--trace", speeds, "--steps", 8, "--json", "--gpus", 8, "trainer.strategy=fsdp2",
+        "rollout.tensor_parallel_size=2", "--sweep", "async_training=mode_a,mode_d",
+    ).json  # fmt: skip
+    names = [row["setting"] for row in found["settings"]]
+    splits = [f"rollout.num_replicas={replicas}, trainer.num_workers={8 - 2 * replicas}" for replicas in (1, 2, 3)]
+    assert names == [f"{split}, async_training={mode}" for split in splits for mode in ("mode_a", "mode_d")]
+    assert any(f"use {name}" in found["advice"] for name in names)
+
+
 def test_speeds_of_a_run_can_be_saved_and_simulated_again(run: CommandLine, tmp_path: Path) -> None:
     recorded, saved = tmp_path / "runs" / "recorded", tmp_path / "saved.yaml"
     write_run(recorded, RunPlan(steps=8, turns=1))
@@ -71,6 +82,9 @@ def test_speeds_of_a_run_can_be_saved_and_simulated_again(run: CommandLine, tmp_
         (("mode=fast",), "mode = fast is no mode"),
         (("--sweep", "seed=" + ",".join(map(str, range(300)))), "300 combinations"),
         (("rollout.num_replicas=0",), "rollout.num_replicas"),
+        (("--gpus", "4", "rollout.tensor_parallel_size=8"), "--gpus 4 cannot be split"),
+        (("--gpus", "4"), "trainer.strategy"),
+        (("algorithm.adv_estimator=remax",), "greedy responses"),
     ],
 )
 def test_errors_name_the_key(run: CommandLine, speeds: Path, arguments: tuple[str, ...], message: str) -> None:
