@@ -1,20 +1,22 @@
-"""Measure how well `asyncrl simulate` predicts a run of one configuration from a run of another.
+"""Measure how well `asyncrl simulate` predicts runs of some configurations from a run of another one.
 
-    python -m benchmarks.simulate [--steps N] [--runs DIR] [--json FILE] [KEY=VALUE ...]
+    python -m benchmarks.simulate [--steps N] [--runs DIR] [--json FILE] ["KEY=VALUE [KEY=VALUE ...]" ...]
 
-The quickstart is launched, and the trace is calibrated from its events. Then it is launched again with the overrides
-(`async_training=mode_b` without any), and both launches are compared with their simulations. That of the first shows
-the error of the model alone, that of the second also the error of carrying speeds over to another configuration.
+The quickstart is launched, and the trace is calibrated from its events. Then it is launched once more without a change,
+and once with each set of overrides (by default: `mode=sync`, `async_training=mode_b`). All launches are compared with
+their simulations. The first shows the error of the model alone, the second how much equal launches differ on this
+machine, and the others also the error of carrying speeds over to another configuration.
 
 Wall time runs from the first admitted sample to the end of the last step. The shares of it are: the Trainer waits for
 samples; no sample is in generation; an engine decodes nothing. Their differences are in percentage points.
 
-Other work on the machine spoils the comparison, because both launches and their speeds change with it. `--runs DIR`
-keeps the run directories there, and reuses those that exist.
+Other work on the machine spoils the comparison, because it changes the speeds from launch to launch. `--runs DIR` keeps
+the run directories there, and reuses those that are complete.
 """
 
 from __future__ import annotations
 
+import re
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ import numpy as np
 
 from asyncrl.observe.report.load import Events, load
 from asyncrl.observe.report.statistics import Intervals, clip, complement, intersection, spans, total, union
+from asyncrl.observe.status.summary import read_readable_summary
 from asyncrl.simulate.calibration import calibrate, decoding_times
 from asyncrl.simulate.sweep import simulate_settings
 from asyncrl.simulate.trace import Trace
@@ -32,13 +35,15 @@ from benchmarks.report import arguments, positive, report
 from benchmarks.running import print_progress, run_asyncrl
 
 AIM = "aim: wall time within 10 %, shares within 10 points"
-CALIBRATION, OTHER = "calibration", "other"
+QUICKSTART, AGAIN = "quickstart", "quickstart again"
+DEFAULT = ("mode=sync", "async_training=mode_b")
 SHARES = ("trainer_waits", "rollouter_idle", "engines_idle")
 
 
 class Figures(NamedTuple):
     """What happened in a run, or would happen. Shares refer to `wall_s`."""
 
+    steps: int
     wall_s: float
     trainer_waits: float
     rollouter_idle: float
@@ -47,14 +52,18 @@ class Figures(NamedTuple):
 
 def launch(run_dir: Path, steps: int, overrides: Sequence[str]) -> None:
     """Run the quickstart in its own process, unless the run exists. Raises `RuntimeError` if it fails."""
-    if (run_dir / "summary.json").exists():
+    summary = read_readable_summary(run_dir)
+    if summary is not None and summary.status == "completed":
         print_progress(f"{run_dir} is reused")
         return
-    run_asyncrl("launch", "fully_async", f"run_dir={run_dir}", "logging.console=plain", *_overrides(steps, overrides))
+    print_progress(f"launching {run_dir.name}")
+    mode = "sync" if "mode=sync" in overrides else "fully_async"
+    others = [text for text in _overrides(steps, overrides) if not text.startswith("mode=")]
+    run_asyncrl("launch", mode, f"run_dir={run_dir}", "logging.console=plain", *others)
 
 
 def _overrides(steps: int, overrides: Sequence[str]) -> list[str]:
-    # Checkpoints and validations at the end come after the last step.
+    # A checkpoint at the end comes after the last step.
     return [f"trainer.total_training_steps={steps}", "trainer.save_last=false", *overrides]
 
 
@@ -71,6 +80,7 @@ def measure(run_dir: Path) -> Figures:
     )
     decoding = [_share(busy, start, end) for busy in _decoding(events)]
     return Figures(
+        steps=int(events["step"]["step"].nunique()),
         wall_s=end - start,
         trainer_waits=_share(spans(events["trainer.wait_samples"]), start, end),
         rollouter_idle=1 - _share(generating, start, end),
@@ -98,7 +108,7 @@ def predict(trace: Trace, steps: int, overrides: Sequence[str]) -> Figures:
     """Return the figures of the simulated quickstart."""
     [done] = simulate_settings(None, _overrides(steps, overrides), [{}], trace, steps=steps)
     result = done.result
-    return Figures(result.wall_s, result.trainer_waits, result.rollouter_idle, result.engines_idle)
+    return Figures(len(result.steps), result.wall_s, result.trainer_waits, result.rollouter_idle, result.engines_idle)
 
 
 def compare(name: str, measured: Figures, predicted: Figures) -> list[dict[str, Any]]:
@@ -122,22 +132,23 @@ def parser() -> ArgumentParser:
     options.add_argument(
         "--runs", type=Path, metavar="DIR", help="keep the run directories here, and reuse those in it"
     )
-    options.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the second launch (default: mode_b)")
+    options.add_argument("settings", nargs="*", metavar='"KEY=VALUE ..."', help="overrides of one more launch")
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
-    overrides = options.overrides or ["async_training=mode_b"]
     with tempfile.TemporaryDirectory(prefix="asyncrl-simulate-") as scratch:
         runs = options.runs or Path(scratch)
         rows: list[dict[str, Any]] = []
         trace: Trace | None = None
-        for name, changes in ((CALIBRATION, []), (OTHER, overrides)):
-            launch(runs / name, options.steps, changes)
-            trace = trace or calibrate(runs / name)
-            label = "quickstart" if name == CALIBRATION else " ".join(overrides)
-            rows += compare(label, measure(runs / name), predict(trace, options.steps, changes))
+        for name in (QUICKSTART, AGAIN, *(options.settings or DEFAULT)):
+            overrides = [] if name in (QUICKSTART, AGAIN) else name.split()
+            run_dir = runs / re.sub(r"[^\w.=-]+", "_", name)
+            launch(run_dir, options.steps, overrides)
+            trace = trace or calibrate(run_dir)
+            measured = measure(run_dir)
+            rows += compare(name, measured, predict(trace, measured.steps, overrides))
     report("simulate", rows, options.json, aim=AIM, steps=options.steps)
 
 

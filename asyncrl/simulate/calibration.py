@@ -10,8 +10,9 @@
 | `sync` | `trainer.publish`, `sync.fetch`, `sync.pause`, `sync.verify`, the rest of `sync.apply` |
 | `contention` | the same two speeds while the other side works and while it does not |
 
-Slow outliers (a first call that compiles, a stalled machine) would spoil means, so durations of single calls are
-medians.
+Durations of what happens in sequence are means, so that their sums are those of the run. The first of each is left out,
+because it includes what happens once (compilation, allocation). Latencies of samples are medians, because samples are
+generated at the same time, and the Trainer takes those that are done first.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _MIN_BIN_S = 0.5
 _MIN_STEPS = 3
 _COMPUTING = ("trainer.experience", "trainer.critic", "trainer.update", "trainer.publish")
 _MAX_SLOWDOWN = 4.0
+_MUCH_BETTER = 0.9
 _MIN_VARIATION = 0.1
 """Variation of the tokens (standard deviation over mean) from which a fit can tell a constant part. With less, all
 of the time is proportional to the tokens."""
@@ -89,7 +91,7 @@ def calibrate(run_dir: Path) -> Trace:
             experience_tokens_per_s={key: experience[1]} if experience is not None else None,
             step_s=update[0] + _rest_of_steps(events),
             lease_s=_lease_overhead(events) + (experience[0] if experience is not None else 0.0),
-            checkpoint_s=_median(events["trainer.checkpoint"]["duration_s"]),
+            checkpoint_s=_mean(events["trainer.checkpoint"]["duration_s"]),
         ),
         sync=_sync(events),
         validation=_validation(events),
@@ -97,7 +99,14 @@ def calibrate(run_dir: Path) -> Trace:
     )
 
 
+def _mean(values: pd.Series) -> float:
+    """Return the mean of all values but the first, which includes what happens once; 0 without any."""
+    known = values.dropna()
+    return max(0.0, float(known.iloc[1 if len(known) > 1 else 0 :].mean())) if len(known) else 0.0
+
+
 def _median(values: pd.Series) -> float:
+    """Return the median; 0 without values."""
     known = values.dropna()
     return max(0.0, float(known.median())) if len(known) else 0.0
 
@@ -124,7 +133,7 @@ def _start(events: Events) -> dict[str, float]:
     more = wanted[wanted["replicas"] > wanted["before"]]["timestamp"].to_numpy()
     first = events["request"].groupby("replica", observed=True)["timestamp"].min()
     delays = pd.Series([at - more[more < at].max() for at in first if (more < at).any()], dtype="float64")
-    return {"start_s": _median(delays)} if len(delays) else {}
+    return {"start_s": _mean(delays)} if len(delays) else {}
 
 
 def _by_replica(requests: pd.DataFrame, pauses: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
@@ -271,20 +280,30 @@ def _trainer(events: Events, decoding: Intervals) -> tuple[tuple[float, float], 
     duration, tokens = both["duration_s"].to_numpy(), both["trained"].fillna(0.0).to_numpy()
     during = zip(both["timestamp"], both["end"], strict=True)
     overlap = np.array([total(clip(decoding, start, end)) for start, end in during])
-    lost = _share_lost(duration, tokens, overlap)
-    fixed, per_token = _line(duration - lost * overlap, tokens)
-    return (fixed, 1.0 / max(per_token, 1e-9)), float(np.clip(1.0 / (1.0 - lost), 1.0, _MAX_SLOWDOWN))
+    share = np.clip(overlap / np.maximum(duration, 1e-9), 0.0, 1.0)
+    factor = _slowdown(duration, tokens, share)
+    fixed, per_token = _line(duration * _alone(share, factor), tokens)
+    return (fixed, 1.0 / max(per_token, 1e-9)), factor
 
 
-def _share_lost(duration: Values, tokens: Values, overlap: Values) -> float:
-    """Return the share of the time next to working engines that an update loses to them: the coefficient of the
-    overlap in a fit of the duration. 0 unless the overlap varies enough to tell."""
-    share = overlap / np.maximum(duration, 1e-9)
-    if len(duration) < 8 or share.std() < 0.05:
-        return 0.0
-    columns = np.column_stack((np.ones_like(tokens), tokens, overlap))
-    coefficients = np.linalg.lstsq(columns, duration, rcond=None)[0]
-    return float(np.clip(coefficients[2], 0.0, 1 - 1 / _MAX_SLOWDOWN))
+def _alone(share: Values, factor: float) -> Values:
+    """Return the work of a second in which the other side works for this share of it, in seconds without contention."""
+    return 1 - share + share / factor
+
+
+def _slowdown(duration: Values, tokens: Values, share: Values) -> float:
+    """Return the factor on the time of an update while engines decode, with which its tokens explain it best. 1 unless
+    the shares vary enough to tell, and the factor explains much."""
+    if len(duration) < 8 or share.std() < _MIN_VARIATION:
+        return 1.0
+
+    def unexplained(factor: float) -> float:
+        work = duration * _alone(share, factor)
+        fixed, per_token = _line(work, tokens)
+        return float((work - fixed - per_token * tokens).std() / work.mean())
+
+    best = min(np.linspace(1.0, _MAX_SLOWDOWN, 61), key=unexplained)
+    return float(best) if unexplained(best) < _MUCH_BETTER * unexplained(1.0) else 1.0
 
 
 def _experience(events: Events) -> tuple[float, float] | None:
@@ -302,11 +321,9 @@ def _experience(events: Events) -> tuple[float, float] | None:
 
 
 def _line(duration: Values, tokens: Values) -> tuple[float, float]:
-    """Return the fixed part and the time per token, neither below 0, of durations that may have slow outliers."""
+    """Return the fixed part and the time per token, neither below 0; the mean duration is kept."""
     if not len(duration):
         return 0.0, 0.0
-    limit = 3 * np.median(duration)
-    duration, tokens = duration[duration <= limit], tokens[duration <= limit]
     mean = float(tokens.mean())
     whole = float(duration.mean()) / mean if mean else 0.0
     slope = whole
@@ -322,7 +339,7 @@ def _rest_of_steps(events: Events) -> float:
     rest = steps["duration_s"] - steps["wait_samples_s"].fillna(0.0)
     for name in _COMPUTING:
         rest = rest.sub(events[name].groupby("step")["duration_s"].sum(), fill_value=0.0)
-    return _median(rest.reindex(steps.index))
+    return _mean(rest.reindex(steps.index))
 
 
 def _lease_overhead(events: Events) -> float:
@@ -332,18 +349,18 @@ def _lease_overhead(events: Events) -> float:
     last = leased.assign(ready=leased["index"].map(ready)).groupby("step")["ready"].max()
     waits = events["trainer.wait_samples"].drop_duplicates("step", keep="last").set_index("step")
     late = (waits["end"] - last).where(last > waits["timestamp"])
-    return _median(late)
+    return _mean(late)
 
 
 # ---------------------------------------------------------------------------------------------- versions
 
 
 def _sync(events: Events) -> SyncTrace:
-    parts = {name: _median(events[f"sync.{name}"]["duration_s"]) for name in ("fetch", "pause", "verify", "drain")}
-    whole = _median(events["sync.apply"]["duration_s"])
+    parts = {name: _mean(events[f"sync.{name}"]["duration_s"]) for name in ("fetch", "pause", "verify", "drain")}
+    whole = _mean(events["sync.apply"]["duration_s"])
     rest = max(0.0, whole - sum(parts.values()))
     return SyncTrace(
-        publish_s=_median(events["trainer.publish"]["duration_s"]),
+        publish_s=_mean(events["trainer.publish"]["duration_s"]),
         fetch_s=parts["fetch"] + rest,
         pause_s=parts["pause"],
         verify_s=parts["verify"],
