@@ -18,8 +18,9 @@ import pydantic
 import yaml
 
 import asyncrl
+from asyncrl.config.foreign_keys import VERL_SECTION
 from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
-from asyncrl.config.keys import all_keys, known_section, leaves, nearest, unknown_keys
+from asyncrl.config.keys import advice, all_keys, leaves, unknown_keys
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import Scope, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
@@ -107,7 +108,8 @@ def _check(
     except _CompositionError as refused:
         return CheckedConfig(None, (refused.problem,))
     user_values = {**base.values, **overridden}
-    problems += _remove_unknown(tree)
+    unknown = list(_remove_unknown(tree))
+    problems += [*unknown, *_of_verl(base, unknown)]
     if "mode" in user_values and tree.get("mode") != mode:
         consequence = f"it contradicts `asyncrl launch {mode}`"
         problems.append(ConfigProblem("mode", tree.get("mode"), consequence, "leave the key out; the command sets it"))
@@ -456,15 +458,20 @@ def _first_line(error: Exception) -> str:
     return "Hydra: " + " ".join(str(error).split("\n    full_key")[0].split())
 
 
+def _of_verl(base: _BaseConfig, unknown: Sequence[ConfigProblem]) -> Iterator[ConfigProblem]:
+    """Yield a problem for a file that is a configuration of verl."""
+    theirs = [one.key for one in unknown if one.key.startswith(f"{VERL_SECTION}.") and base.node is not None]
+    if theirs:
+        fix = f"translate it: asyncrl migrate {base.name} > my.yaml"
+        yield ConfigProblem("config", base.name, f"it is a configuration of verl: it sets {theirs[0]}", fix)
+
+
 def _remove_unknown(tree: Tree) -> Iterator[ConfigProblem]:
     """Remove keys from `tree` that are not in the schema, and yield a problem for each."""
     for path, value in list(unknown_keys(tree)):
         _remove(tree, path)
         key = ".".join(path)
-        section, names = known_section(key)
-        close = nearest(key)
-        fix = f"did you mean {close}?" if close else f"{section or 'the top level'} has {', '.join(names)}"
-        yield ConfigProblem(key, value, "there is no such key, so it would have no effect", fix)
+        yield ConfigProblem(key, value, "there is no such key, so it would have no effect", advice(key))
 
 
 def _remove(tree: Tree, path: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Every key of the schema by its dotted name, and the nearest key to an unknown name. Pure.
+"""Every key of the schema by its dotted name, and the key that an unknown name means. Pure.
 
 Keys of entries of a list have `*` in the place of the entry's number: `rollout.multi_turn.tools.*.class_name`.
 """
@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from asyncrl.config import foreign_keys
+from asyncrl.config.foreign_keys import ForeignKey
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import ConfigSection
 
@@ -27,6 +29,8 @@ _TYPES: Mapping[Any, str] = {
     Any: "anything",
     type(None): "null",
 }
+_SIMILAR = 0.75
+"""Similarity above which a key is taken for a misspelt one of the same section."""
 _BOUNDS: tuple[tuple[type, str, str], ...] = ((Gt, ">", "gt"), (Ge, ">=", "ge"), (Lt, "<", "lt"), (Le, "<=", "le"))
 
 
@@ -130,15 +134,16 @@ def unknown_keys(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield paths and values in `tree` that are not in the schema.
 
-    An unknown section whose name resembles a known one is yielded as a whole. Every other unknown mapping is yielded
-    leaf by leaf, because the leaves show better which keys the user meant.
+    An unknown section whose name resembles a known one, and is none of another system, is yielded as a whole. Every
+    other unknown mapping is yielded leaf by leaf, because the leaves show better which keys the user meant.
     """
     known = all_keys()
     for name, value in tree.items():
         here = (*path, str(name))
         key = known.get(".".join(here))
         if key is None:
-            if isinstance(value, Mapping) and value and not get_close_matches(str(name), list(section.model_fields)):
+            meant = get_close_matches(str(name), list(section.model_fields))
+            if isinstance(value, Mapping) and value and (not meant or foreign_keys.has_section(".".join(here))):
                 yield from _leaves(value, here)
             else:
                 yield here, value
@@ -162,20 +167,60 @@ def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
             yield here, value
 
 
-def nearest(unknown: str) -> str | None:
-    """Return the most likely key: a misspelt sibling, the same name elsewhere, or another similar name."""
-    known = [name for name in all_keys() if "*" not in name]
-    parent, _, leaf = unknown.rpartition(".")
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
-    if close := get_close_matches(leaf, siblings, n=1, cutoff=0.7):
-        return siblings[close[0]]
-    if namesakes := [name for name in known if name.rpartition(".")[2] == leaf]:
-        return max(namesakes, key=lambda name: _shared_sections(name, unknown))  # of several, the first in the schema
-    if close := get_close_matches(unknown, known, n=1, cutoff=0.75):
-        return close[0]
-    by_leaf = {name.rpartition(".")[2]: name for name in known}
-    close = get_close_matches(leaf, by_leaf, n=1, cutoff=0.8)
-    return by_leaf[close[0]] if close else None
+def advice(unknown: str) -> str:
+    """Return the fix for a key that does not exist: the key that the user means, or what the section has.
+
+    A key of another system comes before similar spellings: `trainer.logger` of verl is `logging.sinks`.
+    """
+    if foreign := foreign_keys.exact(unknown):
+        return _translated(unknown, foreign)
+    if sibling := _sibling(unknown):
+        return f"did you mean {sibling}?"
+    namesake = _namesake(unknown)
+    if namesake and _shared_sections(namesake, unknown):
+        return f"did you mean {namesake}?"
+    if foreign := foreign_keys.by_last_part(unknown):
+        return _translated(unknown, foreign)
+    if close := namesake or _similar(unknown):
+        return f"did you mean {close}?"
+    if foreign := foreign_keys.misspelt(unknown) or foreign_keys.by_section(unknown, frozenset(Config.model_fields)):
+        return _translated(unknown, foreign)
+    section, names = known_section(unknown)
+    return f"{section or 'the top level'} has {', '.join(names)}"
+
+
+def _translated(unknown: str, foreign: ForeignKey) -> str:
+    parent, _, last = unknown.rpartition(".")
+    ours = foreign.targets(unknown)[0] if foreign.to else ""
+    if f"{parent}.{ours.rpartition('.')[2]}" in all_keys():  # critic.optim.learning_rate is critic.optim.lr
+        ours = f"{parent}.{ours.rpartition('.')[2]}"
+    if ours.rpartition(".")[2] == last and not foreign.note:
+        return f"did you mean {ours}?"
+    return foreign.advice(ours)
+
+
+def _own_names() -> list[str]:
+    return [name for name in all_keys() if "*" not in name]
+
+
+def _sibling(unknown: str) -> str | None:
+    parent, _, last = unknown.rpartition(".")
+    siblings = {name.rpartition(".")[2]: name for name in _own_names() if name.rpartition(".")[0] == parent}
+    close = get_close_matches(last, siblings, n=1, cutoff=_SIMILAR)
+    return siblings[close[0]] if close else None
+
+
+def _namesake(unknown: str) -> str | None:
+    """Return the key of the same name that shares most sections with `unknown`; of several, the first in the schema."""
+    namesakes = [name for name in _own_names() if name.rpartition(".")[2] == unknown.rpartition(".")[2]]
+    return max(namesakes, key=lambda name: _shared_sections(name, unknown), default=None)
+
+
+def _similar(unknown: str) -> str | None:
+    """Return a key whose own name is similar; the names of sections, which many keys share, do not count."""
+    by_last = {name.rpartition(".")[2]: name for name in reversed(_own_names())}
+    close = get_close_matches(unknown.rpartition(".")[2], by_last, n=1, cutoff=0.8)
+    return by_last[close[0]] if close else None
 
 
 def _shared_sections(a: str, b: str) -> int:

@@ -98,7 +98,7 @@ def check_rules(config: Config, set_keys: Collection[str] = (), *, scope: Scope 
     """
     if scope in ("serve", "app"):
         return [problem for rule in SERVER_RULES for problem in rule(config)]
-    return [*(problem for rule in RULES for problem in rule(config)), *_without_effect(config, set_keys)]
+    return [*(problem for rule in RULES for problem in rule(config)), *keys_without_effect(config, set_keys)]
 
 
 def check_environment(config: Config, *, scope: Scope = "run") -> list[ConfigProblem]:
@@ -114,8 +114,8 @@ def check_environment(config: Config, *, scope: Scope = "run") -> list[ConfigPro
     return [*found, *(problem for check in DRIVER_ENVIRONMENT for problem in check(config))]
 
 
-def _without_effect(config: Config, set_keys: Collection[str]) -> Iterator[ConfigProblem]:
-    """Yield a problem for each key without effect; the first rule that applies reports it."""
+def keys_without_effect(config: Config, set_keys: Collection[str]) -> Iterator[ConfigProblem]:
+    """Yield a problem for each of `set_keys` without effect; the first rule that applies reports it."""
     values = leaves(config.model_dump(mode="json"))
     rules = [rule for section in _SECTIONS for rule in section.NO_EFFECT]
     for key in sorted(set(set_keys) & values.keys()):

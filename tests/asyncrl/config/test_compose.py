@@ -162,10 +162,26 @@ def test_null_unsets_a_text() -> None:
         ("rollout.temperature=1", "rollout.temperature", "did you mean rollout.sampling.temperature?"),
         ("rolout.n=4", "rolout", "did you mean rollout?"),
         ("nothing_like_it=4", "nothing_like_it", "the top level has mode, "),
+        ("nope.name=4", "nope.name", "the top level has mode, "),
+        ("trainer.optim.learning_rate=1", "trainer.optim.learning_rate", "use trainer.optim.lr, which TRL calls"),
+        ("critic.optim.learning_rate=1", "critic.optim.learning_rate", "use critic.optim.lr"),
+        ("trainer.logger=wandb", "trainer.logger", "use logging.sinks, which verl calls trainer.logger"),
+        ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.name", "it is a key of verl; the engine"),
+        ("actor_rollout_ref.no.key=1", "actor_rollout_ref.no.key", "leave it out, it is a key of verl"),
+        ("data.train_batch_size=4", "data.train_batch_size", "use async_training.require_batches, which verl calls"),
+        ("train_batch_size=4", "train_batch_size", "use async_training.require_batches, which verl calls"),
+        ("per_device_train_batch_size=4", "per_device_train_batch_size", "use trainer.ppo_mini_batch_size, which TRL"),
+        ("num_generations=4", "num_generations", "use rollout.n, which TRL calls num_generations"),
+        ("trainer.num_generation=4", "trainer.num_generation", "use rollout.n, which TRL calls num_generations"),
+        ("max_completion_length=4", "max_completion_length", "use rollout.response_length, which TRL"),
+        ("vllm_mode=colocate", "vllm_mode", "engines always have processes and GPUs of their own"),
+        ("orchestrator.group_size=4", "orchestrator.group_size", "use rollout.n, which prime-rl calls"),
+        ("saver.freq_steps=4", "saver.freq_steps", "use trainer.save_freq, which AReaL calls"),
+        ("n_samples_per_prompt=4", "n_samples_per_prompt", "use rollout.n, which slime calls"),
         ("data.reasoning_gym.tsk=x", "data.reasoning_gym.tsk", "did you mean data.reasoning_gym.task?"),
     ],
 )  # fmt: skip
-def test_an_unknown_key_is_reported_with_the_nearest_one(override: str, key: str, expected: str) -> None:
+def test_an_unknown_key_is_reported_with_the_key_that_means_it(override: str, key: str, expected: str) -> None:
     problem = next(p for p in check_config(None, [override]).problems if p.key == key)
     assert expected in problem.fix
     assert problem.where == "command line"
