@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from asyncrl.cli.main import BAD_CONFIG
+from asyncrl.cli.preflight import preflight
 from asyncrl.config import plan
 from asyncrl.config.compose import CheckedConfig, Mode, check_config, to_yaml
 from asyncrl.config.environment import num_parameters
-from asyncrl.config.problems import ConfigProblem, errors
+from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts
 from asyncrl.core.failures import ConfigError
@@ -53,7 +54,7 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool,
         )
     if as_json and not dry_run:
         raise click.UsageError("--json requires --dry-run; a run writes summary.json into its run directory")
-    outcome = _with_data(check_config(*_split(arguments), mode=mode))
+    outcome = preflight(check_config(*_split(arguments), mode=mode))
     if dry_run:
         return _show_plan(outcome, as_json)
     config = _checked(outcome)
@@ -84,15 +85,6 @@ def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
     if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
         return arguments[0], tuple(arguments[1:])
     return None, tuple(arguments)
-
-
-def _with_data(outcome: CheckedConfig) -> CheckedConfig:
-    """Return the configuration with the problems of its data files, which are not read if it has other errors."""
-    if outcome.config is None or errors(outcome.problems):
-        return outcome
-    from rollouter.prompts.check import check_data
-
-    return outcome.with_problems(check_data(outcome.config))
 
 
 def _checked(outcome: CheckedConfig) -> Config:

@@ -85,7 +85,9 @@ def check_api_key(section: str, variable: str | None) -> Iterator[ConfigProblem]
 def check_code(key: str, name: str, built_in: Sequence[str], what: str) -> Iterator[ConfigProblem]:
     """Check that `module:name`, `path/file.py:name` or a built-in exists, without importing it."""
     place, _, attribute = name.rpartition(":")
-    if not place:
+    if not place and name.endswith(".py"):
+        yield from _code_in_file(key, name, Path(name).expanduser(), "")
+    elif not place:
         if name not in built_in:
             close = get_close_matches(name, built_in, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
@@ -113,9 +115,12 @@ def _code_in_file(key: str, name: str, file: Path, attribute: str) -> Iterator[C
     }
     assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     imported = {a.asname or a.name for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
-    if attribute not in defined | assigned | imported and "*" not in imported:
-        close = get_close_matches(attribute, defined, n=1)
-        fix = f"did you mean {close[0]}?" if close else f"it defines {', '.join(sorted(defined)) or 'nothing'}"
+    if not attribute:
+        fix = f"write {' or '.join(f'{name}:{one}' for one in sorted(defined)) or f'{name}:FUNCTION'}"
+        yield ConfigProblem(key, name, "it names a file and none of its functions", fix)
+    elif attribute not in defined | assigned | imported and "*" not in imported:
+        close = get_close_matches(attribute, defined, n=1, cutoff=0.7)
+        fix = f"did you mean {file}:{close[0]}?" if close else f"it defines {', '.join(sorted(defined)) or 'nothing'}"
         yield ConfigProblem(key, name, f"{file} has no {attribute!r}", fix)
 
 

@@ -16,6 +16,10 @@ GIB = 1024**3
 _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TRAINING_BYTES = 4 + 4 + 8
 """A parameter's float32 master weight, gradient and two Adam moments."""
+_SAVED_BYTES = 4 + 8
+"""A parameter's float32 master weight and two Adam moments in a checkpoint."""
+_EXPORT_BYTES = 4
+"""A parameter of the policy in Hugging Face format."""
 _UNSHARDED = ("local", "ddp")
 """Strategies that have the whole model on every rank."""
 _STORED_VERSIONS = 3
@@ -206,6 +210,12 @@ def _bytes_per_parameter(config: Config, name: str) -> int:
         return 0
     trained = name == "critic" or (name == "trainer" and not lora)
     return _TRAINING_BYTES if trained else _BYTES["float32"]
+
+
+def checkpoint_bytes(config: Config, num_parameters: int) -> int:
+    """Return the size of a checkpoint: weights and moments in float32 of the trained models, and the export."""
+    policy = _EXPORT_BYTES + (0 if config.model.lora_rank else _SAVED_BYTES)
+    return num_parameters * (policy + (_SAVED_BYTES if config.needs_critic else 0))
 
 
 def shortages(plan: ResourcePlan) -> Iterator[ConfigProblem]:

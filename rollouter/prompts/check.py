@@ -39,22 +39,27 @@ def check_data(
             if path is None or not path.is_file():
                 continue
             try:
-                if not path.stat().st_size:
-                    raise DataError(f"{name} is empty")
-                for raw, where in _rows(name, path):
+                empty = True
+                for raw, where in rows_of(name, path):
                     if left == 0 or clock() > until:
                         break
-                    left = None if left is None else left - 1
+                    empty, left = False, None if left is None else left - 1
                     row = parse_row(raw, where, directory=path.parent)
                     if key == "data.train_files":
                         refuse_own_distribution(row.extra_info, where, config.rollout.sampling)
+                if empty and left != 0 and clock() <= until:
+                    yield _problem(config, key, name, "the file is empty: it has no rows", "give a file with prompts")
             except DataError as error:
-                problem = ConfigProblem(key, name, error.message, "correct the row, or remove it")
-                # The cluster may have another file under this name.
-                yield problem if config.ray.address is None else replace(problem, severity="warning")
+                yield _problem(config, key, name, error.message, "correct the row, or remove it")
 
 
-def _rows(name: str, path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _problem(config: Config, key: str, name: str, consequence: str, fix: str) -> ConfigProblem:
+    problem = ConfigProblem(key, name, consequence, fix)
+    # The cluster may have another file under this name.
+    return problem if config.ray.address is None else replace(problem, severity="warning")
+
+
+def rows_of(name: str, path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield each row of a file with its location. Raises `DataError` if the file, or a row, cannot be read."""
     if path.suffix.lower() == ".parquet":
         from pyarrow import ArrowException

@@ -76,7 +76,12 @@ def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = No
     extra_info = dict(_mapping(row.get("extra_info"), "extra_info", where))
     if extra_info.get("sampling_params") is not None:
         extra_info["sampling_params"] = _sampling_params(extra_info["sampling_params"], where)
-    messages = _messages(row.get("prompt"), where)
+    if "prompt" not in row:
+        raise DataError(
+            f"{where}: there is no field 'prompt'; the row has {', '.join(map(str, row)) or 'no fields'}. Rename the "
+            "field with the chat messages, or the text, of the prompt"
+        )
+    messages = _messages(row["prompt"], where)
     media: tuple[Media, ...] = ()
     if has_media(row, messages):
         messages, media = extract(row, messages, directory, where, checked=checked)

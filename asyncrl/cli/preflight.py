@@ -1,0 +1,60 @@
+"""The checks of a run's files and user code, before anything starts: in under five seconds, and with `--dry-run`."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.config.compose import CheckedConfig
+from asyncrl.config.environment import num_parameters, writable_parent
+from asyncrl.config.model_files import check_model_files
+from asyncrl.config.plan import GIB, checkpoint_bytes
+from asyncrl.config.problems import ConfigProblem, errors, warning
+from asyncrl.config.schema import Config
+
+_ROWS_S = 4.0
+"""Time after which the remaining rows of data files are left to the Rollouter."""
+
+
+def preflight(outcome: CheckedConfig) -> CheckedConfig:
+    """Return the configuration with the problems of data, models, reward functions and disk.
+
+    Nothing is read if the configuration has other errors.
+    """
+    if outcome.config is None or errors(outcome.problems):
+        return outcome
+    from rollouter.prompts.check import check_data
+    from rollouter.rewards.check import RewardCheck
+
+    config = outcome.config
+    rewards = RewardCheck(config)  # runs beside the other checks
+    found = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S), *rewards.problems()]
+    if config.ray.address is not None:  # the cluster may have other files
+        found = [replace(problem, severity="warning") for problem in found]
+    return outcome.with_problems([*found, *_disk(config)])
+
+
+def _disk(config: Config) -> Iterator[ConfigProblem]:
+    """Compare the free space of the disk with the checkpoints that the run will keep there."""
+    trainer, parameters = config.trainer, num_parameters(config.model.path)
+    place = trainer.checkpoint_dir or config.run_dir or "runs"
+    if parameters is None or "://" in place or (trainer.save_freq < 0 and not trainer.save_last):
+        return
+    count = 1 if trainer.save_freq < 0 else trainer.max_checkpoints_to_keep + 1  # a new one is complete first
+    if trainer.save_freq > 0 and trainer.total_training_steps is not None:
+        count = min(count, math.ceil(trainer.total_training_steps / trainer.save_freq))
+    size, (folder, _) = checkpoint_bytes(config, parameters), writable_parent(Path(place))
+    free = shutil.disk_usage(folder).free
+    if free >= count * size:
+        return
+    needed = f"{count} checkpoint{'s' if count > 1 else ''} of {size / GIB:.1f} GiB"
+    consequence = f"{folder} has {free / GIB:.1f} GiB free, and the run needs space for {needed}"
+    fix = "free some space, or give a larger disk (trainer.checkpoint_dir)"
+    if free < size:
+        yield ConfigProblem("trainer.checkpoint_dir", trainer.checkpoint_dir, consequence, fix)
+    else:
+        fix += ", or lower trainer.max_checkpoints_to_keep"
+        yield warning("trainer.max_checkpoints_to_keep", trainer.max_checkpoints_to_keep, consequence, fix)

@@ -1,0 +1,170 @@
+"""Calls the user's reward functions once, on a dummy response to the first row, before anything else starts.
+
+The call runs in a process of its own, which is ended at a deadline: user code may print, hang or end its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import anyio
+import numpy as np
+
+from asyncrl.config.environment import local_path
+from asyncrl.config.problems import ConfigProblem, Severity, warning
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
+from asyncrl.core.failures import AsyncRLError, DataError
+from asyncrl.core.trajectory import single_turn
+from asyncrl.core.types import FinishReason, Prompt, Span, Turn
+from rollouter.prompts.check import rows_of
+from rollouter.prompts.dataset import PromptRow, parse_row
+from rollouter.rewards.functions import BUILT_IN, NO_FUNCTION, listed, load_reward_function, row_of, score_of
+
+LIMIT_S = 3.0
+"""Time after which the process of the check is ended, once it has started."""
+START_S = 30.0
+"""Time in which a process can start on a busy machine."""
+DUMMY = "The answer is 0."
+_MISTAKES = (NameError, ImportError, AttributeError, TypeError, SyntaxError)
+"""Errors that the next call would raise as well, whatever the response."""
+_OURS = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("asyncrl", "rollouter"))
+
+
+class RewardCheck:
+    """The check, which runs beside others from its construction on."""
+
+    def __init__(self, config: Config) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._own = _own_functions(config)
+        if not self._own or _first_row(config) is None:
+            return
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+        with tempfile.TemporaryFile() as given:
+            given.write(config.model_dump_json().encode())
+            given.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollouter.rewards.check"],
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield the problems; a check that takes too long is given up with a warning."""
+        if self._process is None:
+            return
+        key, name = next((f"{section}.function", entry.function) for section, entry in self._own.items())
+        try:
+            out, err = self._process.communicate(timeout=START_S + LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            out, err = self._process.communicate()
+        if self._process.returncode in (-signal.SIGALRM, -signal.SIGKILL):
+            consequence = f"importing it and calling it once takes longer than {LIMIT_S:g} s, so it was not checked"
+            yield warning(
+                key, name, consequence, "nothing, if it has to load a model; reward.timeout_s limits each call"
+            )
+            return
+        try:
+            found = json.loads(out.decode().splitlines()[-1])
+        except (ValueError, IndexError):
+            last = (err.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+            consequence = f"its process ended with code {self._process.returncode} ({last}), as that of a run would"
+            yield ConfigProblem(key, name, consequence, "correct the function")
+            return
+        yield from (ConfigProblem(**problem) for problem in found)
+
+
+def _own_functions(config: Config) -> dict[str, RewardConfig | RewardFunctionConfig]:
+    """Return the sections of the reward functions that are the user's."""
+    sections: dict[str, RewardConfig | RewardFunctionConfig] = {"reward": config.reward}
+    sections |= {f"reward.functions[{number}]": entry for number, entry in enumerate(config.reward.functions)}
+    return {key: one for key, one in sections.items() if one.function not in BUILT_IN and one.function != NO_FUNCTION}
+
+
+def _first_row(config: Config) -> tuple[PromptRow, str] | None:
+    """Return the first row of the training files, if it is on this machine and can be read."""
+    for name in config.data.train_files:
+        path = local_path(name)
+        if path is not None and path.is_file():
+            try:
+                for raw, where in rows_of(name, path):
+                    return parse_row(raw, where, directory=path.parent), where
+            except DataError:
+                return None  # the check of rows reports it
+    return None
+
+
+def check_rewards(config: Config) -> Iterator[ConfigProblem]:
+    """Call each function of the user's and yield a problem for each that fails. Runs in the process of the check."""
+    first = _first_row(config)
+    if first is None:
+        return
+    row, where = first
+    ids = np.zeros(4, np.int32)
+    prompt = Prompt(ids, row.messages, row.data_source, row.ground_truth, row.extra_info)
+    turn = Turn(ids, np.zeros(4, np.float32), (Span(0, 0),), FinishReason.STOP)
+    trajectory = single_turn(prompt, turn)
+    for section, entry in _own_functions(config).items():
+        key = f"{section}.function"
+        try:
+            function = load_reward_function(entry, section)
+            count = config.rollout.n if function.batch else 1
+            result = anyio.run(function.invoke, [dict(row_of(prompt, trajectory, DUMMY)) for _ in range(count)])
+            for score in listed(result, lambda: "it", length=count) if function.batch else [result]:
+                score_of(score, lambda: "it", num_turns=1)
+        except Exception as error:  # noqa: BLE001  user code may raise anything
+            yield _problem(config, key, entry.function, error, where)
+
+
+def _problem(config: Config, key: str, name: str, error: Exception, where: str) -> ConfigProblem:
+    original = error.__cause__ if isinstance(error, AsyncRLError) and isinstance(error.__cause__, Exception) else error
+    if isinstance(original, AsyncRLError):
+        message = original.message.removeprefix(f"{key}: ").removeprefix(f"{name} ")
+        return ConfigProblem(key, name, message, f"correct the function; it was called for {where}")
+    fix = f"correct the function; it was called for {where} with the response {DUMMY!r}"
+    if isinstance(original, ModuleNotFoundError):
+        fix = f"install the package of {original.name}, or correct the import"
+    consequence = f"it raises {type(original).__name__}: {original}{_frame(original)}"
+    tolerated = isinstance(original, OSError) or config.reward.on_error == "drop"
+    severity: Severity = "warning" if tolerated and not isinstance(original, _MISTAKES) else "error"
+    return ConfigProblem(key, name, consequence, fix, severity)
+
+
+def _frame(error: BaseException) -> str:
+    """Return the place in the user's code where the error was raised; empty if there is none."""
+    frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
+    theirs = [one for one in frames if not one.filename.startswith(_OURS) and not one.filename.startswith("<")]
+    theirs = [one for one in theirs if not one.filename.startswith(tuple(sysconfig.get_paths().values()))] or theirs
+    if not theirs:
+        return ""
+    frame = theirs[-1]
+    return f" ({frame.filename} line {frame.lineno}, in {frame.name}: {frame.line})"
+
+
+def main() -> None:
+    """Read a configuration from stdin and print the problems as JSON; what user code prints goes to stderr."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    config = Config.model_validate_json(sys.stdin.buffer.read())
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)  # SIGALRM ends the process, also inside of C code
+    found = [asdict(problem) for problem in check_rewards(config)]
+    os.write(answer, b"\n" + json.dumps(found, default=str).encode())
+    sys.stderr.flush()
+    os._exit(0)  # without waiting for threads of user code
+
+
+if __name__ == "__main__":
+    main()

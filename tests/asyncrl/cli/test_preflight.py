@@ -1,0 +1,75 @@
+"""What is checked before a run: data, models, reward functions and disk, all at once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.cli.preflight import preflight
+from asyncrl.config.compose import check_config
+from asyncrl.config.environment import num_parameters
+from asyncrl.config.plan import checkpoint_bytes
+from asyncrl.config.problems import errors
+from tests.fakes.command_line import CommandLine
+from tests.fakes.configurations import config_with
+
+SIZE = 16 * (num_parameters("asyncrl://quickstart") or 0)
+
+
+def test_all_problems_are_reported_at_once(cli: CommandLine, tmp_path: Path) -> None:
+    model, rows, rewards = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "rewards.py"
+    shutil.copytree("asyncrl/assets/quickstart", model)
+    (model / "tokenizer.json").write_text("{")
+    rows.write_text('{"prompt": "1+1?"}\n{"question": "1+2?", "answer": 3}\n')
+    rewards.write_text("def score(**row):\n    return 1 + missing\n")
+    arguments = [f"model.path={model}", f"data.train_files=[{rows}]", f"reward.function={rewards}:score"]
+    _, err = cli("launch", "fully_async", "--dry-run", *arguments, code=2)
+    assert "error: 3 problems in the configuration:" in err
+    assert "tokenizer.json cannot be read" in err
+    assert "line 2: there is no field 'prompt'; the row has question, answer" in err
+    assert f"({rewards} line 2, in score: return 1 + missing)" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_an_empty_file_says_so(cli: CommandLine, tmp_path: Path, content: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    _, err = cli("launch", "fully_async", f"data.train_files=[{tmp_path}/rows.jsonl]", code=2)
+    assert "the file is empty: it has no rows\n    fix: give a file with prompts" in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free", "severity"),
+    [
+        ([], SIZE - 1, "error"),
+        ([], SIZE, ""),
+        (["trainer.save_freq=5"], 3 * SIZE - 1, "warning"),
+        (["trainer.save_freq=5"], 3 * SIZE, ""),
+        (["trainer.save_freq=5", "trainer.total_training_steps=10"], 2 * SIZE, ""),
+        (["trainer.save_last=false"], 0, ""),
+        (["trainer.save_freq=5", "trainer.checkpoint_dir=memory://x"], 0, ""),
+    ],
+)
+def test_the_disk_has_space_for_the_checkpoints(
+    overrides: list[str], free: int, severity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    found = [one for one in preflight(check_config(None, overrides)).problems if "GiB free" in one.consequence]
+    assert [one.severity for one in found] == ([severity] if severity else [])
+
+
+def test_on_a_cluster_files_may_be_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def score(**row):\n    return missing\n")
+    overrides = ["ray.address=auto", f"reward.function={tmp_path}/rewards.py:score"]
+    checked = preflight(check_config(None, overrides))
+    assert errors(checked.problems) == []
+    assert any("NameError" in one.consequence for one in checked.warnings)
+
+
+def test_the_size_of_a_checkpoint() -> None:
+    assert checkpoint_bytes(config_with({}), 10) == 10 * (4 + 8 + 4)
+    assert checkpoint_bytes(config_with({"model.lora_rank": 4}), 10) == 10 * 4
+    assert checkpoint_bytes(config_with({"algorithm.adv_estimator": "gae"}), 10) == 10 * (16 + 12)
