@@ -12,11 +12,13 @@ import click
 from asyncrl.cli.main import BAD_CONFIG
 from asyncrl.cli.preflight import preflight
 from asyncrl.config import plan
-from asyncrl.config.compose import CheckedConfig, Mode, check_config, to_yaml
+from asyncrl.config.compose import CheckedConfig, Mode, changed_values, check_config, value_sources
 from asyncrl.config.environment import num_parameters
+from asyncrl.config.keys import leaves
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts
+from asyncrl.config.sources import commented_yaml, source_of
 from asyncrl.core.failures import ConfigError
 from asyncrl.driver.cluster import detect_machine
 
@@ -26,10 +28,15 @@ _ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
 @click.command()
 @click.argument("mode", type=click.Choice(["fully_async", "sync"]))
 @click.argument("arguments", nargs=-1, metavar=_ARGUMENTS)
-@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and the resource plan; start nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check everything, print what differs from the defaults and the plan; start nothing.",
+)
+@click.option("--full", is_flag=True, help="With --dry-run: print all keys, also those with their defaults.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
 @click.option("-m", "--multirun", is_flag=True, hidden=True)
-def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool, multirun: bool) -> int:
+def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, full: bool, as_json: bool, multirun: bool) -> int:
     """Train a model. CONFIG is a YAML file or a shipped recipe; the default is the quickstart.
 
     \b
@@ -54,9 +61,12 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool,
         )
     if as_json and not dry_run:
         raise click.UsageError("--json requires --dry-run; a run writes summary.json into its run directory")
-    outcome = preflight(check_config(*_split(arguments), mode=mode))
+    if full and not dry_run:
+        raise click.UsageError("--full requires --dry-run; a run writes its whole configuration into config.yaml")
+    source, overrides = _split(arguments)
+    outcome = preflight(check_config(source, overrides, mode=mode))
     if dry_run:
-        return _show_plan(outcome, as_json)
+        return _show_plan(outcome, source, overrides, mode, full=full, as_json=as_json)
     config = _checked(outcome)
     from asyncrl.driver import launch as driver
 
@@ -98,9 +108,12 @@ def _warn(warnings: Sequence[ConfigProblem]) -> None:
         click.echo(f"warning: {warning}", err=True)
 
 
-def _show_plan(outcome: CheckedConfig, as_json: bool) -> int:
+def _show_plan(
+    outcome: CheckedConfig, source: str | None, overrides: Sequence[str], mode: Mode, *, full: bool, as_json: bool
+) -> int:
     try:
         config = outcome.require()
+        sources = value_sources(source, overrides, config, mode=mode)
         resources = plan.make_plan(
             config,
             detect_machine(),
@@ -117,12 +130,14 @@ def _show_plan(outcome: CheckedConfig, as_json: bool) -> int:
     if as_json:
         answer: dict[str, Any] = {
             "config": config.public_values(),
+            "sources": {key: source_of(key, sources) for key in changed_values(config)},
             "plan": resources.as_json(),
             "warnings": [asdict(warning) for warning in warnings],
         }
         click.echo(json.dumps(answer, indent=2, default=str))
         return 0
-    click.echo(to_yaml(config))
+    values = leaves(config.public_values()) if full else changed_values(config)
+    click.echo(commented_yaml({key: (value, source_of(key, sources)) for key, value in values.items()}) + "\n")
     click.echo(_table([("part", "count", "threads", "GPUs", "memory"), *plan.process_rows(resources)]))
     click.echo("\n" + _table(plan.quantity_rows(resources)))
     _warn(warnings)

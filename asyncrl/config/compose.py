@@ -24,6 +24,7 @@ from asyncrl.config.keys import advice, all_keys, leaves, unknown_keys
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import Scope, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
+from asyncrl.config.sources import COMMAND_LINE, SYNC, lines, sources_of_files
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
 
@@ -123,7 +124,7 @@ def _check(
     kept = {
         key: place for key, place in base.places.items() if not any(key.startswith(f"{one}.") for one in overridden)
     }
-    places = {**kept, **dict.fromkeys(overridden, "command line")}
+    places = {**kept, **dict.fromkeys(overridden, COMMAND_LINE)}
     return CheckedConfig(config, _with_places(problems, places), places)
 
 
@@ -136,6 +137,37 @@ def _without_values(problem: ConfigProblem, read: ReadVariables) -> ConfigProble
         consequence=read.hidden(problem.consequence),
         fix=read.hidden(problem.fix),
     )
+
+
+def value_sources(
+    source: str | Path | None, overrides: Sequence[str], config: Config, *, mode: Mode = "fully_async"
+) -> dict[str, str]:
+    """Return where the values of a valid configuration come from, by dotted key; other values are defaults."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    base = _read_source(_QUICKSTART if source is None else str(source))
+    arguments, overridden, _ = _parse_overrides(overrides, base)
+    _register(base)
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        read = loader.compute_defaults_list(base.primary, [*_search_path(base), *arguments], RunMode.RUN).defaults
+    files = [(entry.config_path, entry.package) for entry in read if entry.config_path]
+    places = {key: base.places[key] for key in base.values}
+    found = sources_of_files(files, CONF, base.folder, {_USER_NODE: places})
+    for name in overridden:
+        found = {key: place for key, place in found.items() if not key.startswith(f"{name}.")} | {name: COMMAND_LINE}
+    if mode == "sync":
+        before = leaves(load_config(source, overrides).public_values())
+        found |= {key: SYNC for key, value in leaves(config.public_values()).items() if before[key] != value}
+    return found
+
+
+def changed_values(config: Config) -> Tree:
+    """Return the values that differ from the schema's defaults, by dotted key."""
+    defaults = leaves(Config().public_values())
+    return {key: one for key, one in leaves(config.public_values()).items() if defaults.get(key, ...) != one}
 
 
 def to_yaml(config: Config) -> str:
@@ -215,7 +247,7 @@ def _read_file(name: str, file: Path) -> _BaseConfig:
         raise _CompositionError("config", name, "it is not a mapping of keys to values", "write it as `key: value`")
     node: Tree = {str(key): value for key, value in tree.items()}
     values = leaves({key: value for key, value in node.items() if key != "defaults"})
-    folder, places = file.parent.resolve(), dict(_lines(root, "", file.name))
+    folder, places = file.parent.resolve(), dict(lines(root, "", file.name))
     node["defaults"] = _complete_defaults(node.get("defaults"), name, folder, places)
     return _BaseConfig(name, _USER_NODE, node, folder, values, places)
 
@@ -299,16 +331,6 @@ def _check_default(entry: Any, folder: Path, where: str) -> None:
             ) from None
 
 
-def _lines(node: yaml.Node | None, prefix: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key of a file, and each number of a list's entry, with its line."""
-    for number, entry in enumerate(node.value if isinstance(node, yaml.SequenceNode) else ()):
-        yield f"{prefix}{number}", f"{name} line {entry.start_mark.line + 1}"
-        yield from _lines(entry, f"{prefix}{number}.", name)
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        yield f"{prefix}{key.value}", f"{name} line {key.start_mark.line + 1}"
-        yield from _lines(value, f"{prefix}{key.value}.", name)
-
-
 # ------------------------------------------------------------------------------------------------ overrides
 
 
@@ -331,7 +353,7 @@ def _parse_overrides(texts: Sequence[str], base: _BaseConfig) -> tuple[list[str]
                 argument, values[name] = _parse_value(name, raw)
                 arguments.append(argument)
         except _CompositionError as refused:
-            problems.append(replace(refused.problem, where="command line"))
+            problems.append(replace(refused.problem, where=COMMAND_LINE))
     return arguments, values, problems
 
 
@@ -407,19 +429,14 @@ def _quote(text: str) -> str:
 def _compose(base: _BaseConfig, arguments: Sequence[str], read: ReadVariables) -> tuple[Tree, Mapping[ValuePath, str]]:
     """Return the resolved values, and the texts of those that depend on the environment."""
     from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    store = ConfigStore.instance()
-    store.store(name=_SCHEMA_NODE, node=Config().model_dump(mode="json"))
-    if base.node is not None:
-        store.store(name=_USER_NODE, node=base.node)
-    search_path = [f"hydra.searchpath=[{_quote(f'{_checked_files()}://{base.folder}')}]"] if base.folder else []
+    _register(base)
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            composed = compose(base.primary, overrides=[*search_path, *arguments])
+            composed = compose(base.primary, overrides=[*_search_path(base), *arguments])
         tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         unresolved = texts_from_environment(composed, read)
     except OmegaConfBaseException as error:
@@ -429,6 +446,20 @@ def _compose(base: _BaseConfig, arguments: Sequence[str], read: ReadVariables) -
         raise _CompositionError(base.name, "?", _first_line(error), f"see the groups and recipes in {CONF}") from error
     assert isinstance(tree, dict)  # the schema node is a mapping, and merging keeps it one
     return {str(key): value for key, value in tree.items()}, unresolved
+
+
+def _register(base: _BaseConfig) -> None:
+    """Store the schema and the user's file under the names by which they are composed."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name=_SCHEMA_NODE, node=Config().model_dump(mode="json"))
+    if base.node is not None:
+        store.store(name=_USER_NODE, node=base.node)
+
+
+def _search_path(base: _BaseConfig) -> list[str]:
+    return [f"hydra.searchpath=[{_quote(f'{_checked_files()}://{base.folder}')}]"] if base.folder else []
 
 
 def _checked_files() -> str:

@@ -24,6 +24,7 @@ from asyncrl.config.keys import ConfigKey, all_keys
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.rules import RULES, keys_without_effect
 from asyncrl.config.schema import Config
+from asyncrl.config.sources import commented_yaml, inline
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
 
@@ -74,21 +75,13 @@ class Migration:
             f"renamed, {counts['derived']} derived,\n# {counts['default']} are defaults of verl; {len(self.left_out)} "
             "without counterpart or effect are at the end."
         ]
-        open_sections: list[str] = []
-        for name in sorted(self.keys, key=_schema_order):
-            *sections, last = name.split(".")
-            common = next((i for i, (a, b) in enumerate(zip(sections, open_sections, strict=False)) if a != b), None)
-            depth = min(len(sections), len(open_sections)) if common is None else common
-            lines += [f"{'  ' * level}{sections[level]}:" for level in range(depth, len(sections))]
-            open_sections = sections
-            indent = "  " * len(sections)
-            lines.append(f"{indent}# {self.keys[name].comment}")
-            lines.append(f"{indent}{last}: {_inline(self.keys[name].value)}")
+        ordered = sorted(self.keys.values(), key=lambda key: _schema_order(key.name))
+        lines.append(commented_yaml({key.name: (key.value, key.comment) for key in ordered}, above=True))
         if self.left_out:
             lines.append("\n# Without counterpart in asyncrl, or without effect:")
             for reason in dict.fromkeys(reason for _, _, reason in self.left_out):
                 lines.append(f"# - {reason}:")
-                lines += [f"#     {name} = {_inline(value)}" for name, value, why in self.left_out if why == reason]
+                lines += [f"#     {name} = {inline(value)}" for name, value, why in self.left_out if why == reason]
         return "\n".join(lines) + "\n"
 
 
@@ -145,12 +138,6 @@ def _schema_order(name: str) -> tuple[int, ...]:
     order = {known: number for number, known in enumerate(all_keys())}
     parts = name.split(".")
     return tuple(order.get(".".join(parts[: end + 1]), len(order)) for end in range(len(parts)))
-
-
-def _inline(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 # ------------------------------------------------------------------------------------------------ reading

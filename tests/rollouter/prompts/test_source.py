@@ -108,7 +108,7 @@ def test_messages_from_parquet_have_no_null_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"data_source": "x"}, "field 'prompt' is missing"),
+        ({"data_source": "x"}, "there is no field 'prompt'; the row has data_source"),
         ({"prompt": []}, "field 'prompt' is []"),
         ({"prompt": [{"content": "hi"}]}, "field 'prompt[0]'"),
         ({"prompt": 3}, "field 'prompt' is 3"),
@@ -154,7 +154,7 @@ def test_rows_are_checked_before_the_run_as_far_as_it_uses_them_and_time_allows(
     assert (train, val) == ("data.train_files", "data.val_files")
     assert row.startswith(f"{bad}, line 2: field 'prompt' is 3; expected")
     assert other.startswith(f"{parquet}, row 2: field 'prompt' is []; expected")
-    assert found(train_files=(empty,)) == [("data.train_files", f"{empty} is empty")]
+    assert found(train_files=(empty,)) == [("data.train_files", "the file is empty: it has no rows")]
     assert found(train_files=(good, bad), max_train_samples=3) == []
     assert len(found(train_files=(good, bad), max_train_samples=4)) == 1
     own = {"temperature": 0.5}
