@@ -7,9 +7,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from asyncrl import __version__
 from asyncrl.cli.main import main
+from asyncrl.config.compose import load_config
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, InfraError
 from tests.fakes.command_line import CommandLine, in_subprocess
@@ -36,13 +38,42 @@ def test_dry_runs_and_bad_configs_are_quick_and_load_nothing_heavy(arguments: tu
 
 def test_dry_run_prints_the_config_and_the_plan(cli: CommandLine) -> None:
     out = cli("launch", "fully_async", "--dry-run", "rollout.n=4").out
-    assert "\n  n: 4\n" in out
+    assert "\n  n: 4  # command line\n" in out
+    assert "gpu_memory_utilization" not in out, "a default"
     assert "optimizer steps" in out
+
+
+def test_dry_run_names_the_source_of_each_value(
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "own.yaml").write_text("# mine\nentropy_coeff: 0.5\nclip_ratio_low: 0.1\n")
+    text = "defaults: [quickstart, {algorithm: own}]\ndata:\n  shuffle: false\nrollout: {n: 6, response_length: 9}\n"
+    (tmp_path / "my.yaml").write_text(text)
+    arguments = ["my.yaml", "trainer=quickstart", "rollout.n=4", "async_training=mode_c"]
+    out = cli("launch", "sync", *arguments, "--dry-run").out.splitlines()
+    expected = [
+        "  shuffle: false  # my.yaml line 3",
+        "  response_length: 9  # my.yaml line 4",
+        "  n: 4  # command line",
+        "  entropy_coeff: 0.5  # own.yaml line 2",
+        "  clip_ratio_low: 0.1  # own.yaml line 3",
+        "  strategy: local  # trainer=quickstart",
+        "  partial_rollout: false  # async_training=mode_c",
+        "  staleness_threshold: 0.0  # asyncrl launch sync",
+    ]
+    assert [line for line in expected if line not in out] == []
+    assert not [line for line in out if line.endswith("# default")]
+    full = cli("launch", "fully_async", "dapo", "--dry-run", "--full").out
+    assert "experiment_name: dapo  # recipe dapo\n" in full and "\nseed: 0  # default\n" in full
+    assert yaml.safe_load(full.partition("\n\n")[0]) == load_config("dapo").public_values()
 
 
 def test_dry_run_json(cli: CommandLine) -> None:
     answer = cli("launch", "sync", "--dry-run", "--json", "rollout.sampling.top_p=0.9").json
     assert Config.model_validate_json(json.dumps(answer["config"]), strict=True).mode == "sync"
+    assert answer["sources"]["rollout.sampling.top_p"] == "command line"
     assert answer["plan"]["samples_per_version"] == answer["plan"]["samples_per_lease"]
     assert [warning["key"] for warning in answer["warnings"]] == ["rollout.sampling.top_p"]
 
@@ -80,6 +111,7 @@ def test_a_bad_config_is_refused_with_key_value_consequence_and_fix(cli: Command
         (["launch", "fully_asinc"], "fully_async"),
         (["launch", "fully_async", "--multirun", "rollout.n=4,8"], "once for each value"),
         (["launch", "fully_async", "--json"], "--dry-run"),
+        (["launch", "fully_async", "--full"], "--dry-run"),
         (["launch", "fully_async", "--nope"], "--nope"),
         (["nope"], "nope"),
     ],

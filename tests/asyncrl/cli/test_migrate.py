@@ -203,6 +203,7 @@ def test_a_conversation_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("trainer.logger=wandb", "logging.sinks", ["jsonl", "wandb"], "derived"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "trainer.optim.warmup_steps", None, ""),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "algorithm.policy_loss", None, ""),
+        ("trainer.save_freq=often", "trainer.save_freq", None, ""),
         ("trainer.resume_mode=disable", "resume", "none", "derived"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "rollout.engine_kwargs.seed", 3, "renamed"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config.foreign_keys import VERL, foreign_keys
 from asyncrl.config.keys import all_keys
-from asyncrl.config.migration import derivations
+from asyncrl.config.verl import derivations
 
 
 def _is_ours(key: str) -> bool:
