@@ -7,8 +7,11 @@ that decides what to do (retry, drop, stop) never has to import that library.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sysconfig
 import traceback
+from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
@@ -18,6 +21,14 @@ _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Warning|Exit|Interrupt)\b(:|$)"
 """Matches the start of the line that names the exception; its message may span several lines."""
 
 
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>\S+)(?:\n +(?P<code>.*))?', re.MULTILINE)
+_ROOT = Path(__file__).parents[2]
+_NOT_THE_USERS = (
+    *(f"{_ROOT / package}{os.sep}" for package in ("asyncrl", "rollouter", "trainer", "skip")),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
+    "<",
+)
+"""Beginnings of the paths of files that are not the user's."""
 _hidden: dict[str, str] = {}
 """References by the secrets that this process has read."""
 SHORTEST_HIDDEN = 4
@@ -127,6 +138,20 @@ def last_exception_line(cause: str) -> str:
     lines = [line for line in cause.splitlines() if line.strip()]
     named = [line for line in lines if _EXCEPTION.match(line)]
     return (named or lines or [""])[-1].strip()
+
+
+def users_frame(cause: str) -> str:
+    """Return the last frame of the traceback `cause` that is in the user's code, as `FILE line N, in NAME: CODE`.
+
+    Empty if there is none: frames of this project, of Python and of installed packages do not count.
+    """
+    found = [match for match in _FRAME.finditer(cause) if not match["file"].startswith(_NOT_THE_USERS)]
+    own = [match for match in found if "site-packages" not in match["file"]]
+    if not own:
+        return ""
+    frame = own[-1]
+    code = f": {frame['code'].strip()}" if frame["code"] else ""
+    return f"{frame['file']} line {frame['line']}, in {frame['name']}{code}"
 
 
 def first_failure(error: BaseException) -> BaseException:

@@ -150,7 +150,10 @@ async def _run(
                 group.cancel_scope.cancel()
     except Exception as error:  # it goes into summary.json, with its traceback
         logger.debug("the run ended", exc_info=True)
-        return _final_status(error, interrupted=interrupts.received), describe_error(error, "driver")
+        described = describe_error(error, "driver")
+        text = "%(type)s in %(part)s: %(message)s\n%(cause)s"
+        logger.error(text, described, extra=ALREADY_SHOWN)  # the closing summary shows less
+        return _final_status(error, interrupted=interrupts.received), described
     finally:
         view.phase("")
     return "interrupted" if interrupts.received else "completed", None

@@ -10,10 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from asyncrl.config.environment import local_path
 from asyncrl.config.problems import ConfigProblem, Severity, warning
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
-from asyncrl.core.failures import AsyncRLError, DataError
+from asyncrl.core.failures import AsyncRLError, DataError, conceal, users_frame
 from asyncrl.core.trajectory import single_turn
 from asyncrl.core.types import FinishReason, Prompt, Span, Turn
 from rollouter.prompts.check import rows_of
@@ -38,7 +37,6 @@ START_S = 30.0
 DUMMY = "The answer is 0."
 _MISTAKES = (NameError, ImportError, AttributeError, TypeError, SyntaxError)
 """Errors that the next call would raise as well, whatever the response."""
-_OURS = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("asyncrl", "rollouter"))
 
 
 class RewardCheck:
@@ -137,21 +135,11 @@ def _problem(config: Config, key: str, name: str, error: Exception, where: str) 
     fix = f"correct the function; it was called for {where} with the response {DUMMY!r}"
     if isinstance(original, ModuleNotFoundError):
         fix = f"install the package of {original.name}, or correct the import"
-    consequence = f"it raises {type(original).__name__}: {original}{_frame(original)}"
+    place = users_frame("".join(traceback.format_exception(original)))
+    consequence = conceal(f"it raises {type(original).__name__}: {original}{f' ({place})' if place else ''}")
     tolerated = isinstance(original, OSError) or config.reward.on_error == "drop"
     severity: Severity = "warning" if tolerated and not isinstance(original, _MISTAKES) else "error"
     return ConfigProblem(key, name, consequence, fix, severity)
-
-
-def _frame(error: BaseException) -> str:
-    """Return the place in the user's code where the error was raised; empty if there is none."""
-    frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
-    theirs = [one for one in frames if not one.filename.startswith(_OURS) and not one.filename.startswith("<")]
-    theirs = [one for one in theirs if not one.filename.startswith(tuple(sysconfig.get_paths().values()))] or theirs
-    if not theirs:
-        return ""
-    frame = theirs[-1]
-    return f" ({frame.filename} line {frame.lineno}, in {frame.name}: {frame.line})"
 
 
 def main() -> None:

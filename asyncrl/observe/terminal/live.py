@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from asyncrl.core.failures import ConfigError, conceal
+from asyncrl.core.failures import ConfigError, UserCodeError, conceal, users_frame
 from asyncrl.core.text import encodable
 from asyncrl.observe.formats import elapsed, number, short_s, whole_percent
 from asyncrl.observe.metrics.rows import MetricsRow
@@ -228,8 +228,12 @@ def _headline(summary: Mapping[str, Any]) -> Text:
 def _error(error: Mapping[str, Any]) -> Text:
     if error["type"] == ConfigError.__name__:
         return Text.assemble(("configuration: ", "bold red"), ConfigError(error["message"], error["cause"]).brief)
-    lines = error["cause"].rstrip().splitlines()
     text = Text.assemble((f"{error['type']} in {error['part']}: ", "bold red"), error["message"])
+    if error["type"] == UserCodeError.__name__ and (place := users_frame(error["cause"])):
+        reason = UserCodeError(error["message"], error["cause"]).brief.partition("\n")[2]
+        fix = "    fix: correct it there; logs/driver.log has the traceback"
+        return text.append("\n" + "\n".join(filter(None, [f"    {place}", reason, fix])))
+    lines = error["cause"].rstrip().splitlines()
     if lines:
         cut = ["  …"] if len(lines) > MAX_TRACEBACK_LINES else []
         text.append("\n" + "\n".join([*cut, *lines[-MAX_TRACEBACK_LINES:]]), style=DIM)

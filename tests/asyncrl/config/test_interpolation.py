@@ -63,7 +63,7 @@ def test_a_secret_stays_a_reference_wherever_the_configuration_is_written_or_sho
     config = load_config(file)
     assert config.rollout.multi_turn.tools[0].mcp.env == {"API_TOKEN": "Bearer ${secret:CANARY}"}  # type: ignore[union-attr]
     printed = cli("launch", "fully_async", file, "--dry-run")
-    assert "API_TOKEN: Bearer ${secret:CANARY}" in printed.out
+    assert "API_TOKEN: 'Bearer ${secret:CANARY}'" in printed.out
     as_json = cli("launch", "fully_async", file, "--dry-run", "--json")
     assert server_of(as_json.json["config"])["env"] == {"API_TOKEN": "Bearer ${secret:CANARY}"}
     assert CANARY not in printed.out + printed.err + as_json.out + as_json.err

@@ -263,6 +263,19 @@ def test_a_failed_run_shows_the_error_and_the_end_of_its_traceback() -> None:
     assert "frame 10\n" not in text
 
 
+def test_an_error_in_the_users_code_shows_its_line_and_no_traceback() -> None:
+    cause = (
+        'Traceback (most recent call last):\n  File "/x/site-packages/anyio/run.py", line 9, in run\n    call()\n'
+        '  File "/me/rewards.py", line 12, in score\n    return int(text)\nValueError: no number\n'
+    )
+    error = {"type": "UserCodeError", "message": "reward.function raised", "part": "rollouter", "cause": cause}
+    text = ending(summary("failed", error))
+    assert "UserCodeError in rollouter: reward.function raised\n" in text
+    assert "    /me/rewards.py line 12, in score: return int(text)\n    because: ValueError: no number\n" in text
+    assert "fix: correct it there; logs/driver.log has the traceback" in text
+    assert "Traceback" not in text and "anyio" not in text
+
+
 def test_a_configuration_error_shows_its_message_and_one_line_of_the_cause() -> None:
     cause = "Traceback (most recent call last):\n  frame 1\nOSError: no config.json\n  in that place\n"
     error = {"type": "ConfigError", "message": "model.path=x: is no model", "part": "run", "cause": cause}

@@ -71,6 +71,13 @@ def test_what_may_pass_during_the_run_is_a_warning(tmp_path: Path) -> None:
     assert single(problems(tmp_path, "def score(**row):\n    return missing", dropped)).severity == "error"
 
 
+def test_a_secret_in_an_error_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-value")
+    own = {"reward.kwargs": {"key": "${secret:JUDGE_KEY}"}}
+    problem = single(problems(tmp_path, "def score(key, **row):\n    raise ValueError(key)", own, apart=True))
+    assert "ValueError: ${secret:JUDGE_KEY}" in problem.consequence
+
+
 def test_further_functions_are_called_as_well(tmp_path: Path) -> None:
     file = tmp_path / "more.py"
     file.write_text("def score(**row):\n    return missing")
