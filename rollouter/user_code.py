@@ -1,4 +1,4 @@
-"""Loads user code by name or import path, checks its signatures, and converts the values that it returns."""
+"""What the Rollouter passes to the user's code, and conversions of the values that it returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from asyncrl.config.import_path import load_object, nearest
+from asyncrl.config.import_path import nearest
 from asyncrl.config.sections.base import ConfigSection
 from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
 from asyncrl.core.text import safe_repr
@@ -34,31 +34,6 @@ class TrajectoryContext:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_registered(name: str, key: str, built_in: Mapping[str, Any], kind: str) -> Any:
-    """Load an object by the name in the configuration: a built-in, `module:name`, `module.name` or `path/file.py:name`.
-
-    Args:
-        built_in: Objects or their import paths by short name.
-        kind: `Class` or `function`, for the error.
-
-    Raises:
-        ConfigError: there is no such object.
-        UserCodeError: the module raised when it was imported.
-    """
-    target = built_in.get(name, name)
-    if not isinstance(target, str):
-        return target
-    if ":" not in target:
-        module, dot, attribute = target.rpartition(".")
-        if not dot:
-            raise ConfigError(
-                f"{key}: {name!r} is not built in{nearest(name, list(built_in))}; name your own as "
-                f"module:{kind} or path/file.py:{kind}"
-            )
-        target = f"{module}:{attribute}"
-    return load_object(target, key)
-
-
 def parse_settings(kind: type[Section], config: Mapping[str, Any]) -> Section:
     """Validate the `config` of a built-in tool or environment.
 
@@ -76,29 +51,6 @@ def parse_settings(kind: type[Section], config: Mapping[str, Any]) -> Section:
         if detail["type"] == "missing":
             raise ConfigError(f"{key}: it is required here and was not given") from error
         raise ConfigError(f"{key}: {detail['input']!r} cannot be used: {detail['msg']}") from error
-
-
-def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature, or None: some compiled functions have none."""
-    try:
-        return inspect.signature(function)
-    except ValueError:
-        return None
-
-
-def call_problem(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Describe why the function cannot be called with these arguments; empty if it can."""
-    signature = signature_of(function)
-    if signature is None:
-        return ""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        name = getattr(function, "__qualname__", repr(function))
-        unknown = [one for one in kwargs if one not in signature.parameters]
-        hint = nearest(unknown[0], list(signature.parameters)) if unknown else ""
-        return f"{name}{signature}: {error}{hint}"
-    return ""
 
 
 def is_async(function: Callable[..., Any]) -> bool:

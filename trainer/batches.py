@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -17,6 +17,7 @@ import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.import_path import load_function
 from asyncrl.core.failures import AsyncRLError, DataError, InfraError
 from asyncrl.core.ports import Lease, PayloadStore
 from asyncrl.core.staleness import stale_token_mask, staleness
@@ -96,7 +97,7 @@ class TrainSample:
     provenance: Provenance
     untrainable: DropReason | None
     """Why the sample is not trained on: `stale` if the staleness bound masked all its tokens, `filtered` if it has
-    no token to train on or all its trajectories have the same reward."""
+    no token to train on or `group_filter` selects it."""
 
     @property
     def response_tokens(self) -> int:
@@ -110,10 +111,9 @@ class RowRules:
 
     mask_beyond: int | None
     """With `stale_action: mask`, tokens that are older than this, in versions, are masked; None masks none."""
-    filter_groups: bool
-    """Mark samples whose trajectories all have the same reward as `filtered` (DAPO, https://arxiv.org/abs/2503.14476).
-    This compares the Rollouter's scores; the overlong penalty, the KL penalty and the Trainer's reward model come
-    later."""
+    group_filter: str | None
+    """`algorithm.filter_groups.drop`: mark the samples that it selects as `filtered`. It gets the Rollouter's scores;
+    the overlong penalty, the KL penalty and the Trainer's reward model come later. None: no filter."""
     vocab_size: int | None
     """Size of the model's vocabulary. None if it is unknown: then only negative token ids are refused."""
     rewound: bool = False
@@ -127,6 +127,7 @@ def prepare_sample(sample: Sample, *, lease_id: int, trainer_version: int, rules
     Raises:
         BugError: a token's version is newer than the Trainer's, without a rewind or a replay that explains it.
         UnusableRowError: see `check_row` and `check_trajectories`.
+        UserCodeError: the user's filter raised.
     """
     rows, was_stale = [], False
     for row in sample.rows:
@@ -140,7 +141,7 @@ def prepare_sample(sample: Sample, *, lease_id: int, trainer_version: int, rules
     untrainable = None
     if not any(row.loss_mask.any() for row in rows):
         untrainable = DropReason.STALE if was_stale else DropReason.FILTERED
-    elif rules.filter_groups and rewards_are_equal(rewards):
+    elif rules.group_filter and load_function(rules.group_filter, _FILTER_KEY, GROUP_FILTERS)(rewards):
         untrainable = DropReason.FILTERED
     return TrainSample(
         sample_id=sample.sample_id,
@@ -161,6 +162,11 @@ def rewards_are_equal(rewards: Sequence[float]) -> bool:
     Dynamic sampling drops such samples (DAPO, https://arxiv.org/abs/2503.14476 eq. 11).
     """
     return all(reward == rewards[0] for reward in rewards)
+
+
+GROUP_FILTERS: dict[str, Callable[[Sequence[float]], bool]] = {"equal_rewards": rewards_are_equal}
+"""Names of `algorithm.filter_groups.drop`."""
+_FILTER_KEY = "algorithm.filter_groups.drop"
 
 
 def rows_by_trajectory(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:

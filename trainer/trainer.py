@@ -287,7 +287,7 @@ def row_rules(config: Config, lineage: int) -> RowRules:
     text: Any = described.get("text_config") or {}
     return RowRules(
         mask_beyond=drift.max_staleness if drift.stale_action == "mask" else None,
-        filter_groups=config.algorithm.filter_groups.enable,
+        group_filter=config.algorithm.filter_groups.drop if config.algorithm.filter_groups.enable else None,
         vocab_size=described.get("vocab_size") or text.get("vocab_size"),
         rewound=lineage > 0,
     )

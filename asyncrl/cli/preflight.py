@@ -14,6 +14,7 @@ from asyncrl.config.model_files import check_model_files
 from asyncrl.config.plan import GIB, checkpoint_bytes
 from asyncrl.config.problems import ConfigProblem, errors, warning
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm import own_functions
 
 _ROWS_S = 4.0
 """Time after which the remaining rows of data files are left to the Rollouter."""
@@ -26,12 +27,17 @@ def preflight(outcome: CheckedConfig) -> CheckedConfig:
     """
     if outcome.config is None or errors(outcome.problems):
         return outcome
-    from rollouter.prompts.check import check_data
+    from rollouter.prompts.check import check_data, check_own_data
     from rollouter.rewards.check import RewardCheck
 
     config = outcome.config
     rewards = RewardCheck(config)  # runs beside the other checks
-    found = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S), *rewards.problems()]
+    found = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S), *check_own_data(config)]
+    if own_functions(config):  # importing torch takes seconds
+        from trainer.algorithms.own_functions import check_own_functions
+
+        found += check_own_functions(config)
+    found += rewards.problems()
     if config.ray.address is not None:  # the cluster may have other files
         found = [replace(problem, severity="warning") for problem in found]
     return outcome.with_problems([*found, *_disk(config)])

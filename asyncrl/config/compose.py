@@ -519,7 +519,8 @@ def _validate(tree: Tree) -> tuple[Config | None, list[ConfigProblem]]:
     try:
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True), []
     except pydantic.ValidationError as error:
-        return None, [_type_problem(detail) for detail in error.errors(include_url=False)]
+        problems = [_type_problem(detail) for detail in error.errors(include_url=False)]
+        return None, list({problem.key: problem for problem in reversed(problems)}.values())[::-1]  # one of a union
 
 
 def _type_problem(detail: Any) -> ConfigProblem:
@@ -549,7 +550,7 @@ def _type_problem(detail: Any) -> ConfigProblem:
 def _valid_value(kind: str, given: Any, *, is_list: bool) -> str:
     """Return the fix for a value that is not of `kind`."""
     if isinstance(given, str) and "one of " in kind:
-        close = get_close_matches(given, kind.partition("one of ")[2].split(", "), n=1)
+        close = get_close_matches(given, kind.partition("one of ")[2].partition(" or ")[0].split(", "), n=1)
         if close and close[0] != given:
             return f"did you mean {close[0]}? It is {kind}"
     example = f", e.g. [{given}]" if is_list and isinstance(given, (str, int, float)) else ""

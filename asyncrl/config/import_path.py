@@ -1,16 +1,123 @@
-"""Import the object that a configuration names as `module:name` or `path/file.py:name`."""
+"""The one way from a name in the configuration to code: tables of built-in objects, `module:name`, `path/file.py:name`.
+
+Whatever users may extend has a table of its built-in parts by name. `load_registered` finds a name in the table or
+imports it; `load_function` also makes errors of the user's function name its file and line.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncrl.core.failures import ConfigError, UserCodeError
+from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
+
+_FILE_MODULE = "asyncrl_user_"
+"""Prefix of the module names of the user's files."""
+
+
+def load_registered(name: str, key: str, built_in: Mapping[str, Any], kind: str) -> Any:
+    """Load an object by the name in the configuration: a built-in, `module:name`, `module.name` or `path/file.py:name`.
+
+    Args:
+        built_in: Objects or their import paths by short name.
+        kind: `Class` or `function`, for the error.
+
+    Raises:
+        ConfigError: there is no such object.
+        UserCodeError: the module raised when it was imported.
+    """
+    target = built_in.get(name, name)
+    if not isinstance(target, str):
+        return target
+    if ":" not in target:
+        module, dot, attribute = target.rpartition(".")
+        if not dot:
+            raise ConfigError(
+                f"{key}: {name!r} is not built in{nearest(name, list(built_in))}; name your own as "
+                f"module:{kind} or path/file.py:{kind}"
+            )
+        target = f"{module}:{attribute}"
+    return load_object(target, key)
+
+
+def load_function(name: str, key: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Load a function like `load_registered`. A user's function raises a UserCodeError that names its file and line.
+
+    Raises:
+        ConfigError: there is no such function.
+        UserCodeError: the module raised when it was imported.
+    """
+    function = load_registered(name, key, built_in, "function")
+    if name in built_in:
+        return function
+    if not callable(function):
+        raise ConfigError(f"{key}: {name} is a {type(function).__name__}, not a function")
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            place = raised_at(error, source_of(function)) or name
+            raise UserCodeError.wrap(f"{key}: {place}: {type(error).__name__}: {error}", error) from error
+
+    return guarded
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """Return the file of a function or class; empty if it has none."""
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function)) or ""
+    except TypeError:
+        return ""
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Return `file:line` of the definition, or the function's `repr`."""
+    try:
+        return f"{source_of(function)}:{inspect.getsourcelines(inspect.unwrap(function))[1]}"
+    except (OSError, TypeError):
+        return repr(function)
+
+
+def raised_at(error: BaseException, file: str) -> str:
+    """Return `file:line` of the last frame of `error` in `file`; empty if it has none there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{frames[-1].lineno}" if frames else ""
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature, or None: some compiled functions have none."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return None
+
+
+def call_problem(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Describe why the function cannot be called with these arguments; empty if it can."""
+    signature = signature_of(function)
+    if signature is None:
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", repr(function))
+        unknown = [one for one in kwargs if one not in signature.parameters]
+        hint = nearest(unknown[0], list(signature.parameters)) if unknown else ""
+        return f"{name}{signature}: {error}{hint}"
+    return ""
 
 
 def load_object(reference: str, key: str) -> Any:
@@ -70,13 +177,13 @@ def import_module(name: str, key: str) -> ModuleType:
 
 def _import_file(location: str, key: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
-    if not path.is_file():
-        siblings = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(f"{key}: there is no file {path}{nearest(path.name, siblings)}")
-    name = f"asyncrl_user_{path.stem}"
+    name = f"{_FILE_MODULE}{path.stem}"
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded  # a file that two keys name is one module, with one state
+    if not path.is_file():
+        siblings = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(f"{key}: there is no file {path}{nearest(path.name, siblings)}")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -85,5 +192,6 @@ def _import_file(location: str, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UserCodeError.wrap(f"{key}: importing {path} failed: {error}", error) from error
+        place = raised_at(error, str(path)) or path
+        raise UserCodeError.wrap(f"{key}: importing {place} failed: {error}", error) from error
     return module

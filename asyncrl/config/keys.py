@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from asyncrl.config import foreign_keys
 from asyncrl.config.foreign_keys import ForeignKey
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.base import ConfigSection
+from asyncrl.config.sections.base import ConfigSection, ImportPath
 
 _TYPES: Mapping[Any, str] = {
     bool: "true or false",
@@ -109,6 +109,8 @@ def _as_json(value: Any) -> Any:
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     """Return a type in words."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if annotation == ImportPath:
+        return "module:name or path/file.py:name"
     if origin is Annotated:
         return describe(args[0], tuple(args[1:]) + metadata)
     if origin in (Union, types.UnionType):

@@ -74,13 +74,19 @@ def no_effect(patterns: str, applies: Callable[[Config], Any], because: str, fix
 
 
 def only_with(patterns: str, key: str, *values: Any) -> NoEffectRule:
-    """Return the rule for keys (patterns separated by spaces) that have an effect only with these values of `key`."""
+    """Return the rule for keys (patterns separated by spaces) that have an effect only with these values of `key`, or
+    perhaps with a function of the user's."""
     return NoEffectRule(
         tuple(patterns.split()),
-        lambda config: configured(config, key) not in values,
+        lambda config: not (configured(config, key) in values or is_own(configured(config, key))),
         lambda config: f"{key} is {format_value(configured(config, key))}",
         f"set {key} to {' or '.join(map(format_value, values))}",
     )
+
+
+def is_own(value: Any) -> bool:
+    """Whether a value names a part of the user's own (`sections.base.ImportPath`)."""
+    return isinstance(value, str) and ":" in value
 
 
 def configured(config: Config, key: str) -> Any:

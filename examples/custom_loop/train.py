@@ -36,7 +36,7 @@ from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.types import SampleId
 from trainer.batches import TrainRow
-from trainer.engines.base import AggMode, EngineSpec, LossParts, Tokens, TokenScores
+from trainer.engines.base import EngineSpec, LossParts, Tokens, TokenScores
 from trainer.engines.registry import EngineRegistry
 from trainer.workers.tensors import to_batch
 from trainer.workers.worker import TrainingWorker
@@ -60,7 +60,7 @@ class WeightedLogLikelihood:
     computed beforehand.
     """
 
-    agg_mode: AggMode = "seq-mean-token-sum"
+    agg_mode: str = "seq-mean-token-sum"
     agg_scale = 1.0
     entropy_gradient = False
 

@@ -15,12 +15,12 @@ import anyio
 from anyio import to_thread
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
-from asyncrl.config.import_path import load_object
+from asyncrl.config.import_path import call_problem, load_object
 from asyncrl.config.sections.rollout import AgentConfig
 from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, UserCodeError
 from rollouter.gateway.protocol import PostedReward, checked_reward
 from rollouter.gateway.task import AgentTask
-from rollouter.user_code import call_problem, describe, is_async
+from rollouter.user_code import describe, is_async
 
 KEY = "rollout.agent.program"
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import anyio
 
-from asyncrl.config.import_path import nearest
+from asyncrl.config.import_path import call_problem, load_registered, nearest
 from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.rollout import InteractionConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from rollouter.interactions.base import Environment, EpisodeContext
 from rollouter.interactions.session import CLOSE_S, ConfiguredInteraction, InteractionSession
-from rollouter.user_code import call_problem, describe, load_registered
+from rollouter.user_code import describe
 
 BUILT_IN = {
     "scripted": "rollouter.interactions.builtin:ScriptedUser",

@@ -13,12 +13,13 @@ from typing import Any, Self, TypeVar
 
 import anyio
 
+from asyncrl.config.import_path import call_problem
 from asyncrl.config.sections.rollout import InteractionConfig
 from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
 from asyncrl.core.text import encodable, encodable_values
 from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
-from rollouter.user_code import call_problem, describe, finite, shown
+from rollouter.user_code import describe, finite, shown
 
 T = TypeVar("T")
 

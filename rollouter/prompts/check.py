@@ -11,16 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncrl.config.environment import local_path
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import DataError
-from rollouter.prompts.dataset import json_row, parse_row
+from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
+from asyncrl.core.types import Prompt
+from rollouter.prompts.dataset import OwnRows, json_row, parse_row
+from rollouter.prompts.source import own_order
 from rollouter.requests import refuse_own_distribution
 
 CHECK_S = 5.0
 """Time after which the remaining rows are left to the Rollouter."""
 _BATCH_ROWS = 100
+_FIX = "correct the function; docs/extending.md has an example of each"
 
 
 def check_data(
@@ -57,6 +62,35 @@ def _problem(config: Config, key: str, name: str, consequence: str, fix: str) ->
     problem = ConfigProblem(key, name, consequence, fix)
     # The cluster may have another file under this name.
     return problem if config.ray.address is None else replace(problem, severity="warning")
+
+
+def check_own_data(config: Config) -> Iterator[ConfigProblem]:
+    """Call the user's `data.dataset`, and check its first rows; call `data.sampler` for a few prompts."""
+    data = config.data
+    if data.dataset is not None:
+        try:
+            for split in ("train", "val"):
+                rows = OwnRows.load(data, split)
+                if rows is not None and not len(rows):
+                    raise DataError(f"{data.dataset} returned no rows for {split!r}")
+                for index in range(min(len(rows), _BATCH_ROWS) if rows is not None else 0):
+                    parse_row(rows.row(index), rows.where(index))
+        except AsyncRLError as error:
+            yield ConfigProblem("data.dataset", data.dataset, error.message.removeprefix("data.dataset: "), _FIX)
+    if data.sampler is not None:
+        toys = [
+            Prompt(np.zeros(2, np.int32), ({"role": "user", "content": str(n)},), "default", None, {"index": n})
+            for n in range(8)
+        ]
+        try:
+            one, again = (own_order(data.sampler, toys, seed=config.seed, epoch=0) for _ in range(2))
+            if (one != again).any():
+                raise ConfigError(
+                    "two calls for the same epoch returned different orders, so a resumed run would repeat some "
+                    "prompts and miss others; draw from np.random.default_rng([seed, epoch])"
+                )
+        except AsyncRLError as error:
+            yield ConfigProblem("data.sampler", data.sampler, error.message.removeprefix("data.sampler: "), _FIX)
 
 
 def rows_of(name: str, path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -10,13 +10,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from asyncrl.assets import resolve
-from asyncrl.config.import_path import nearest
-from asyncrl.config.sections.data import ReasoningGymConfig
+from asyncrl.config.import_path import call_problem, defined_at, load_function, nearest
+from asyncrl.config.sections.data import DataConfig, ReasoningGymConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from asyncrl.core.text import MAX_DEPTH, TOO_DEEP, parse_json
 from asyncrl.core.types import Media
@@ -46,6 +46,47 @@ class RowSource(Protocol):
 
     def directory(self, index: int) -> Path | None:
         """Return the base of relative paths in the row, or None for the working directory."""
+
+
+class OwnRows:
+    """The rows that the user's function `data.dataset` returns."""
+
+    def __init__(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._name, self._rows = name, rows
+
+    @classmethod
+    def load(cls, data: DataConfig, split: str) -> Self | None:
+        """Call `data.dataset`; None if it returns no rows for this split. Blocking.
+
+        Raises:
+            ConfigError: the function does not take the arguments, or returns no sequence.
+            UserCodeError: the function raised.
+        """
+        key, name = "data.dataset", str(data.dataset)
+        function = load_function(name, key, {})
+        if problem := call_problem(function, split, **data.dataset_kwargs):
+            raise ConfigError(f"{key}: {defined_at(function)}: it is called with (split, **dataset_kwargs): {problem}")
+        rows = function(split, **data.dataset_kwargs)
+        if rows is None and split != "train":
+            return None
+        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+            raise ConfigError(f"{key}: {name} returned {shown(rows)} for {split!r}; expected a sequence of rows")
+        return cls(f"{name} {split}", rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        row = self._rows[index]
+        if not isinstance(row, Mapping):
+            raise DataError(f"{self.where(index)}: {shown(row)} is not a row; return mappings with a `prompt`")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self._name}, row {index}"
+
+    def directory(self, index: int) -> Path | None:
+        return None
 
 
 class PromptRow(NamedTuple):

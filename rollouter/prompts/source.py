@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.import_path import call_problem, defined_at, load_function
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rollout import SamplingConfig
-from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from asyncrl.core.types import Prompt, SampleId
 from rollouter.prompts.chat_template import Overlong, encode, fit
-from rollouter.prompts.dataset import FileRows, GymRows, PromptRow, RowSource, parse_row
+from rollouter.prompts.dataset import FileRows, GymRows, OwnRows, PromptRow, RowSource, parse_row
 from rollouter.prompts.media import MessagesWithMedia, VisionEncoder
 from rollouter.requests import refuse_own_distribution
+from rollouter.user_code import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,12 +129,17 @@ class PromptSet:
 
 
 class ShuffledPrompts:
-    """A `PromptSource` that repeats the training set, with a different seeded order in each epoch."""
+    """A `PromptSource` that repeats the training set, with a different seeded order in each epoch.
 
-    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
+    Args:
+        sampler: `data.sampler`, or None.
+    """
+
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool, sampler: str | None = None) -> None:
         self._prompts = prompts
+        order = partial(own_order, sampler, prompts) if sampler else partial(epoch_order, len(prompts), shuffle=shuffle)
         # At most a few epochs are in flight at once.
-        self._order = lru_cache(maxsize=4)(lambda epoch: epoch_order(len(prompts), seed, epoch, shuffle=shuffle))
+        self._order = lru_cache(maxsize=4)(lambda epoch: order(seed=seed, epoch=epoch))
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -158,6 +165,27 @@ def epoch_order(num_prompts: int, seed: int, epoch: int, *, shuffle: bool) -> ND
     if not shuffle:
         return np.arange(num_prompts, dtype=np.int64)
     return np.random.default_rng([seed, epoch]).permutation(num_prompts)
+
+
+def own_order(sampler: str, prompts: Sequence[Prompt], *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the order that the user's function `data.sampler` chooses for an epoch, int64 `[len(prompts)]`.
+
+    Raises:
+        ConfigError: the function does not take the arguments.
+        UserCodeError: it raised, or did not return as many prompt numbers as there are prompts.
+    """
+    key = "data.sampler"
+    function = load_function(sampler, key, {})
+    if problem := call_problem(function, prompts, epoch=epoch, seed=seed):
+        raise ConfigError(f"{key}: {defined_at(function)}: it is called with (prompts, epoch=, seed=): {problem}")
+    order = np.asarray(function(prompts, epoch=epoch, seed=seed))
+    is_numbers = order.shape == (len(prompts),) and order.dtype.kind in "iu"
+    if not (is_numbers and ((order >= 0) & (order < len(order))).all()):
+        raise UserCodeError(
+            f"{key}: {defined_at(function)}: it returned {shown(order)} for epoch {epoch}; expected {len(prompts)} "
+            f"prompt numbers from 0 to {len(prompts) - 1}, some of which may repeat"
+        )
+    return order.astype(np.int64)
 
 
 class LoadedPrompts(NamedTuple):
@@ -189,11 +217,17 @@ def load_prompts(
 
     def load(split: str, max_samples: int | None) -> PromptSet | None:
         key = f"data.{split}_files"
+        rows: RowSource
         try:
-            if gym := data.reasoning_gym:
+            if data.dataset is not None:
+                own = OwnRows.load(data, split)
+                if own is None:
+                    return None
+                key, rows = "data.dataset", own
+            elif gym := data.reasoning_gym:
                 if split == "val" and not gym.val_size:
                     return None
-                rows: RowSource = GymRows(gym, split=split, seed=config.seed)
+                rows = GymRows(gym, split=split, seed=config.seed)
             elif files := data.train_files if split == "train" else data.val_files:
                 rows = FileRows(files, key=key, cache_dir=cache_dir)
             else:
@@ -232,7 +266,7 @@ def load_prompts(
         raise ConfigError("data.train_files: empty, and data.reasoning_gym is null; set one of the two")
     val = load("val", data.max_val_samples)
     return LoadedPrompts(
-        train=ShuffledPrompts(train, seed=config.seed, shuffle=data.shuffle),
+        train=ShuffledPrompts(train, seed=config.seed, shuffle=data.shuffle, sampler=data.sampler),
         val=val,
         num_filtered=train.num_filtered,
         num_val_filtered=val.num_filtered if val else 0,

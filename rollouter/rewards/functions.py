@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 from anyio import to_process, to_thread
 
+from asyncrl.config.import_path import call_problem, load_registered, signature_of
 from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
@@ -22,7 +23,7 @@ from asyncrl.core.ports import Score
 from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
-from rollouter.user_code import call_problem, finite, is_async, load_registered, shown, signature_of
+from rollouter.user_code import finite, is_async, shown
 
 
 def exact_match(

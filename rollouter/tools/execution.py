@@ -22,6 +22,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from asyncrl.config.import_path import call_problem
 from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.failures import BugError, ConfigError, UserCodeError
 from asyncrl.core.text import encodable
@@ -30,7 +31,7 @@ from asyncrl.profiling import profile
 from rollouter.drop_policy import ToolFailedError
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse
 from rollouter.tools.loading import LoadedTool, parse_arguments
-from rollouter.user_code import call_problem, describe, finite, shorten, shown
+from rollouter.user_code import describe, finite, shorten, shown
 from skip.stages import ToolOutcome
 
 logger = logging.getLogger(__name__)

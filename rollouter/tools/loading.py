@@ -13,14 +13,14 @@ import jsonschema  # type: ignore[import-untyped]
 from jsonschema.exceptions import SchemaError, best_match  # type: ignore[import-untyped]
 from referencing import Registry
 
-from asyncrl.config.import_path import load_object
+from asyncrl.config.import_path import call_problem, load_object, load_registered
 from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.rollout import McpServerConfig, ToolConfig
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.core.text import encodable_values, parse_json
 from rollouter.tools.base import BaseTool
 from rollouter.tools.function import as_tool
-from rollouter.user_code import call_problem, describe, load_registered, shorten
+from rollouter.user_code import describe, shorten
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """The names of functions that OpenAI's API accepts."""

@@ -16,7 +16,7 @@ from trainer.engines.base import LossParts, Tokens, TokenScores
 class Likelihood:
     """Negative log-likelihood of the trained tokens."""
 
-    agg_mode: Literal["token-mean"] = "token-mean"
+    agg_mode: str = "token-mean"
     agg_scale = 1.0
     entropy_gradient = False
 

@@ -44,7 +44,7 @@ SETTINGS = LoopSettings(
     seed=0,
     call_limit_s=5.0,
 )
-RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+RULES = RowRules(mask_beyond=None, group_filter=None, vocab_size=None)
 
 
 class TrainerRig:

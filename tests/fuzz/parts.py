@@ -201,7 +201,7 @@ class TrainPart(FuzzPart):
         drift = launch.config.async_training
         rules = RowRules(
             mask_beyond=drift.max_staleness if drift.stale_action == "mask" else None,
-            filter_groups=False,
+            group_filter=None,
             vocab_size=None,
             rewound=self.lineage > 0,
         )

@@ -115,7 +115,7 @@ async def test_samples_of_later_passes_are_trained_once(recorded: Recorded) -> N
 
 
 async def test_drops_are_events_with_their_reason(recorded: Recorded) -> None:
-    rig = TrainerRig(total_steps=1, rules=replace(RULES, filter_groups=True), total_samples=4)
+    rig = TrainerRig(total_steps=1, rules=replace(RULES, group_filter="equal_rewards"), total_samples=4)
     rewards = {1: (1.0, 1.0)}
 
     def reject(batch: Any) -> None:

@@ -21,7 +21,7 @@ from tests.fakes.trainer_parts import FakeGroup, forked, make_sample
 from trainer.batches import RowRules, TrainSample, prepare_sample
 from trainer.experience import Experience, ExperienceBuilder
 
-RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+RULES = RowRules(mask_beyond=None, group_filter=None, vocab_size=None)
 VERSION = 5
 LENGTHS = (4, 2, 3)
 REWARDS = ((1.0, 0.0), (0.5, 0.25), (0.0, 0.0))

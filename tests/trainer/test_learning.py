@@ -21,7 +21,7 @@ from trainer.workers.placement import plan_groups, reference_is_actor
 
 LENGTH, GROUP, GROUPS, STEPS = 4, 8, 4, 30
 REWARDED = 3
-RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=VOCAB)
+RULES = RowRules(mask_beyond=None, group_filter=None, vocab_size=VOCAB)
 
 
 class Run:

@@ -170,7 +170,7 @@ async def test_only_unusable_samples_stop_the_run() -> None:
 
 
 async def test_groups_of_equal_rewards_are_replaced() -> None:
-    rig = TrainerRig(rules=replace(RULES, filter_groups=True), total_steps=1)
+    rig = TrainerRig(rules=replace(RULES, group_filter="equal_rewards"), total_steps=1)
 
     def make(sample_id: SampleId) -> Any:
         return make_sample(sample_id, (1.0, 1.0) if sample_id.index in (1, 3) else (0.0, 1.0))
@@ -185,7 +185,7 @@ async def test_too_many_filtered_samples_in_a_row_stop_the_run() -> None:
     def make(sample_id: SampleId) -> Any:
         return make_sample(sample_id, (1.0, 1.0) if sample_id.index != 3 else (0.0, 1.0))
 
-    rig = TrainerRig(rules=replace(RULES, filter_groups=True), max_consecutive_filtered=3)
+    rig = TrainerRig(rules=replace(RULES, group_filter="equal_rewards"), max_consecutive_filtered=3)
     with pytest.raises(ExceptionGroup) as caught:
         await rig.run_while_feeding(20, make)
     assert isinstance(caught.value.exceptions[0], DataError)

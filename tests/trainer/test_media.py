@@ -57,7 +57,7 @@ def rows_of(
         reward=1.0,
     )
     sample = Sample(SampleId(0, 1), (row,), media=tuple(media))
-    rules = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+    rules = RowRules(mask_beyond=None, group_filter=None, vocab_size=None)
     return list(prepare_sample(sample, lease_id=1, trainer_version=0, rules=rules).rows)
 
 

@@ -16,7 +16,7 @@ from tests.fakes.trainer_parts import forked, make_sample
 from trainer.batches import RowRules, TrainRow, TrainSample, check_row, prepare_sample
 from trainer.step_records import sample_metrics
 
-RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+RULES = RowRules(mask_beyond=None, group_filter=None, vocab_size=None)
 VOCAB = 24
 
 
@@ -78,7 +78,7 @@ def test_a_token_of_a_newer_version_is_a_bug() -> None:
 def test_groups_of_equal_rewards_are_filtered_only_if_configured(rewards: tuple[float, ...], filtered: bool) -> None:
     sample = make_sample(SampleId(0, 1), rewards)
     assert prepared(sample).untrainable is None
-    with_filter = prepared(sample, rules=replace(RULES, filter_groups=True))
+    with_filter = prepared(sample, rules=replace(RULES, group_filter="equal_rewards"))
     assert with_filter.untrainable is (DropReason.FILTERED if filtered else None)
 
 
@@ -134,7 +134,7 @@ def test_a_forked_trajectory_counts_once_in_its_sample() -> None:
 @pytest.mark.parametrize(("rewards", "flat"), [((1.0,), True), ((1.0, 1.0), True), ((1.0, 0.0), False)])
 def test_equality_of_rewards_is_judged_by_trajectory(rewards: tuple[float, ...], flat: bool) -> None:
     sample = forked(make_sample(SampleId(0, 1), rewards), 0, [1, 1], [1], [0, 1])
-    found = prepared(sample, rules=replace(RULES, filter_groups=True))
+    found = prepared(sample, rules=replace(RULES, group_filter="equal_rewards"))
     assert found.untrainable is (DropReason.FILTERED if flat else None)
 
 

@@ -17,8 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.config.import_path import load_function
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.core.failures import BugError, ConfigError
+from asyncrl.core.failures import BugError, ConfigError, UserCodeError
+from trainer.algorithms.losses import shape_of
 from trainer.algorithms.rewards import Trajectories
 
 STD_EPSILON = 1e-6
@@ -45,6 +47,11 @@ class AdvantageInputs(NamedTuple):
     baseline_rewards: Tensor | None = None
     """`[B]`: score of the greedy response; `remax` only."""
 
+    @property
+    def score_groups(self) -> Tensor:
+        """int64 `[T]`: the sample of each score."""
+        return self.groups[self.trajectories.first]
+
 
 class Advantages(NamedTuple):
     """Advantages and returns, both `[B, R]`, 0 where `response_mask` is False."""
@@ -60,12 +67,31 @@ AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 def advantage_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
     """Return the estimator that `algorithm.adv_estimator` names.
 
+    A user's function may also return one advantage for each score, `[T]`, or for each token, `[B, R]`.
+
     The estimator raises:
         ConfigError: a group has one response, and the estimator's baseline is the rest of the group.
         BugError: values or greedy baselines are missing.
+        UserCodeError: the user's function raised, or returned something else.
     """
-    estimate = ESTIMATORS[algorithm.adv_estimator]
-    return lambda inputs: estimate(inputs, algorithm)
+    key = "algorithm.adv_estimator"
+    estimate = load_function(algorithm.adv_estimator, key, ESTIMATORS)
+
+    def estimated(inputs: AdvantageInputs) -> Advantages:
+        result = estimate(inputs, algorithm)
+        if isinstance(result, Advantages):
+            return result
+        if isinstance(result, Tensor) and result.shape == inputs.scores.shape:
+            return _outcome(inputs, result.to(inputs.scores))
+        if isinstance(result, Tensor) and result.shape == inputs.token_rewards.shape:
+            returns = discounted(inputs.token_rewards, inputs.response_mask, 1.0)
+            return Advantages(result.to(returns) * inputs.response_mask, returns)
+        raise UserCodeError(
+            f"{key}: {algorithm.adv_estimator} returned {shape_of(result)}; expected Advantages, or a tensor of shape "
+            f"{tuple(inputs.scores.shape)} (one per score) or {tuple(inputs.token_rewards.shape)} (one per token)"
+        )
+
+    return estimated
 
 
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
@@ -225,7 +251,7 @@ class _Groups:
 
     def __init__(self, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> None:
         self.scores = inputs.scores
-        self._groups = inputs.groups[inputs.trajectories.first]
+        self._groups = inputs.score_groups
         self._num_groups = int(inputs.groups.max()) + 1
         self.size = self.sum(torch.ones_like(self.scores))
         if bool((self.size == 1).any()):

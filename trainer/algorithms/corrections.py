@@ -18,9 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.config.import_path import load_function
 from asyncrl.config.sections.algorithm import RolloutCorrectionConfig
+from asyncrl.core.failures import UserCodeError
 from asyncrl.core.records import Metrics
-from trainer.algorithms.losses import Rows, mismatch_kl, probability_ratio
+from trainer.algorithms.losses import Rows, mismatch_kl, probability_ratio, shape_of
 
 MAX_AGE = 3
 """Tokens of this age in versions, and older ones, are counted together."""
@@ -93,16 +95,16 @@ def correct(
 def importance_weights(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> ImportanceWeights:
     """Return the importance weights proximal / behaviour, within thresholds, of trained tokens; `log_ratio` is `[N]`.
 
-    With `rollout_is: sequence` each token has the weight of its row.
+    With `rollout_is: sequence` each token has the weight of its row. A user's function gets `(log_ratio, rows)` and
+    returns weights `[N]`, which are bounded like the others.
 
     `truncate` bounds weights by the upper threshold: TIS, `min(ρ, C)`. `mask` sets weights outside the thresholds to 0:
     MIS `ρ · [ρ ≤ C]` or, with a lower threshold, IcePop's `ρ · [low ≤ ρ ≤ C]`. A token of weight 0 still counts in the
     denominators of the loss. `rollout_is_batch_normalize` then divides the weights by their mean over tokens, or
     over rows for sequence weights.
     """
-    if config.rollout_is == "sequence":
-        log_ratio = rows.spread(rows.sum(log_ratio))
-    weights = probability_ratio(log_ratio)
+    key = "algorithm.rollout_correction.rollout_is"
+    weights = _checked(load_function(config.rollout_is, key, WEIGHTS)(log_ratio, rows), log_ratio, key)
     over = weights > config.rollout_is_threshold
     if config.rollout_is_mode == "truncate":
         clipped, masked = over, torch.zeros_like(over)
@@ -120,36 +122,55 @@ def importance_weights(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionC
     return ImportanceWeights(weights, clipped, masked)
 
 
+WEIGHTS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+    "token": lambda log_ratio, rows: probability_ratio(log_ratio),
+    "sequence": lambda log_ratio, rows: probability_ratio(rows.spread(rows.sum(log_ratio))),
+}
+"""Names of `algorithm.rollout_correction.rollout_is`."""
+
+
+def _checked(values: object, log_ratio: Tensor, key: str) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != log_ratio.shape:
+        raise UserCodeError(f"{key}: the function returned {shape_of(values)}; expected one number per token")
+    return values
+
+
 def rejection_mask(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> Tensor:
     """Return which tokens `rollout_rs` keeps, bool `[N]`.
 
-    `geometric` keeps the rows whose `exp(mean log_ratio)` is within [low, high]. The other modes compare a statistic
-    with the threshold: `k1 = |log_ratio|`, `k2 = log_ratio² / 2` or `k3 = e^log_ratio - 1 - log_ratio`. `token_*`
-    reject a token by its own statistic; `seq_*_*` reject a row by the sum, mean or maximum over its tokens. Sum and
-    mean of k1 are taken before the absolute value, so that deviations of opposite sign cancel.
+    A token is kept if each statistic is within its bounds: `k1 = log_ratio`, `k2 = log_ratio² / 2` or `k3 =
+    e^log_ratio - 1 - log_ratio` of the token (`token_*`), or their sum, mean or maximum over the tokens of its row
+    (`seq_*_*`); `geometric` is the mean log ratio. Sum and mean of k1 have a sign, so deviations of opposite sign
+    cancel; `seq_max_k1` is the largest |log_ratio|. A user's function gets `(log_ratio, rows)` and returns a statistic
+    `[N]`.
     """
-    name, threshold = config.rollout_rs, config.rejection_bound
-    if name == "geometric":
-        ratio = probability_ratio(rows.mean(log_ratio))
-        low = config.rollout_rs_threshold_low or 1.0 / threshold
-        return rows.spread((ratio >= low) & (ratio <= threshold))
-    statistic = _STATISTICS[name[-2:]](log_ratio)
-    level = name[:-3]
-    if level == "token":
-        return statistic.abs() <= threshold
-    return rows.spread(_LEVELS[level](rows, statistic).abs() <= threshold)
+    key, keep = "algorithm.rollout_correction.rollout_rs", torch.ones_like(log_ratio).bool()
+    for rule in config.rejections:
+        statistic = _checked(load_function(rule.name, key, REJECTIONS)(log_ratio, rows), log_ratio, key)
+        keep &= (statistic >= rule.low) & (statistic <= rule.high)
+    return keep
 
 
-_STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda log_ratio: log_ratio,
-    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
-    "k3": lambda log_ratio: mismatch_kl(log_ratio, torch.zeros_like(log_ratio)),
+def _k3(log_ratio: Tensor) -> Tensor:
+    return mismatch_kl(log_ratio, torch.zeros_like(log_ratio))
+
+
+REJECTIONS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+    "geometric": lambda log_ratio, rows: rows.spread(rows.mean(log_ratio)),
+    "token_k1": lambda log_ratio, rows: log_ratio,
+    "token_k2": lambda log_ratio, rows: 0.5 * log_ratio.square(),
+    "token_k3": lambda log_ratio, rows: _k3(log_ratio),
+    "seq_sum_k1": lambda log_ratio, rows: rows.spread(rows.sum(log_ratio)),
+    "seq_sum_k2": lambda log_ratio, rows: rows.spread(rows.sum(0.5 * log_ratio.square())),
+    "seq_sum_k3": lambda log_ratio, rows: rows.spread(rows.sum(_k3(log_ratio))),
+    "seq_mean_k1": lambda log_ratio, rows: rows.spread(rows.mean(log_ratio)),
+    "seq_mean_k2": lambda log_ratio, rows: rows.spread(rows.mean(0.5 * log_ratio.square())),
+    "seq_mean_k3": lambda log_ratio, rows: rows.spread(rows.mean(_k3(log_ratio))),
+    "seq_max_k1": lambda log_ratio, rows: rows.spread(rows.max(log_ratio.abs())),
+    "seq_max_k2": lambda log_ratio, rows: rows.spread(rows.max(0.5 * log_ratio.square())),
+    "seq_max_k3": lambda log_ratio, rows: rows.spread(rows.max(_k3(log_ratio))),
 }
-_LEVELS: dict[str, Callable[[Rows, Tensor], Tensor]] = {
-    "seq_sum": lambda rows, statistic: rows.sum(statistic),
-    "seq_mean": lambda rows, statistic: rows.mean(statistic),
-    "seq_max": lambda rows, statistic: rows.max(statistic.abs()),
-}
+"""Names of `algorithm.rollout_correction.rollout_rs`."""
 
 
 def weight_means(weighted: ImportanceWeights) -> dict[str, Tensor]:

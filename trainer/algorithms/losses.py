@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.config.import_path import load_function
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.core.failures import UserCodeError
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ± this value before `exp`: e^20 is far outside any clip range, and inf · 0 would be nan."""
@@ -29,28 +31,28 @@ def probability_ratio(log_ratio: Tensor) -> Tensor:
     return torch.exp(torch.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _k1(difference: Tensor) -> Tensor:
-    return difference
+def _k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    return log_probs - ref_log_probs
 
 
-def _k2(difference: Tensor) -> Tensor:
-    return 0.5 * difference.square()
+def _k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    return 0.5 * (log_probs - ref_log_probs).square()
 
 
-def _k3(difference: Tensor) -> Tensor:
-    bounded = torch.clamp(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    bounded = torch.clamp(log_probs - ref_log_probs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded
 
 
-def _low_var_kl(difference: Tensor) -> Tensor:
-    return torch.clamp(_k3(difference), max=MAX_LOW_VAR_KL)
+def _low_var_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    return torch.clamp(_k3(log_probs, ref_log_probs), max=MAX_LOW_VAR_KL)
 
 
-def _abs(difference: Tensor) -> Tensor:
-    return difference.abs()
+def _abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    return (log_probs - ref_log_probs).abs()
 
 
-KL_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+KL_ESTIMATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": _k1,
     "k2": _k2,
     "k3": _k3,
@@ -60,7 +62,7 @@ KL_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
 """Names of `algorithm.kl_loss_type` and `algorithm.kl_penalty`."""
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, key: str = "algorithm.kl_loss_type") -> Tensor:
     """Estimate KL(current ‖ reference) in nats, elementwise, from tokens of the current policy.
 
     Estimates are differentiable in `log_probs`. Schulman, http://joschu.net/blog/kl-approx.html. With
@@ -71,8 +73,14 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     - k3: e^-d - 1 + d. Never negative, unbiased, low variance; |d| is bounded by 20.
     - low_var_kl: k3, at most 10 (verl's name and bound).
     - abs: |d|. No KL, a penalty on any difference.
+
+    Raises:
+        UserCodeError: the user's function raised, or returned another shape. `key`: the key that names it.
     """
-    return KL_ESTIMATES[kind](log_probs - ref_log_probs)
+    estimate = load_function(kind, key, KL_ESTIMATES)(log_probs, ref_log_probs)
+    if getattr(estimate, "shape", None) != log_probs.shape:
+        raise UserCodeError(f"{key}: {kind} returned {shape_of(estimate)}; expected one estimate per token")
+    return estimate
 
 
 def mismatch_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
@@ -181,6 +189,30 @@ def reinforce(
 
 POLICY_OBJECTIVES: dict[str, Objective] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
 """Names of `algorithm.policy_loss`."""
+
+
+def policy_terms(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, rows: Rows, algorithm: AlgorithmConfig
+) -> PolicyTerms:
+    """Compute the objective that `algorithm.policy_loss` names. A user's function may return only the loss, `[N]`.
+
+    Raises:
+        UserCodeError: the user's function raised, or returned something else.
+    """
+    name, key = algorithm.policy_loss, "algorithm.policy_loss"
+    terms = load_function(name, key, POLICY_OBJECTIVES)(log_probs, old_log_probs, advantages, rows, algorithm)
+    if isinstance(terms, PolicyTerms):
+        return terms
+    if not isinstance(terms, Tensor) or terms.shape != log_probs.shape:
+        raise UserCodeError(f"{key}: {name} returned {shape_of(terms)}; expected PolicyTerms or one loss per token")
+    ratio = probability_ratio(log_probs - old_log_probs).detach()
+    nothing = torch.zeros_like(ratio).bool()
+    return PolicyTerms(terms, ratio, nothing, nothing)
+
+
+def shape_of(value: object) -> str:
+    """Describe a value of the wrong type or shape."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 class ValueTerms(NamedTuple):

@@ -8,12 +8,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from asyncrl.config.problems import is_own
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.core.failures import BugError
 from asyncrl.core.records import Metrics
 from trainer.algorithms.corrections import by_age, importance_weights, rejection_mask, weight_means, with_sample_size
-from trainer.algorithms.losses import POLICY_OBJECTIVES, Rows, kl_estimate, mismatch_kl, value_loss
-from trainer.engines.base import AggMode, LossParts, Tokens, TokenScores
+from trainer.algorithms.losses import Rows, kl_estimate, mismatch_kl, policy_terms, value_loss
+from trainer.engines.base import LossParts, Tokens, TokenScores
 
 
 class PolicyLoss:
@@ -33,7 +34,7 @@ class PolicyLoss:
     """
 
     def __init__(self, algorithm: AlgorithmConfig, response_length: int) -> None:
-        self.agg_mode: AggMode = algorithm.loss_agg_mode
+        self.agg_mode: str = algorithm.loss_agg_mode
         self.agg_scale = float(algorithm.loss_scale_factor or response_length)
         self.entropy_gradient = algorithm.entropy_coeff > 0
         self._algorithm = algorithm
@@ -42,10 +43,12 @@ class PolicyLoss:
         """Return the rows that may have a gradient, bool `[B]`.
 
         These are the rows with a trained token whose advantage times its weight is not 0; with a KL loss or an entropy
-        bonus, all rows with a trained token.
+        bonus, all rows with a trained token; also with a user's objective, whose gradient may not vanish with the
+        advantage.
         """
         algorithm, mask = self._algorithm, batch["loss_mask"]
-        if self.entropy_gradient or (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0):
+        needs_all = self.entropy_gradient or is_own(algorithm.policy_loss)
+        if needs_all or (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0):
             return mask.any(dim=1)
         signal = batch["advantages"]
         if "is_weights" in batch:
@@ -55,7 +58,7 @@ class PolicyLoss:
     def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
         algorithm, fields = self._algorithm, tokens.fields
         log_probs, rollout_log_probs = scores.log_probs, _field(fields, "rollout_log_probs")
-        terms = POLICY_OBJECTIVES[algorithm.policy_loss](
+        terms = policy_terms(
             log_probs,
             _field(fields, "old_log_probs"),
             _field(fields, "advantages"),
@@ -111,7 +114,7 @@ class ValueLoss:
     """The loss of the critic: squared error against `returns`, clipped around `values`. See `losses.value_loss`."""
 
     entropy_gradient = False
-    agg_mode: AggMode = "token-mean"
+    agg_mode: str = "token-mean"
     agg_scale = 1.0
 
     def __init__(self, cliprange_value: float | None) -> None:

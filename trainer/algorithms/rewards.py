@@ -170,7 +170,7 @@ def kl_penalised(
             mode it is the policy that sampled the tokens, so the KL lags by their staleness.
         kind: `algorithm.kl_penalty`.
     """
-    estimate = kl_estimate(log_probs.double(), ref_log_probs.double(), kind)
+    estimate = kl_estimate(log_probs.double(), ref_log_probs.double(), kind, "algorithm.kl_penalty")
     estimate = torch.where(response_mask, estimate, 0.0)
     of_rows = estimate.sum(dim=1)
     tokens, whole = rewards.tokens - coefficient * estimate, rewards.whole - coefficient * estimate

@@ -21,7 +21,6 @@ from asyncrl.config.sections.data import ModelConfig
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 
 ModelType = Literal["language_model", "value_model", "reward_model"]
-AggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,8 @@ class LossParts(NamedTuple):
 class Loss(Protocol):
     """The interface of losses. Picklable. See `trainer.algorithms.objective`."""
 
-    agg_mode: AggMode
+    agg_mode: str
+    """A value of `algorithm.loss_agg_mode`."""
     agg_scale: float
     """Divisor of `seq-mean-token-sum-norm`, in tokens."""
     entropy_gradient: bool

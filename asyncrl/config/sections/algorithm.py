@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
-from asyncrl.config.sections.base import ConfigSection, Positive, Share
+from asyncrl.config.environment import check_code
+from asyncrl.config.problems import (
+    ConfigProblem,
+    ConfigRule,
+    RuleFunction,
+    configured,
+    is_own,
+    no_effect,
+    only_with,
+    warning,
+)
+from asyncrl.config.sections.base import ConfigSection, ImportPath, Positive, Share
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
+AdvEstimator = Literal[
+    "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gae"
+]
+PolicyObjective = Literal["ppo", "gspo", "cispo", "reinforce"]
+KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "abs"]
+AggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+GroupFilter = Literal["equal_rewards"]
+Rejection = Literal[
+    "geometric",
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k1", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+_SIGNED = ("geometric", "token_k1", "seq_sum_k1", "seq_mean_k1")
+Bound = Annotated[float, Field(gt=0)]
+LowBound = Annotated[float, Field(ge=0)]
 NEEDS_GROUPS = ("grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Estimators that compute the baseline from the rest of the group."""
 _GEOMETRIC_BOUND = 1.001
@@ -38,9 +66,20 @@ class FilterGroupsConfig(ConfigSection):
     """Dynamic sampling (DAPO): groups without a learning signal are dropped as `filtered` and replaced by others."""
 
     enable: bool = False
-    """Drop samples whose responses all have the same reward."""
+    """Drop samples that `drop` selects."""
+    drop: GroupFilter | ImportPath = "equal_rewards"
+    """`equal_rewards`: samples whose responses all have the same reward; or your own function, which gets the rewards
+    of a sample's responses and returns whether to drop it."""
     max_consecutive: Positive = 256
     """This many filtered samples in a row stop the run: the task is too hard or too easy."""
+
+
+class RejectionRule(NamedTuple):
+    """Keeps tokens whose statistic is between two bounds, in nats (`geometric`: the mean log ratio)."""
+
+    name: str
+    low: float
+    high: float
 
 
 class RolloutCorrectionConfig(ConfigSection):
@@ -49,9 +88,9 @@ class RolloutCorrectionConfig(ConfigSection):
     bypass_mode: bool = True
     """true: the recorded behaviour policy is also the proximal policy. false: the Trainer recomputes the log-probs of
     the proximal policy when a lease starts (decoupled PPO, https://arxiv.org/abs/2505.24298)."""
-    rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Importance weights (proximal over behaviour policy): none, one for each token, or their product over a
-    response."""
+    rollout_is: Literal["none", "token", "sequence"] | ImportPath = "none"
+    """Importance weights (proximal over behaviour policy): none, one for each token, their product over a response, or
+    your own function."""
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
     """`truncate` cuts weights to the upper threshold (TIS); `mask` sets weights outside the thresholds to 0 (MIS,
     IcePop)."""
@@ -62,58 +101,56 @@ class RolloutCorrectionConfig(ConfigSection):
     threshold."""
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean over the lease; needs `bypass_mode: false`."""
-    rollout_rs: Literal[
-        "none", "geometric",
-        "token_k1", "token_k2", "token_k3",
-        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
-        "seq_max_k1", "seq_max_k2", "seq_max_k3",
-    ] = "none"  # fmt: skip
+    rollout_rs: Literal["none"] | Rejection | ImportPath | tuple[Rejection | ImportPath, ...] = "none"
     """Rejection: leave out tokens, or whole responses, whose divergence between behaviour and proximal policy is out
-    of bounds. `geometric` rejects responses by the geometric mean of their token ratios."""
-    rollout_rs_threshold: Annotated[float, Field(gt=0)] | None = None
-    """Upper bound. For `geometric` it is a ratio, and null means 1.001; otherwise it bounds |k1|, k2 or k3 in nats and
-    is required."""
-    rollout_rs_threshold_low: Annotated[float, Field(ge=0)] = 0.0
-    """Lower bound of the ratio for `geometric`; 0: one over the upper bound."""
+    of bounds. `geometric` rejects responses by the geometric mean of their token ratios. Your own function gets the log
+    ratios and returns a statistic of each token. A list leaves out what any of its entries rejects."""
+    rollout_rs_threshold: Bound | tuple[Bound, ...] | None = None
+    """Upper bound, or a list with one for each entry of `rollout_rs`. For `geometric` it is a ratio, and null means
+    1.001; otherwise it bounds the statistic (k1, k2 or k3 in nats) and is required."""
+    rollout_rs_threshold_low: LowBound | tuple[LowBound, ...] = 0.0
+    """Lower bound, or a list. For `geometric` it is a ratio, and 0 means one over the upper bound. For a statistic with
+    a sign (`token_k1`, `seq_sum_k1`, `seq_mean_k1`, your own) it is the largest deviation below 0, and 0 means the same
+    as above it."""
 
     @property
-    def rejection_bound(self) -> float:
-        """Return `rollout_rs_threshold`, or the default of `geometric`; the rules refuse null for other statistics."""
-        return _GEOMETRIC_BOUND if self.rollout_rs_threshold is None else self.rollout_rs_threshold
-
-    @property
-    def rejects_everything(self) -> bool:
-        """Whether the bounds of `geometric` reject every response."""
-        low = self.rollout_rs_threshold_low or 1.0 / self.rejection_bound
-        return self.rollout_rs == "geometric" and low > self.rejection_bound
+    def rejections(self) -> tuple[RejectionRule, ...]:
+        """Return the statistics with their bounds. A missing bound is that of `geometric`; the rules refuse it for
+        others, and lists of different lengths."""
+        names = self.rollout_rs if isinstance(self.rollout_rs, tuple) else (self.rollout_rs,)
+        highs, lows = self.rollout_rs_threshold, self.rollout_rs_threshold_low
+        highs = highs if isinstance(highs, tuple) else (_GEOMETRIC_BOUND if highs is None else highs,)
+        lows = lows if isinstance(lows, tuple) else (lows,) * len(names)
+        pairs = zip(names, highs, lows, strict=False) if self.rollout_rs != "none" else ()
+        return tuple(
+            RejectionRule(name, math.log(low or 1.0 / high), math.log(high))
+            if name == "geometric"
+            else RejectionRule(name, -(low or high), high)
+            for name, high, low in pairs
+        )
 
 
 class AlgorithmConfig(ConfigSection):
     """Advantages and losses. docs/algorithms/ has a page for each estimator and loss."""
 
-    adv_estimator: Literal[
-        "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gae"
-    ] = "grpo"
-    """How rewards become advantages. `gae` trains a critic (see `critic`)."""
+    adv_estimator: AdvEstimator | ImportPath = "grpo"
+    """How rewards become advantages. `gae` trains a critic (see `critic`). Your own: docs/extending.md."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages by the group's standard deviation (GRPO); false: only subtract the mean (Dr.GRPO)."""
     gamma: Share = 1.0
     """Discount per token of `gae` and `reinforce_plus_plus`."""
     lam: Share = 1.0
     """Trace decay of `gae`."""
-    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
-    """Objective of the policy."""
+    policy_loss: PolicyObjective | ImportPath = "ppo"
+    """Objective of the policy. Your own: docs/extending.md."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The probability ratio is clipped at 1 minus this."""
     clip_ratio_high: Annotated[float, Field(gt=0)] = 0.2
     """The probability ratio is clipped at 1 plus this."""
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
     """Dual clip: for negative advantages the loss is bounded as if the ratio were at most this; null: off."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
-    """How the loss of a mini-batch is averaged."""
+    loss_agg_mode: AggMode | ImportPath = "token-mean"
+    """How the loss of a mini-batch is averaged. Your own: docs/extending.md."""
     loss_scale_factor: Annotated[float, Field(gt=0)] | None = None
     """Divisor of `seq-mean-token-sum-norm`, in tokens; null: rollout.response_length."""
     entropy_coeff: Annotated[float, Field(ge=0)] = 0.0
@@ -122,11 +159,11 @@ class AlgorithmConfig(ConfigSection):
     """Add a KL loss against the frozen reference model."""
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the KL loss."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k3"
+    kl_loss_type: KlEstimator | ImportPath = "k3"
     """Estimator of the KL divergence (Schulman, http://joschu.net/blog/kl-approx.html)."""
     use_kl_in_reward: bool = False
     """Subtract the KL divergence from the reference model from each token's reward."""
-    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
+    kl_penalty: KlEstimator | ImportPath = "k1"
     """Estimator of the KL divergence in the reward."""
     kl_ctrl: KlControlConfig = KlControlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
@@ -156,6 +193,31 @@ def _biased_gradient(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _rejections(config: Config) -> Iterator[ConfigProblem]:
+    """Check that each statistic of `rollout_rs` has its bounds, and that they accept something."""
+    correction, key = config.algorithm.rollout_correction, f"{_RS}_threshold"
+    names, highs, lows = correction.rollout_rs, correction.rollout_rs_threshold, correction.rollout_rs_threshold_low
+    if names == "none":
+        return
+    number = len(names) if isinstance(names, tuple) else 1
+    if highs is None and names != "geometric":
+        consequence = f"{_RS}={names} rejects larger divergences, and no default suits every statistic"
+        fix = "give the largest divergence that is accepted, in nats, or a list with one for each entry"
+        yield ConfigProblem(key, highs, consequence, fix)
+        return
+    for name, values in ((key, highs), (f"{key}_low", lows)):
+        given = len(values) if isinstance(values, tuple) else 1
+        if given != number and not (name == f"{key}_low" and values == 0.0):
+            yield ConfigProblem(
+                name, values, f"{_RS} has {number} entries", "give a list with one bound for each entry"
+            )
+    for rule in correction.rejections:
+        if rule.low > rule.high:
+            consequence = f"with this bound and {key}_low={lows}, every response would be rejected by {rule.name}"
+            fix = f"set it above 1, such as 1.001, and {key}_low below it, or to 0, which means one over this bound"
+            yield ConfigProblem(key, highs, consequence, fix)
+
+
 _IS = "algorithm.rollout_correction.rollout_is"
 _RS = "algorithm.rollout_correction.rollout_rs"
 
@@ -173,7 +235,8 @@ RULES: tuple[RuleFunction, ...] = (
                "whose rewards only this model distinguishes would be dropped",
                "set reward_model.placement=serve, which scores before the lease, or set this key to false"),
     ConfigRule("algorithm.filter_groups.enable",
-               lambda c: c.algorithm.filter_groups.enable and c.algorithm.adv_estimator not in NEEDS_GROUPS,
+               lambda c: c.algorithm.filter_groups.enable and c.algorithm.filter_groups.drop == "equal_rewards"
+               and c.algorithm.adv_estimator not in NEEDS_GROUPS and not is_own(c.algorithm.adv_estimator),
                "algorithm.adv_estimator={c.algorithm.adv_estimator} learns from groups of equal rewards too; they "
                "would be dropped", "set it to false", "warning"),
     ConfigRule("reward_model.placement",
@@ -195,17 +258,7 @@ RULES: tuple[RuleFunction, ...] = (
                "every weight is below it or above rollout_is_threshold = "
                "{c.algorithm.rollout_correction.rollout_is_threshold:g}: all would be 0",
                "set it below rollout_is_threshold"),
-    ConfigRule(f"{_RS}_threshold",
-               lambda c: c.algorithm.rollout_correction.rollout_rs not in ("none", "geometric")
-               and c.algorithm.rollout_correction.rollout_rs_threshold is None,
-               f"{_RS}={{c.algorithm.rollout_correction.rollout_rs}} rejects larger divergences, and no default suits "
-               "every statistic", "give the largest divergence that is accepted, in nats"),
-    ConfigRule(f"{_RS}_threshold", lambda c: c.algorithm.rollout_correction.rejects_everything,
-               "with an upper bound of {c.algorithm.rollout_correction.rejection_bound:g} and "
-               "rollout_rs_threshold_low = {c.algorithm.rollout_correction.rollout_rs_threshold_low:g} every response "
-               "would be rejected",
-               "set it above 1, such as 1.001, and rollout_rs_threshold_low below it, or to 0, which means one over "
-               "this bound"),
+    _rejections,
     _biased_gradient,
     ConfigRule("algorithm.clip_ratio_high", lambda c: c.algorithm.policy_loss == "gspo"
                and min(c.algorithm.clip_ratio_low, c.algorithm.clip_ratio_high) > _SEQUENCE_CLIP,
@@ -234,7 +287,29 @@ RULES: tuple[RuleFunction, ...] = (
                "set it well above {c.samples_per_lease} x {c.rollout.n}", "warning"),
 )  # fmt: skip
 
-ENVIRONMENT: tuple[RuleFunction, ...] = ()
+OWN_FUNCTIONS = (
+    "adv_estimator", "policy_loss", "loss_agg_mode", "kl_loss_type", "kl_penalty",
+    "rollout_correction.rollout_is", "rollout_correction.rollout_rs", "filter_groups.drop",
+)  # fmt: skip
+"""The keys of `algorithm` that may name a function of the user's."""
+
+
+def own_functions(config: Config) -> dict[str, str]:
+    """Return the user's own functions of `algorithm` by key."""
+    found: dict[str, str] = {}
+    for name in OWN_FUNCTIONS:
+        value = configured(config, f"algorithm.{name}")
+        for one in value if isinstance(value, tuple) else (value,):
+            found |= {f"algorithm.{name}": one} if is_own(one) else {}
+    return found
+
+
+def _code(config: Config) -> Iterator[ConfigProblem]:
+    for key, name in own_functions(config).items():
+        yield from check_code(key, name, (), "function")
+
+
+ENVIRONMENT: tuple[RuleFunction, ...] = (_code,)
 
 NO_EFFECT = (
     only_with("algorithm.norm_adv_by_std_in_grpo", "algorithm.adv_estimator", "grpo", "grpo_passk"),
@@ -247,10 +322,13 @@ NO_EFFECT = (
     only_with("algorithm.kl_penalty algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef",
               "algorithm.use_kl_in_reward", True),
     only_with("algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.type", "adaptive"),
-    only_with("algorithm.filter_groups.max_consecutive", "algorithm.filter_groups.enable", True),
+    only_with("algorithm.filter_groups.drop algorithm.filter_groups.max_consecutive", "algorithm.filter_groups.enable",
+              True),
     only_with(f"{_IS}_*", _IS, "token", "sequence"),
     only_with(f"{_IS}_threshold_low", f"{_IS}_mode", "mask"),
     no_effect(f"{_RS}_*", lambda c: c.algorithm.rollout_correction.rollout_rs == "none",
               f"{_RS} is none", f"set {_RS}"),
-    only_with(f"{_RS}_threshold_low", _RS, "geometric"),
+    no_effect(f"{_RS}_threshold_low", lambda c: not any(
+                  rule.name in _SIGNED or is_own(rule.name) for rule in c.algorithm.rollout_correction.rejections),
+              f"no statistic of {_RS} has a sign", "name one that has, such as token_k1"),
 )  # fmt: skip

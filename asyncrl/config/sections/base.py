@@ -11,6 +11,8 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+ImportPath = Annotated[str, Field(pattern=r"^.+:[^:]+$")]
+"""A user's own part: `module:name` or `path/file.py:name` (`asyncrl.config.import_path`)."""
 # YAML reads a bare `off` as false.
 Switch = Annotated[
     Literal["on", "off"],

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.environment import check_model_path, local_path, model_config, not_there, tensor_shapes
+from asyncrl.config.environment import check_code, check_model_path, local_path, model_config, not_there, tensor_shapes
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect
-from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive
+from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -68,6 +68,10 @@ class DataConfig(ConfigSection):
     """Files with validation prompts; empty: the run does not validate."""
     reasoning_gym: ReasoningGymConfig | None = None
     """Generate prompts from a reasoning-gym task instead of files."""
+    dataset: ImportPath | None = None
+    """Your own function that returns the rows, instead of files (docs/extending.md)."""
+    dataset_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `dataset`."""
     max_prompt_length: Positive = 512
     """Maximum length of a prompt in tokens, after the chat template."""
     overlong_prompts: Literal["filter", "left", "right", "middle", "error"] = "filter"
@@ -75,6 +79,8 @@ class DataConfig(ConfigSection):
     there; `error` stops the run."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch, with `seed`; false: keep the order of the files."""
+    sampler: ImportPath | None = None
+    """Your own function that returns the order of the prompts in an epoch (docs/extending.md); null: see `shuffle`."""
     max_train_samples: Positive | None = None
     """Number of rows to use, from the first one; null: all."""
     max_val_samples: Positive | None = None
@@ -83,6 +89,8 @@ class DataConfig(ConfigSection):
 
 def num_prompts(config: Config) -> int | None:
     """Return the number of rows of the training set before filtering, or None if counting them needs a library."""
+    if config.data.dataset is not None:
+        return None
     if config.data.reasoning_gym is not None:
         return config.data.reasoning_gym.train_size
     total = 0
@@ -125,6 +133,12 @@ def _data_files(config: Config) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(key, name, consequence, f"use {' or '.join(_DATA_SUFFIXES)}")
 
 
+def _own_code(config: Config) -> Iterator[ConfigProblem]:
+    for key, name in (("data.dataset", config.data.dataset), ("data.sampler", config.data.sampler)):
+        if name is not None:
+            yield from check_code(key, name, (), "function")
+
+
 def _target_modules(config: Config) -> Iterator[ConfigProblem]:
     """Check that each name in `model.target_modules` is a matrix in the model's files.
 
@@ -155,9 +169,15 @@ def _target_modules(config: Config) -> Iterator[ConfigProblem]:
 _GYM_AND_FILES = "data.reasoning_gym.task = {c.data.reasoning_gym.task} generates the prompts, and files are not read"
 
 RULES: tuple[RuleFunction, ...] = (
-    ConfigRule("data.train_files", lambda c: c.data.reasoning_gym is None and not c.data.train_files,
+    ConfigRule("data.train_files",
+               lambda c: not (c.data.reasoning_gym or c.data.train_files or c.data.dataset),
                "there are no prompts to train on",
-               "set data.train_files=[FILE.parquet] (or .jsonl), or data.reasoning_gym.task, or data=quickstart"),
+               "set data.train_files=[FILE.parquet] (or .jsonl), data.reasoning_gym.task, data.dataset, or "
+               "data=quickstart"),
+    ConfigRule("data.dataset", lambda c: c.data.dataset
+               and (c.data.reasoning_gym or c.data.train_files or c.data.val_files),
+               "it returns the rows of training and validation, and data.reasoning_gym or files would not be used",
+               "set data.train_files=[] data.val_files=[] data.reasoning_gym=null, or data.dataset=null"),
     ConfigRule("data.train_files", lambda c: c.data.reasoning_gym and c.data.train_files,
                _GYM_AND_FILES, "set data.train_files=[] or data.reasoning_gym=null"),
     ConfigRule("data.val_files", lambda c: c.data.reasoning_gym and c.data.val_files,
@@ -167,9 +187,12 @@ RULES: tuple[RuleFunction, ...] = (
 ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (_policy, _chat_template)
 """Checks for a run and for `asyncrl serve`."""
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _data_files, _target_modules)
+ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _data_files, _own_code, _target_modules)
 
 NO_EFFECT = (
     no_effect("model.lora_alpha model.target_modules", lambda c: c.model.lora_rank == 0,
               "model.lora_rank is 0", "set model.lora_rank"),
+    no_effect("data.dataset_kwargs", lambda c: c.data.dataset is None, "data.dataset is null", "set data.dataset"),
+    no_effect("data.shuffle", lambda c: c.data.sampler is not None,
+              "data.sampler = {c.data.sampler} orders the prompts", "set data.sampler=null"),
 )  # fmt: skip

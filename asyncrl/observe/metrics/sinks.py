@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from asyncrl.config.import_path import load_object
+from asyncrl.config.import_path import load_registered
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.metrics.file_sinks import JsonlSink, TensorBoardSink
@@ -148,7 +148,7 @@ def open_tracker(name: str, run: TrackedRun) -> Tracker:
         ConfigError: there is no such class, or it is not a subclass of `Tracker`.
         UserCodeError: its module raised when it was imported.
     """
-    kind = load_object(TRACKERS.get(name, name), "logging.sinks")
+    kind = load_registered(name, "logging.sinks", TRACKERS, "Tracker")
     if not (isinstance(kind, type) and issubclass(kind, Tracker)):
         raise ConfigError(
             f"logging.sinks: {name} is not a subclass of asyncrl.observe.metrics.sinks.Tracker; make it one"

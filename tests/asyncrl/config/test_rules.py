@@ -245,7 +245,7 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
     (f"{IS}_threshold_low", 0.5, {}),
     (f"{IS}_batch_normalize", True, {}),
     (f"{RS}_threshold", 2.0, {}),
-    (f"{RS}_threshold_low", 0.5, {RS: "token_k1", f"{RS}_threshold": 0.1}),
+    (f"{RS}_threshold_low", 0.5, {RS: "token_k2", f"{RS}_threshold": 0.1}),
     ("reward.max_errors", 3, {}),
     ("reward.weight", 2.0, NO_FUNCTION | JUDGE),
     ("reward.batch", True, NO_FUNCTION | JUDGE),

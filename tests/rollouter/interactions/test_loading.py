@@ -85,7 +85,7 @@ def test_a_prepare_that_raises_is_a_user_error() -> None:
 
 def test_a_module_that_raises_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "torn.py").write_text("1 / 0\n")
-    with pytest.raises(UserCodeError, match=rf"{KEY}\.class_name: importing .*torn\.py failed: division by zero"):
+    with pytest.raises(UserCodeError, match=rf"{KEY}\.class_name: importing .*torn\.py:1 failed: division by zero"):
         load(interaction(f"{tmp_path}/torn.py:Mine"))
 
 

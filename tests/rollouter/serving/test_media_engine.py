@@ -97,7 +97,7 @@ def trained_log_probs(model: ModelConfig, prompt: Prompt, turn: Turn) -> np.ndar
         prompt.prompt_ids, turn.response_ids, mask, turn.rollout_log_probs, turn.spans, FinishReason.LENGTH, reward=0.0
     )
     sample = Sample(SampleId(0, 1), (row,), media=prompt.media)
-    rules = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+    rules = RowRules(mask_beyond=None, group_filter=None, vocab_size=None)
     rows = prepare_sample(sample, lease_id=1, trainer_version=0, rules=rules).rows
     engine = EngineRegistry.new(EngineSpec("language_model", model, EngineConfig(device="cpu", strategy="local")))
     return engine.infer(to_batch(rows))["log_probs"][0].numpy()

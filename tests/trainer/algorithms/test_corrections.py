@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.sections.algorithm import RolloutCorrectionConfig
-from trainer.algorithms.corrections import Correction, correct, with_sample_size
+from trainer.algorithms.corrections import REJECTIONS, Correction, correct, with_sample_size
 
 MASK = [[1, 1, 0, 1, 0], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 0]]
 """Row 3 has no trained token."""
@@ -103,7 +103,7 @@ def test_importance_weights_are_bounded_and_normalized_as_configured(
 
 
 STATISTICS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}
-NAMES = [name for name in get_args(RolloutCorrectionConfig.model_fields["rollout_rs"].annotation) if name != "none"]
+NAMES = sorted(REJECTIONS)
 
 
 def keeps(name: str, row: int, t: int, threshold: float) -> bool:
@@ -141,6 +141,39 @@ def test_geometric_rejection_may_have_a_separate_lower_bound() -> None:
     actual = run(rollout_rs="geometric", rollout_rs_threshold=1.5, rollout_rs_threshold_low=1.01)
     # the geometric means are e^(0.2/3), e^-0.1, e^0.28, none, e^0.005
     assert actual.loss_mask.any(dim=1).tolist() == [True, False, True, False, False]
+
+
+def test_a_chain_rejects_what_any_of_its_statistics_rejects() -> None:
+    chain, bounds = ("token_k2", "seq_mean_k1", "geometric"), (0.03, 0.25, 1.15)
+    expected = [
+        [
+            bool(MASK[row][t]) and all(keeps(name, row, t, bound) for name, bound in zip(chain, bounds, strict=True))
+            for t in range(5)
+        ]
+        for row in range(5)
+    ]
+    assert run(rollout_rs=chain, rollout_rs_threshold=bounds).loss_mask.tolist() == expected
+    for name, bound in zip(chain, bounds, strict=True):
+        assert run(rollout_rs=name, rollout_rs_threshold=bound).loss_mask.tolist() != expected
+
+
+@pytest.mark.parametrize(
+    ("name", "statistic"),
+    [
+        ("token_k1", lambda ratios, ratio: ratio),
+        ("seq_sum_k1", lambda ratios, ratio: sum(ratios)),
+        ("seq_mean_k1", lambda ratios, ratio: sum(ratios) / len(ratios)),
+    ],
+)
+def test_bounds_of_a_signed_statistic_may_differ(name: str, statistic: Callable[[Row, float], float]) -> None:
+    expected = []
+    for row in range(5):
+        ratios = [RATIOS[row][t] for t in trained(row)]
+        kept = [bool(MASK[row][t]) and -0.05 <= statistic(ratios, RATIOS[row][t]) <= 0.45 for t in range(5)]
+        expected.append(kept)
+    actual = run(rollout_rs=name, rollout_rs_threshold=0.45, rollout_rs_threshold_low=0.05).loss_mask.tolist()
+    assert actual == expected
+    assert actual != run(rollout_rs=name, rollout_rs_threshold=0.45).loss_mask.tolist()
 
 
 def test_weights_are_computed_before_rejection() -> None:

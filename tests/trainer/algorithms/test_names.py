@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import pytest
 
-from asyncrl.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, RolloutCorrectionConfig
 from asyncrl.config.sections.base import ConfigSection
 from trainer.algorithms.advantages import ESTIMATORS
+from trainer.algorithms.corrections import REJECTIONS, WEIGHTS
 from trainer.algorithms.losses import KL_ESTIMATES, POLICY_OBJECTIVES
-from trainer.engines.base import AggMode
+from trainer.batches import GROUP_FILTERS
+from trainer.engines.compute.packing import AGGREGATIONS
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms"
 PAGES = sorted(DOCS.glob("*.md"))
 
 
 def names(section: type[ConfigSection], key: str) -> set[str]:
-    return set(get_args(section.model_fields[key].annotation))
+    """Return the built-in names of a key, without those of a list's entries."""
+    options = section.model_fields[key].annotation
+    literals = [option for option in (options, *get_args(options)) if get_origin(option) is Literal]
+    return {name for literal in literals for name in get_args(literal)}
 
 
 def test_the_registered_names_are_those_of_the_schema() -> None:
     assert names(AlgorithmConfig, "adv_estimator") == set(ESTIMATORS)
     assert names(AlgorithmConfig, "policy_loss") == set(POLICY_OBJECTIVES)
     assert names(AlgorithmConfig, "kl_loss_type") == names(AlgorithmConfig, "kl_penalty") == set(KL_ESTIMATES)
-    assert names(AlgorithmConfig, "loss_agg_mode") == set(get_args(AggMode))
+    assert names(AlgorithmConfig, "loss_agg_mode") == set(AGGREGATIONS)
+    assert names(RolloutCorrectionConfig, "rollout_is") == {"none", *WEIGHTS}
+    assert names(RolloutCorrectionConfig, "rollout_rs") == {"none", *REJECTIONS}
+    assert names(FilterGroupsConfig, "drop") == set(GROUP_FILTERS)
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS | POLICY_OBJECTIVES))

@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDict
 
 from tests.fakes.token_batch import make_batch
-from trainer.engines.base import AggMode
 from trainer.engines.compute.packing import (
     MicroBatch,
     lay_out,
@@ -109,9 +108,7 @@ def test_a_micro_batch_may_have_nothing_to_score(batch: TensorDict) -> None:
         ("seq-mean-token-sum-norm", (9 / 5 + 4 / 5) / 2, (9 + 4 + 5) / 5 / 2),
     ],
 )
-def test_weighted_losses_of_two_ranks_add_up_to_their_mean(
-    mode: AggMode, of_rows: float, of_trajectories: float
-) -> None:
+def test_weighted_losses_of_two_ranks_add_up_to_their_mean(mode: str, of_rows: float, of_trajectories: float) -> None:
     """In the second case rows 0 to 2 are one trajectory and row 3 is another one. Row 4 pads a rank: it repeats row 0
     without trained tokens.
     """

@@ -11,7 +11,7 @@ from tests.fakes.trainer_parts import forked, make_sample
 from trainer.batches import RowRules, TrainRow, prepare_sample
 from trainer.workers.tensors import to_batch
 
-RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+RULES = RowRules(mask_beyond=None, group_filter=None, vocab_size=None)
 
 
 def rows_of(*samples: Sample) -> list[TrainRow]:

@@ -6,9 +6,10 @@ A forward pass takes padded rows, or all sequences one after another without pad
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
+from asyncrl.config.import_path import load_function
+from asyncrl.core.failures import UserCodeError
 from asyncrl.core.types import Media
 from asyncrl.storage.media import split
-from trainer.engines.base import AggMode, Tokens
+from trainer.engines.base import Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +109,29 @@ def select_tokens(
     return Tokens(fields, weights[numbers].to(device, dtype), micro.row.to(device), len(micro.rows))
 
 
-def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggMode, scale: float) -> Tensor:
+class LossCounts(NamedTuple):
+    """What an aggregation mode divides by."""
+
+    row_tokens: Tensor
+    """float64 `[B]`: trained tokens of the trajectory of each row."""
+    num_tokens: float
+    """Trained tokens of the optimizer step, over all ranks."""
+    num_trajectories: float
+    """Trajectories with a trained token of the optimizer step, over all ranks."""
+    scale: float
+    """`algorithm.loss_scale_factor`, in tokens."""
+
+
+AGGREGATIONS: dict[str, Callable[[LossCounts], Tensor | float]] = {
+    "token-mean": lambda counts: 1.0 / counts.num_tokens,
+    "seq-mean-token-mean": lambda counts: 1.0 / (counts.num_trajectories * counts.row_tokens.clamp(min=1.0)),
+    "seq-mean-token-sum": lambda counts: 1.0 / counts.num_trajectories,
+    "seq-mean-token-sum-norm": lambda counts: 1.0 / (counts.num_trajectories * counts.scale),
+}
+"""Names of `algorithm.loss_agg_mode`: the weight of each token, for all rows or `[B]`."""
+
+
+def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: str, scale: float) -> Tensor:
     """Return the weight of the trained tokens of each row, float64 `[B]`, with which a step's loss is a plain sum.
 
     Args:
@@ -116,15 +141,20 @@ def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggM
             trajectory's token mean; `seq-mean-token-sum`: mean over trajectories of the trajectory's token sum;
             `seq-mean-token-sum-norm`: the same, divided by `scale` (Dr.GRPO, https://arxiv.org/abs/2503.20783).
         scale: the divisor, in tokens.
+
+    Raises:
+        UserCodeError: the user's function raised, or returned something else.
     """
-    num_tokens, num_trajectories = totals
-    trained = _trajectory_tokens(batch)
-    if agg_mode == "token-mean":
-        return torch.full_like(trained, 1.0 / num_tokens)
-    if agg_mode == "seq-mean-token-mean":
-        return 1.0 / (num_trajectories * trained.clamp(min=1.0))
-    divisor = num_trajectories * (scale if agg_mode == "seq-mean-token-sum-norm" else 1.0)
-    return torch.full_like(trained, 1.0 / divisor)
+    key, trained = "algorithm.loss_agg_mode", _trajectory_tokens(batch)
+    weights = load_function(agg_mode, key, AGGREGATIONS)(LossCounts(trained, *totals, scale))
+    try:
+        return torch.as_tensor(weights, dtype=trained.dtype).expand(trained.shape)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserCodeError.wrap(
+            f"{key}: {agg_mode} returned {weights!r}; expected a number or a tensor of shape {tuple(trained.shape)}, "
+            "the weight of each token of a row",
+            error,
+        ) from error
 
 
 def trajectory_share(batch: TensorDict) -> Tensor:
