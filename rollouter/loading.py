@@ -20,7 +20,7 @@ from rollouter.interactions.loading import load_interactions
 from rollouter.prompts.chat_template import Decode, decoder, end_token_ids, load_tokenizer
 from rollouter.prompts.source import load_prompts
 from rollouter.rewards.functions import load_reward_functions
-from rollouter.rewards.scorer import function_scorer
+from rollouter.rewards.scorer import load_scorer
 from rollouter.serving.options import serving_options
 from rollouter.tools.loading import LoadedMcpServer, LoadedTool, load_tools
 from rollouter.tools.toolbox import Toolbox
@@ -55,7 +55,7 @@ def load_task(config: Config, cache_dir: Path) -> RolloutTask:
     agent = load_agent(config, tokenizer)
     loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else ())
     decode = decoder(tokenizer)
-    scorer = function_scorer(config, functions, decode)
+    scorer = load_scorer(config, functions, decode)
     return RolloutTask(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
 
 

@@ -11,9 +11,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,30 @@ from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 
 _FILE_MODULE = "asyncrl_user_"
 """Prefix of the module names of the user's files."""
+
+
+SHIPPED = "py_modules_files"
+"""Ray's directory on each node for code that a driver sends (`own_code`)."""
+_REFERENCE = re.compile(r"([\w./~-]+):[A-Za-z_][\w.]*")
+
+
+def own_code(names: Iterable[str]) -> list[Path]:
+    """Return the files and packages of the user's code that `names` refer to and that lie outside the environment:
+    `path/file.py:name`, and `module:name`, `module.name` or `module` in the working directory."""
+    found: dict[Path, None] = {}
+    for name in names:
+        reference = _REFERENCE.fullmatch(name)
+        place = reference[1] if reference else name
+        path = Path(place).expanduser().resolve()
+        if reference and place.endswith(".py"):
+            candidates = [path]
+        elif all(part.isidentifier() for part in place.split(".")):
+            top = Path.cwd() / place.partition(".")[0]
+            candidates = [top.with_suffix(".py"), top if (top / "__init__.py").is_file() else top / "__init__.py"]
+        else:
+            continue
+        found |= dict.fromkeys([one for one in candidates if one.exists()][:1])
+    return list(found)
 
 
 def load_registered(name: str, key: str, built_in: Mapping[str, Any], kind: str) -> Any:
@@ -182,6 +207,8 @@ def _import_file(location: str, key: str) -> ModuleType:
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded  # a file that two keys name is one module, with one state
     if not path.is_file():
+        if (spec := importlib.util.find_spec(path.stem)) is not None and SHIPPED in (spec.origin or ""):
+            return importlib.import_module(path.stem)  # the driver has sent it to this node
         siblings = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise ConfigError(f"{key}: there is no file {path}{nearest(path.name, siblings)}")
     spec = importlib.util.spec_from_file_location(name, path)

@@ -18,6 +18,8 @@ import anyio
 from anyio import to_thread
 
 from asyncrl.config.environment import visible_gpus
+from asyncrl.config.import_path import own_code
+from asyncrl.config.interpolation import texts
 from asyncrl.config.plan import MachineResources
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DeadlineError, InfraError
@@ -158,6 +160,10 @@ def _start(config: Config, namespace: str) -> None:
     logging.getLogger("ray").setLevel("DEBUG" if config.logging.level == "debug" else "ERROR")
     _redirect_messages(ray)
     private = config.ray.address is None
+    # Other nodes may lack the user's files: Ray sends them, and every process of the run can import them.
+    found = () if private else texts(config.model_dump(mode="json"))
+    names = [text for at, text in found if ":" in text or at[-1] == "class_name" or at[:2] == ("skip", "modules")]
+    code = [str(path) for path in own_code(names)]
     # Logical slots, one for each thread of the engines; the operating system shares the cores.
     slots = config.rollout.max_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
     try:
@@ -171,6 +177,7 @@ def _start(config: Config, namespace: str) -> None:
             log_to_driver=False,
             configure_logging=False,
             _system_config=dict(_RAY_SETTINGS) if private else None,
+            runtime_env={"py_modules": code} if code else None,
         )
     except Exception as error:  # noqa: BLE001  Ray raises many types here, and all mean that there is no cluster
         if private:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import anyio
 from anyio import to_thread
 
+from asyncrl.config.import_path import call_problem, defined_at, load_function, raised_at, source_of
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.reward import has_conversations, part_weights
-from asyncrl.core.failures import UserCodeError
+from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.core.ports import RewardScorer, Score
 from asyncrl.core.tasks import gather
 from asyncrl.core.trajectory import Trajectory
@@ -21,7 +22,7 @@ from rollouter.prompts.chat_template import Decode
 from rollouter.rewards.conversation import ScoredConversation, conversation
 from rollouter.rewards.functions import RewardFunction, listed, row_of, score_of
 from rollouter.rewards.judge import JudgeScorer
-from rollouter.user_code import describe, shown
+from rollouter.user_code import describe, is_async, shown
 
 
 class FunctionScorer:
@@ -196,6 +197,62 @@ def function_scorer(config: Config, functions: Mapping[str, RewardFunction], dec
         for name, function in functions.items()
     ]
     return WeightedScorer(sources, report_parts=len(weights) > 1)
+
+
+def load_scorer(config: Config, functions: Mapping[str, RewardFunction], decode: Decode) -> RewardScorer:
+    """Return the scorer of all functions of the run: `reward.manager`, or their weighted sum.
+
+    Raises:
+        ConfigError: the manager does not take the arguments, or has no async `score`.
+        UserCodeError: it raised when it was made.
+    """
+    key, name = "reward.manager", config.reward.manager
+    if name is None:
+        return function_scorer(config, functions, decode)
+    kind = load_function(name, key, {})
+    if problem := call_problem(kind, functions, config, decode):
+        raise ConfigError(f"{key}: {defined_at(kind)}: it is made with (functions, config, decode): {problem}")
+    manager: Any = kind(functions, config, decode)
+    if not is_async(getattr(manager, "score", None)) or not isinstance(getattr(manager, "whole_group", None), bool):
+        raise ConfigError(
+            f"{key}: {defined_at(kind)}: it needs `async def score(self, prompt, trajectories)`, which returns a list "
+            "of asyncrl.core.ports.Score, and `whole_group`, True if a call needs all trajectories of a prompt"
+        )
+    return WeightedScorer(
+        [WeightedSource(None, config.reward.weight, ManagedScorer(manager, key, config.reward.timeout_s))],
+        report_parts=False,
+    )
+
+
+class ManagedScorer:
+    """A `RewardScorer` that calls the user's `reward.manager` within its deadline, and checks the answer."""
+
+    def __init__(self, manager: RewardScorer, key: str, timeout_s: float) -> None:
+        self._manager, self._key, self._timeout_s = manager, key, timeout_s
+
+    @property
+    def whole_group(self) -> bool:
+        return self._manager.whole_group
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        kind = type(self._manager)
+        try:
+            with anyio.fail_after(self._timeout_s):
+                scores = await self._manager.score(prompt, trajectories)
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            place = raised_at(error, source_of(kind)) or kind.__name__
+            raise UserCodeError.wrap(f"{self._key}: {place}: {describe(error)}", error) from error
+        if not isinstance(scores, list) or len(scores) != len(trajectories):
+            raise UserCodeError(
+                f"{self._key}: {defined_at(kind)}: score returned {shown(scores)}; expected a list of "
+                f"{len(trajectories)} Score"
+            )
+        for score in scores:
+            if not isinstance(score, Score) or not math.isfinite(score.reward):
+                raise UserCodeError(f"{self._key}: {defined_at(kind)}: {shown(score)} is no Score with a finite reward")
+        return scores
 
 
 class CombinedScorer(WeightedScorer):

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from asyncrl.config.environment import check_api_key, check_code
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
-from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive, Seconds
+from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -117,6 +117,8 @@ class RewardConfig(ConfigSection):
     """Weight of the function's score in the reward."""
     functions: tuple[RewardFunctionConfig, ...] = ()
     """Further functions, each as {name, function, kwargs, batch, weight}."""
+    manager: ImportPath | None = None
+    """Your own class that scores trajectories with the functions, instead of their weighted sum (docs/extending.md)."""
     tool_weight: float = 1.0
     """Weight of the rewards that tools (`calc_reward`) and environments (`score`) give a whole trajectory."""
     turn_weight: float = 1.0
@@ -143,7 +145,7 @@ def part_weights(config: Config) -> dict[str, float]:
     """Return the weight of every part of the run's rewards, by the part's name."""
     reward = config.reward
     parts: dict[str, float] = {}
-    if reward.function != "none":
+    if reward.function != "none" or reward.manager is not None:
         parts["rule"] = reward.weight
     parts |= {function.name: function.weight for function in reward.functions}
     if has_conversations(config):
@@ -217,6 +219,8 @@ def _code(config: Config) -> Iterator[ConfigProblem]:
     for key, name in names:
         if name != "none":
             yield from check_code(key, name, BUILTIN_REWARDS, "reward")
+    if reward.manager is not None:
+        yield from check_code("reward.manager", reward.manager, (), "class")
     if reward.judge.model is not None:
         yield from check_api_key("reward.judge", reward.judge.api_key_env)
 
@@ -249,7 +253,8 @@ RULES: tuple[RuleFunction, ...] = (
 ENVIRONMENT: tuple[RuleFunction, ...] = (_code,)
 
 NO_EFFECT = (
-    no_effect("reward.kwargs reward.batch reward.weight", lambda c: c.reward.function == "none",
+    no_effect("reward.kwargs reward.batch reward.weight",
+              lambda c: c.reward.function == "none" and c.reward.manager is None,
               "reward.function is none", "name a function in reward.function"),
     no_effect("reward.tool_weight reward.turn_weight", lambda c: not has_conversations(c),
               "there are no tools, users or agents (rollout.multi_turn.enable, rollout.agent)",
