@@ -52,14 +52,25 @@ def _abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (log_probs - ref_log_probs).abs()
 
 
-KL_ESTIMATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+def _straight_through(estimate: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return an estimate with the value of another and the gradient of k2, as verl's `+` does."""
+
+    def estimated(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        gradient = _k2(log_probs, ref_log_probs)
+        return gradient - gradient.detach() + estimate(log_probs, ref_log_probs).detach()
+
+    return estimated
+
+
+_PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": _k1,
     "k2": _k2,
     "k3": _k3,
     "low_var_kl": _low_var_kl,
     "abs": _abs,
 }
-"""Names of `algorithm.kl_loss_type` and `algorithm.kl_penalty`."""
+KL_ESTIMATES = _PLAIN | {f"{name}+": _straight_through(_PLAIN[name]) for name in ("k1", "k3", "low_var_kl", "abs")}
+"""Names of `algorithm.kl_loss_type` and, without `+`, of `algorithm.kl_penalty`."""
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, key: str = "algorithm.kl_loss_type") -> Tensor:
@@ -73,6 +84,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, key: str = 
     - k3: e^-d - 1 + d. Never negative, unbiased, low variance; |d| is bounded by 20.
     - low_var_kl: k3, at most 10 (verl's name and bound).
     - abs: |d|. No KL, a penalty on any difference.
+    - k1+, k3+, low_var_kl+, abs+: the same values with the gradient of k2.
 
     Raises:
         UserCodeError: the user's function raised, or returned another shape. `key`: the key that names it.
@@ -156,11 +168,11 @@ def gspo(
 
     `s_i = exp(mean_t(log_probs - old_log_probs))` over the row's trained tokens. Each token's ratio is `sg[s_i] ·
     π/sg[π]` (GSPO-token, eq. 14). Its value is GSPO's; its gradient is GSPO's too if the tokens of a row share one
-    advantage and are averaged (`seq-mean-token-mean`). There is no dual clip.
+    advantage and are averaged (`seq-mean-token-mean`). A ratio at the bound has no gradient. There is no dual clip.
     """
-    sequence = rows.mean((log_probs - old_log_probs).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sequence = rows.spread(rows.mean((log_probs - old_log_probs).detach()))
     # Add sg[log s] last: the difference log_probs - sg[log_probs] is then exactly 0 and does not round the ratio.
-    return _clipped(torch.exp(log_probs - log_probs.detach() + rows.spread(sequence)), advantages, algorithm)
+    return _clipped(probability_ratio(log_probs - log_probs.detach() + sequence), advantages, algorithm)
 
 
 def cispo(

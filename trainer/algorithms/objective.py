@@ -13,7 +13,7 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.core.failures import BugError
 from asyncrl.core.records import Metrics
 from trainer.algorithms.corrections import by_age, importance_weights, rejection_mask, weight_means, with_sample_size
-from trainer.algorithms.losses import Rows, kl_estimate, mismatch_kl, policy_terms, value_loss
+from trainer.algorithms.losses import MAX_LOG_RATIO, Rows, kl_estimate, mismatch_kl, policy_terms, value_loss
 from trainer.engines.base import LossParts, Tokens, TokenScores
 
 
@@ -69,6 +69,7 @@ class PolicyLoss:
         means = {
             "actor/entropy": scores.entropy.detach(),
             "actor/ratio_mean": terms.ratio,
+            "actor/ppo_kl": (_field(fields, "old_log_probs") - log_probs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
             "actor/clip_fraction": terms.clipped.to(terms.ratio),
             "actor/dual_clip_fraction": terms.dual_clipped.to(terms.ratio),
             "rollout/mismatch_kl": mismatch,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from asyncrl.config.environment import check_code
 from asyncrl.config.problems import (
@@ -28,8 +28,19 @@ AdvEstimator = Literal[
     "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gae"
 ]
 PolicyObjective = Literal["ppo", "gspo", "cispo", "reinforce"]
+_KL_NAMES = {"kl": "k1", "mse": "k2", "kl+": "k1+", "mse+": "k2", "k2+": "k2"}
+"""verl's second names of estimators."""
+
+
+def _one_name(value: object) -> object:
+    if isinstance(value, str) and value in _KL_NAMES:
+        raise ValueError(f"verl's {value} is {_KL_NAMES[value]} here; write {_KL_NAMES[value]}")
+    return value
+
+
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "abs"]
-AggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+StraightThrough = Literal["k1+", "k3+", "low_var_kl+", "abs+"]
+AggMode = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 GroupFilter = Literal["equal_rewards"]
 Rejection = Literal[
     "geometric",
@@ -159,11 +170,12 @@ class AlgorithmConfig(ConfigSection):
     """Add a KL loss against the frozen reference model."""
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the KL loss."""
-    kl_loss_type: KlEstimator | ImportPath = "k3"
-    """Estimator of the KL divergence (Schulman, http://joschu.net/blog/kl-approx.html)."""
+    kl_loss_type: Annotated[KlEstimator | StraightThrough | ImportPath, BeforeValidator(_one_name)] = "k3"
+    """Estimator of the KL divergence (Schulman, http://joschu.net/blog/kl-approx.html). With a `+`, its value has the
+    gradient of k2, which on-policy is the KL's."""
     use_kl_in_reward: bool = False
     """Subtract the KL divergence from the reference model from each token's reward."""
-    kl_penalty: KlEstimator | ImportPath = "k1"
+    kl_penalty: Annotated[KlEstimator | ImportPath, BeforeValidator(_one_name)] = "k1"
     """Estimator of the KL divergence in the reward."""
     kl_ctrl: KlControlConfig = KlControlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from trainer.algorithms.losses import KL_ESTIMATES, kl_estimate, mismatch_kl
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -62,7 +65,35 @@ def test_extreme_differences_give_finite_results(kind: str) -> None:
     assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("kind", sorted(KL_ESTIMATES))
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl", "abs"])
+def test_a_plus_keeps_the_value_and_has_the_gradient_of_k2(kind: str) -> None:
+    current, ref = [-1.0, -2.0, -0.3, -9.0, -40.0], [-1.5, -1.0, -0.3, -2.0, -2.0]
+    log_probs = torch.tensor(current, dtype=torch.float64, requires_grad=True)
+    plain, plus = (kl_estimate(log_probs, torch.tensor(ref, dtype=torch.float64), name) for name in (kind, f"{kind}+"))
+    torch.testing.assert_close(plus, plain, rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(plus.sum(), log_probs)
+    assert gradient.tolist() == pytest.approx([p - q for p, q in zip(current, ref, strict=True)]), "d(d²/2) = d"
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_expected_gradient_of_a_plus_is_that_of_the_kl(kind: str) -> None:
+    logits = torch.tensor([0.3, -0.4, 1.1], dtype=torch.float64, requires_grad=True)
+    log_probs = torch.log_softmax(logits, 0)
+    exact = (log_probs.exp() * (log_probs - Q.log())).sum()
+    sampled = (log_probs.detach().exp() * kl_estimate(log_probs, Q.log(), f"{kind}+")).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(sampled, logits)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "here"), [("kl_loss_type", "kl", "k1"), ("kl_loss_type", "mse", "k2"), ("kl_penalty", "kl+", "k1+")]
+)
+def test_a_second_name_of_verl_is_an_error_that_gives_ours(key: str, name: str, here: str) -> None:
+    with pytest.raises(ValidationError, match=rf"verl's {re.escape(name)} is {re.escape(here)} here"):
+        AlgorithmConfig.model_validate({key: name})
+
+
+@pytest.mark.parametrize("kind", sorted(name for name in KL_ESTIMATES if not name.endswith("+")))
 def test_gradients_of_the_estimates_equal_finite_differences(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     current = torch.randn(12, generator=generator, dtype=torch.float64, requires_grad=True)

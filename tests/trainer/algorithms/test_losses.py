@@ -86,6 +86,18 @@ def test_the_gradient_of_gspo_is_that_of_the_sequence_ratio() -> None:
     torch.testing.assert_close(actual, expected_gradient)
 
 
+def test_a_bounded_ratio_of_gspo_has_no_gradient() -> None:
+    """Row 3 has a mean log ratio of 100.55, which is bounded by 20; its positive advantages would be clipped anyway."""
+    log_probs = tensor(current()).requires_grad_()
+    algorithm = AlgorithmConfig(policy_loss="gspo", **KEYS)
+    against = tensor([-1.0] * len(OLD))
+    loss = POLICY_OBJECTIVES["gspo"](log_probs, tensor(OLD), against, Rows(torch.tensor(ROW), 4), algorithm).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    assert gradient[5:].tolist() == [0.0] * 3
+    assert bool((gradient[:3] != 0).all())
+    close(loss[5:], [math.exp(20.0)] * 3)
+
+
 def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
     log_probs = tensor(current()).requires_grad_()
     actual = terms("cispo", log_probs)

@@ -63,6 +63,8 @@ def test_the_loss_without_further_terms_is_the_objective() -> None:
     torch.testing.assert_close(parts.means["actor/entropy"], tensor(ENTROPY))
     ratios = [math.exp(current - old) for current, old in zip(CURRENT, OLD, strict=True)]
     torch.testing.assert_close(parts.means["actor/ratio_mean"], tensor(ratios))
+    changes = [old - current for current, old in zip(CURRENT, OLD, strict=True)]
+    torch.testing.assert_close(parts.means["actor/ppo_kl"], tensor(changes))
     gaps = [current - behaviour for current, behaviour in zip(CURRENT, ROLLOUT, strict=True)]
     torch.testing.assert_close(parts.means["rollout/mismatch_kl"], tensor([math.exp(d) - 1 - d for d in gaps]))
     assert not any(value.requires_grad for value in (parts.means | parts.sums).values())

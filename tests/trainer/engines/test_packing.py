@@ -103,6 +103,7 @@ def test_a_micro_batch_may_have_nothing_to_score(batch: TensorDict) -> None:
     ("mode", "of_rows", "of_trajectories"),
     [
         ("token-mean", (1 + 2 + 6 + 4) / 4, (9 + 4 + 5) / 6),
+        ("token-sum", 1.0 + 2 + 6 + 4, 9.0 + 4 + 5),
         ("seq-mean-token-mean", (9 / 3 + 4) / 2, ((9 + 4) / 4 + 5 / 2) / 2),
         ("seq-mean-token-sum", (9 + 4) / 2, (9 + 4 + 5) / 2),
         ("seq-mean-token-sum-norm", (9 / 5 + 4 / 5) / 2, (9 + 4 + 5) / 5 / 2),

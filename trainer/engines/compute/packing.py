@@ -124,6 +124,7 @@ class LossCounts(NamedTuple):
 
 AGGREGATIONS: dict[str, Callable[[LossCounts], Tensor | float]] = {
     "token-mean": lambda counts: 1.0 / counts.num_tokens,
+    "token-sum": lambda counts: 1.0,
     "seq-mean-token-mean": lambda counts: 1.0 / (counts.num_trajectories * counts.row_tokens.clamp(min=1.0)),
     "seq-mean-token-sum": lambda counts: 1.0 / counts.num_trajectories,
     "seq-mean-token-sum-norm": lambda counts: 1.0 / (counts.num_trajectories * counts.scale),
@@ -137,8 +138,9 @@ def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: str,
     Args:
         totals: trained tokens, and trajectories with a trained token, of the whole optimizer step over all ranks.
             Because denominators span the step, the loss does not depend on micro-batches and layout.
-        agg_mode: `token-mean`: over all trained tokens; `seq-mean-token-mean`: mean over trajectories of the
-            trajectory's token mean; `seq-mean-token-sum`: mean over trajectories of the trajectory's token sum;
+        agg_mode: `token-mean`: over all trained tokens; `token-sum`: their sum; `seq-mean-token-mean`: mean over
+            trajectories of the trajectory's token mean; `seq-mean-token-sum`: mean over trajectories of the
+            trajectory's token sum;
             `seq-mean-token-sum-norm`: the same, divided by `scale` (Dr.GRPO, https://arxiv.org/abs/2503.20783).
         scale: the divisor, in tokens.
 
