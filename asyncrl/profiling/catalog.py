@@ -8,6 +8,7 @@ listed there. `make docs` generates docs/events.md from this catalog.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -68,6 +69,30 @@ def describe(name: str) -> EventInfo:
     )
 
 
+_FAMILIES = frozenset(name.partition(".")[0] for name in EVENTS)
+_OWN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}", re.ASCII)
+_FIXED_FIELDS = frozenset({"timestamp", "event", "duration_s"})
+
+
+def is_own(name: str) -> bool:
+    """Return whether the user's code may record events of this name (`asyncrl.profile`)."""
+    return name.partition(".")[0] not in _FAMILIES and _OWN_NAME.fullmatch(name) is not None
+
+
+def check_own_name(name: str, fields: Mapping[str, object]) -> None:
+    """Check an event of the user's code.
+
+    Raises:
+        ValueError: the name belongs to asyncrl, or the name or a field cannot be used.
+    """
+    if (family := name.partition(".")[0]) in _FAMILIES:
+        raise ValueError(f"event {name!r}: names that begin with {family!r} are asyncrl's; call it 'my.{name}'")
+    if not is_own(name):
+        raise ValueError(f"event {name!r}: use at most 100 letters, digits, '.', '_' and '-', with a letter first")
+    if fixed := sorted(_FIXED_FIELDS & fields.keys()):
+        raise ValueError(f"event {name!r}: every event has a field {fixed[0]!r} already; give yours another name")
+
+
 _HEAD = """\
 # Events
 
@@ -80,7 +105,7 @@ If `profiler.level` is `summary` or `full`, every process of a run records event
 Every line has `timestamp` (when the event started, in Unix seconds), `event` and `duration_s` (0 for an instant). If
 they apply, it also has `step` (the optimizer step that the process considered current), `version` (of the weights that
 the process used), `replica`, `request`, `sample`, `trajectory`, `turn`, and the extra fields listed below. Durations
-are wall clock; `tokens` are counts.
+are wall clock; `tokens` are counts. Your own code may record further events ([profiling.md](profiling.md#events)).
 """
 
 

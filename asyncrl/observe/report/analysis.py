@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from asyncrl.observe.formats import count, seconds
 from asyncrl.observe.report.findings import RunData, rank_findings
 from asyncrl.observe.report.load import Events
 from asyncrl.observe.report.requests import logical_requests, request_figures
 from asyncrl.observe.report.samples import share_figures, trace_samples, turn_figures
-from asyncrl.observe.report.statistics import complement, to_json, total
+from asyncrl.observe.report.statistics import complement, summarize, to_json, total
 from asyncrl.observe.report.steps import find_outages, folded_figures, idle_figures, step_figures
 from asyncrl.observe.report.versions import limit_figures, staleness_figures, waste_figures, weight_sync_figures
 from asyncrl.observe.status.run_status import ENDED
@@ -47,6 +49,9 @@ def analyse(events: Events, about: Mapping[str, Any], summary: SavedSummary | No
         "weight_sync": weight_sync_figures(events),
         "waste": waste_figures(events, histories),
         "lower_limits": limit_figures(events, histories, requests, about.get("response_length")),
+        "own_events": [
+            {"event": name, **(summarize(np.concatenate(events.own[name])) or {})} for name in sorted(events.own)
+        ],
         "folded": folded_figures(events.folded) if events.folded is not None and events.folded.spans else None,
     }
     # `starting_s` is unknown without `started_at`, or if that is the time of a resumption.

@@ -19,9 +19,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
+from numpy.typing import NDArray
 
 from asyncrl.core.types import SampleId
-from asyncrl.profiling.catalog import EVENTS, FIELDS
+from asyncrl.profiling.catalog import EVENTS, FIELDS, is_own
 from asyncrl.profiling.files import (
     EARLIEST_S,
     INTEGER_FIELDS,
@@ -68,6 +69,9 @@ class Events:
     num_unfinished: int = 0
     """Torn lines at the end of a file, which a running process may still complete."""
     num_unknown: int = 0
+    """Events with names of asyncrl that this version does not have."""
+    own: dict[str, list[NDArray[np.float64]]] = field(default_factory=lambda: defaultdict(list))
+    """Durations of the events of the user's code, by name."""
     """Events whose name this version of asyncrl does not know."""
     num_files: int = 0
     folded: EventSummary | None = None
@@ -207,6 +211,9 @@ def _split(events: Events, tables: dict[str, list[pa.Table]], table: pa.Table, p
     replica = _REPLICA_PART.fullmatch(part)
     for code, name in enumerate(names.dictionary.to_pylist()):
         rows = order[bounds[code] : bounds[code + 1]]
+        if is_own(name):
+            events.own[name].append(np.nan_to_num(table["duration_s"].to_numpy()[rows]))
+            continue
         if name not in EVENTS:
             events.num_unknown += len(rows)
             continue

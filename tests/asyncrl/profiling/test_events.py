@@ -6,11 +6,12 @@ import errno
 import json
 import logging
 import os
+import re
 import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl import profile as own
 from asyncrl.core.failures import BugError
-from asyncrl.profiling import Profiler, ProfilerSettings
+from asyncrl.profiling import Profiler, ProfilerSettings, profile
 from asyncrl.profiling import catalog as registry
 from asyncrl.profiling.files import MAX_TEXT, EventFiles, EventLine, event_files
 from asyncrl.profiling.profiler import MAX_DRAINED
@@ -161,6 +163,57 @@ def test_an_unregistered_name_is_refused(profiler: Profiler, level: registry.Eve
     ):
         with pytest.raises(BugError, match=r"'tool\.exec' is not registered.*'tool\.execute'.*events\.toml"):
             record("tool.exec")
+
+
+def test_the_users_code_records_under_names_of_its_own(tmp_path: Path) -> None:
+    profile.configure("x", ProfilerSettings("summary", tmp_path))
+    try:
+        with profile.context(sample="sample_0_1"), own.span("my.lookup", table="prices") as span:
+            span.add(rows=12)
+        own.note("my.miss")
+        with pytest.raises(KeyError), own.span("mine"):
+            raise KeyError
+    finally:
+        profile.close()
+    lines = [json.loads(line) for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
+    assert [(line["event"], line.get("error")) for line in lines] == [
+        ("my.lookup", None),
+        ("my.miss", None),
+        ("mine", "KeyError"),
+    ]
+    assert (lines[0]["table"], lines[0]["rows"], lines[0]["sample"]) == ("prices", 12, "sample_0_1")
+    assert lines[1]["duration_s"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "problem"),
+    [
+        ("tool.execute", {}, "names that begin with 'tool' are asyncrl's; call it 'my.tool.execute'"),
+        ("request", {}, "names that begin with 'request'"),
+        ("sample.mine", {}, "names that begin with 'sample'"),
+        ("my step", {}, "use at most 100 letters"),
+        ("my.step", {"event": "x"}, "every event has a field 'event' already"),
+    ],
+)
+@pytest.mark.parametrize("record", [own.span, own.note])
+def test_a_users_event_cannot_collide_with_ours(
+    record: Callable[..., object], name: str, fields: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        record(name, **fields)
+
+
+def test_the_project_records_only_registered_events() -> None:
+    """A misspelt name would also raise a BugError, but only where its line runs."""
+    names: list[tuple[Path, str]] = []
+    for package in ("asyncrl", "rollouter", "trainer", "skip"):
+        for file in (ROOT / package).rglob("*.py"):
+            code = file.read_text(encoding="utf-8")
+            if file != Path(own.__file__):
+                names += [(file, name) for name in re.findall(r"profile\.(?:span|note|record\w*)\(\s*\"([^\"]+)", code)]
+                assert "from asyncrl import profile" not in code, f"{file}: it is for the user's code"
+    assert len(names) > 30
+    assert [(file, name) for file, name in names if name not in registry.EVENTS] == []
 
 
 def test_the_page_of_events_is_current_and_complete() -> None:

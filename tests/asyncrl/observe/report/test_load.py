@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncrl.observe.report import load as loading
+from asyncrl.observe.report.analysis import analyse
 from asyncrl.observe.report.load import load
 from asyncrl.observe.timeline.reader import EventReader
 from asyncrl.profiling.files import EVENTS_DIRECTORY, event_files, step_dir
@@ -89,6 +91,28 @@ def test_unknown_events_and_fields_are_ignored(tmp_path: Path) -> None:
     put(tmp_path, "trainer", event("step", 1.0, colour="green", nested={"a": [1]}), event("step.of.tomorrow", 2.0))
     events = load(tmp_path)
     assert (len(events["step"]), events.num_unknown) == (1, 1)
+
+
+def test_events_of_the_users_code_are_kept_by_name(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        "rollouter",
+        event("step", 1.0),
+        event("my.lookup", 2.0),
+        event("my.note", 3.0, duration_s=0.0, table="a"),
+    )
+    put(tmp_path, "rank-main-0", event("my.lookup", 2.0, duration_s=1.5))
+    events = load(tmp_path)
+    assert events.num_unknown == 0
+    assert {name: sorted(np.concatenate(parts).tolist()) for name, parts in events.own.items()} == {
+        "my.lookup": [0.5, 1.5],
+        "my.note": [0.0],
+    }
+    rows = analyse(events, {}, None)["own_events"]
+    assert [(row["event"], row["count"], row["sum"], row["max"]) for row in rows] == [
+        ("my.lookup", 2, 2.0, 1.5),
+        ("my.note", 1, 0.0, 0.0),
+    ]
 
 
 def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
