@@ -12,7 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.ports import PromptSource, RewardScorer
 from rollouter.agent.chat import ChatTokenizer
 from rollouter.agent.loop import BuiltInAgent
-from rollouter.agent.parsing import NO_TOOLS, ToolCallParser
+from rollouter.agent.parsing import NO_TOOLS, ToolCallParser, resolve_format
 from rollouter.gateway.external import ExternalAgent
 from rollouter.gateway.program import load_program
 from rollouter.gateway.session import ChatCache
@@ -22,7 +22,7 @@ from rollouter.prompts.source import load_prompts
 from rollouter.rewards.functions import load_reward_functions
 from rollouter.rewards.scorer import load_scorer
 from rollouter.serving.options import serving_options
-from rollouter.tools.loading import LoadedMcpServer, LoadedTool, load_tools
+from rollouter.tools.loading import LoadedMcpServer, LoadedTool, load_tool_file, load_tools
 from rollouter.tools.toolbox import Toolbox
 from rollouter.validation import ValidationPrompts
 
@@ -72,17 +72,18 @@ def load_agent(config: Config, tokenizer: PreTrainedTokenizerBase) -> BuiltInAge
     settings = config.rollout.multi_turn
     if not settings.enable:
         return None
-    tools = load_tools(settings.tools)
+    tools = load_tools((*settings.tools, *load_tool_file(settings.tool_config_path)))
     interactions = load_interactions(settings.interactions) if settings.interactions else None
     schemas = _schemas(tools)
     end_ids = end_token_ids(config.model, tokenizer)
     chat = ChatTokenizer(tokenizer, tools=schemas, template_kwargs=config.model.chat_template_kwargs, end_ids=end_ids)
+    format = resolve_format(settings.format, config.model) if tools else NO_TOOLS
     return BuiltInAgent(
         config,
         chat=chat,
-        parser=ToolCallParser(settings.format if tools else NO_TOOLS, tokenizer, schemas, end_ids=chat.end_ids),
+        parser=ToolCallParser(format, tokenizer, schemas, end_ids=chat.end_ids),
         schemas=schemas,
-        tools=Toolbox(tools) if tools else None,
+        tools=Toolbox(tools, settings.create) if tools else None,
         interactions=interactions,
     )
 
@@ -91,7 +92,7 @@ def _external(config: Config, tokenizer: PreTrainedTokenizerBase) -> ExternalAge
     program = load_program(config.rollout.agent)
     cache = ChatCache(
         tokenizer,
-        format=config.rollout.multi_turn.format,
+        format=resolve_format(config.rollout.multi_turn.format, config.model),
         template_kwargs=config.model.chat_template_kwargs,
         end_ids=end_token_ids(config.model, tokenizer),
     )

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -198,6 +199,12 @@ class ChatTokenizer:
         self._escape_ends = SpecialTokenEscaper(ends)
         self._encode = TemplateTextEncoder(tokenizer, anchor=next(iter([*ends, *self._special]), ""))
         self._max_calls = self._probe_max_calls() if "tool_calls" in template else 0
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTokenizer:
+        """Return the same chat template with other tools."""
+        other = copy(self)
+        other._tools = tools
+        return other
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -379,6 +386,16 @@ class ChatTokenizer:
         behind = rendered.rpartition(answer)[2].lstrip()
         name = max((name for name in self._special if behind.startswith(name)), key=len, default=None)
         return {self._special[name]} if name else set()
+
+    def probe_call(self) -> str:
+        """Return a turn with one call, of the function `f` with the argument `a`, as the template writes it.
+
+        Raises:
+            DataError: the template refuses calls.
+        """
+        before = self._template([_USER], generation_prompt=True)
+        rendered = self._template([_USER, _calls(1)], generation_prompt=False)
+        return rendered[_shared(before, rendered) :]
 
     def _probe_max_calls(self) -> int:
         """Return how many calls the template renders in one turn: 0, 1 or any number."""

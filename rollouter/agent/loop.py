@@ -45,6 +45,7 @@ from rollouter.drop_policy import MismatchError, TooLongError
 from rollouter.interactions.base import Message
 from rollouter.interactions.loading import InteractionSet
 from rollouter.interactions.session import InteractionSession
+from rollouter.prompts.chat_template import chosen_tools
 from rollouter.tools.toolbox import Toolbox, ToolCallResult, ToolSession
 from rollouter.user_code import TrajectoryContext
 
@@ -94,6 +95,7 @@ class BuiltInAgent:
             has_environment=interactions is not None,
         )
         self.chat = chat
+        self._chats: dict[tuple[str, ...], ChatTokenizer] = {}
         self.parser = parser
         self.schemas = tuple(schemas)
         self.counts = AgentCounts()
@@ -117,6 +119,16 @@ class BuiltInAgent:
         finally:
             if self._tools is not None:
                 await self._tools.__aexit__(kind, error, trace)
+
+    def chat_of(self, prompt: Prompt) -> ChatTokenizer:
+        """Return the chat template with the tools of a row."""
+        schemas = {str(schema["function"]["name"]): schema for schema in self.schemas}
+        chosen = chosen_tools(prompt.extra_info, list(schemas))
+        if len(chosen) == len(schemas):
+            return self.chat
+        if chosen not in self._chats:
+            self._chats[chosen] = self.chat.with_tools([schemas[name] for name in chosen])
+        return self._chats[chosen]
 
     def watch(self, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
         """See `ConversationAgent.watch`."""
@@ -212,16 +224,16 @@ class BuiltInAgent:
         # A turn that was truncated at its token limit is only partly in the messages, so its tokens cannot be compared.
         comparable = reason is not FinishReason.LENGTH and not conversation.has_media
         if comparable and self.settings.tokenization_sanity_check_mode != "off":
-            await self._check_tokens(trajectory)
+            await self._check_tokens(trajectory, conversation.chat)
         return trajectory
 
-    async def _check_tokens(self, trajectory: Trajectory) -> None:
+    async def _check_tokens(self, trajectory: Trajectory, chat: ChatTokenizer) -> None:
         row = trajectory.rows[-1]
         ids = np.concatenate([row.prompt_ids, row.response_ids]).tolist()
         # A row ends with the last turn of the assistant.
         last = max(place for place, message in enumerate(trajectory.messages) if message["role"] == "assistant")
         messages = trajectory.messages[: last + 1]
-        difference = await self.off_loop(len(ids), lambda: self.chat.difference(ids, messages))
+        difference = await self.off_loop(len(ids), lambda: chat.difference(ids, messages))
         if difference is not None:
             self.counts.mismatches += 1
             self._mismatch_reported = report_mismatch(self.settings, difference, reported=self._mismatch_reported)
@@ -256,6 +268,7 @@ class _Conversation:
         self.tools: ToolSession | None = None
         self.user: InteractionSession | None = None
         self._agent = agent
+        self.chat = agent.chat_of(prompt)
         self._prompt_ids = prompt.prompt_ids
         self._ask = ask
 
@@ -271,7 +284,7 @@ class _Conversation:
                     f"{self.machine.limits.max_model_len} tokens (rollout.max_model_len)"
                 )
             with profile.span("turn.tokenize") as span:
-                ids = await self._agent.off_loop(len(prompt_ids), lambda: self._agent.chat.prompt(self.messages))
+                ids = await self._agent.off_loop(len(prompt_ids), lambda: self.chat.prompt(self.messages))
                 span.add(tokens=len(ids))
             prompt_ids = np.asarray(ids, dtype=np.int32)
             self.tokens = ConversationTokens(prompt_ids)
@@ -342,7 +355,7 @@ class _Conversation:
 
     async def _answer(self, new: Sequence[Message], sampled: Sequence[int], *, done: bool) -> None:
         """Append `new` messages for the policy, if it has a turn left to read them."""
-        machine, chat = self.machine, self._agent.chat
+        machine, chat = self.machine, self.chat
         if done:
             machine.end()
             return
@@ -366,7 +379,7 @@ class _Conversation:
     async def _cut(self, text: str) -> str:
         limit, side = self._agent.settings.max_tool_response_length, self._agent.settings.tool_response_truncate_side
         estimate = len(text) // CHARACTERS_PER_TOKEN
-        return await self._agent.off_loop(estimate, lambda: self._agent.chat.cut(text, limit, side))
+        return await self._agent.off_loop(estimate, lambda: self.chat.cut(text, limit, side))
 
     def _add_metrics(self, source: str, metrics: Mapping[str, float]) -> None:
         """Add `<source>/<name>` metrics; those of several calls are summed."""

@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.import_path import nearest
-from asyncrl.core.failures import ConfigError
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.text import encodable, encodable_values, parse_json
+from rollouter.agent.chat import ChatTokenizer
+from rollouter.prompts.chat_template import end_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 NO_TOOLS = "no_tools"
 """The format for models without tools: the whole text is content."""
+AUTO = "auto"
 KEY = "rollout.multi_turn.format"
 
 
@@ -234,6 +238,52 @@ def known_formats() -> list[str]:
     return []
 
 
+_COMMON = ("hermes", "mistral", "llama3_json", "qwen3_coder", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45")
+"""Formats that `auto` tries first: some others read the same calls less exactly."""
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+
+
+def resolve_format(format: str, model: ModelConfig) -> str:
+    """Return the format, or for `auto` the first one whose parser reads the call that the chat template writes. `auto`
+    loads the tokenizer and takes seconds.
+
+    Raises:
+        ConfigError: the template writes no calls, or no parser reads them.
+    """
+    if format != AUTO:
+        return format
+    tokenizer = load_tokenizer(model)
+    end_ids, kwargs = end_token_ids(model, tokenizer), model.chat_template_kwargs
+    chat = ChatTokenizer(tokenizer, tools=[_PROBE_TOOL], template_kwargs=kwargs, end_ids=end_ids)
+    try:
+        text = chat.probe_call()
+    except DataError as error:
+        raise ConfigError(
+            f"{KEY}: auto: the chat template writes no tool calls ({error.message}), so they cannot show their format; "
+            "name the parser of the model's family"
+        ) from error
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for name in dict.fromkeys([*_COMMON, *known_formats()]):
+        try:
+            parsed = ToolCallParser(name, tokenizer, [_PROBE_TOOL], end_ids=chat.end_ids).parse(ids)
+        except Exception:  # noqa: BLE001  parsers of other models may raise anything
+            continue
+        if [(call.name, call_arguments(call)) for call in parsed.calls] == [("f", {"a": "b"})]:
+            logger.info("%s: auto: the parser %s reads the calls of the chat template", KEY, name)
+            return name
+    raise ConfigError(
+        f"{KEY}: auto: no parser of vLLM reads the call that the chat template writes, {text!r}; name the parser of "
+        "the model's family"
+    )
+
+
 def check_format(format: str) -> None:
     """Check that a parser of this name exists. Cheap; without vLLM every name passes.
 
@@ -241,7 +291,7 @@ def check_format(format: str) -> None:
         ConfigError: there is no such parser.
     """
     known = known_formats()
-    if known and format not in (*known, NO_TOOLS):
+    if known and format not in (*known, NO_TOOLS, AUTO):
         raise ConfigError(
             f"{KEY}: vLLM has no tool parser {format!r}, so no call would be understood{nearest(format, known)}\n"
             f"    It has: {', '.join(known)}; {NO_TOOLS} is for models that call nothing"

@@ -74,6 +74,16 @@ def render(
     return text
 
 
+def chosen_tools(extra_info: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the tools of a row: of the run's tools, those that its `tools_kwargs` names, or all if it names none.
+
+    Null counts as not named, because Parquet stores it for the tools of other rows.
+    """
+    of_row = extra_info.get("tools_kwargs")
+    named = [name for name in names if isinstance(of_row, Mapping) and of_row.get(name) is not None]
+    return tuple(named or names)
+
+
 def encode(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],

@@ -21,7 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.rollout import SamplingConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from asyncrl.core.types import Prompt, SampleId
-from rollouter.prompts.chat_template import Overlong, encode, fit
+from rollouter.prompts.chat_template import Overlong, chosen_tools, encode, fit
 from rollouter.prompts.dataset import FileRows, GymRows, OwnRows, PromptRow, RowSource, parse_row
 from rollouter.prompts.media import MessagesWithMedia, VisionEncoder
 from rollouter.requests import refuse_own_distribution
@@ -71,17 +71,23 @@ class PromptSet:
         kept, flat, ends = array("q"), array("i"), array("q", [0])
         self.num_overlong = 0
         """Number of rows longer than `max_prompt_length`, whether filtered or cut."""
+        self.lacks_tools_kwargs: list[str] = []
+        """Rows that set `need_tools_kwargs` and have no `tools_kwargs`."""
+        schemas = {str(schema["function"]["name"]): schema for schema in tools}
         num_rows = len(rows) if max_samples is None else min(max_samples, len(rows))
         for index in range(num_rows):
             where = rows.where(index)
             row = self._row(index)
             if train_sampling is not None:
                 refuse_own_distribution(row.extra_info, where, train_sampling)
+            chosen = chosen_tools(row.extra_info, list(schemas))
+            if row.extra_info.get("need_tools_kwargs") and not row.extra_info.get("tools_kwargs"):
+                self.lacks_tools_kwargs.append(where)
             full = encode(
                 tokenizer,
                 row.messages,
                 where,
-                tools=tools,
+                tools=[schemas[name] for name in chosen],
                 template_kwargs=template_kwargs,
                 to_ids=partial(vision.encode, media=row.media, where=where) if vision and row.media else None,
             )
@@ -253,6 +259,14 @@ def load_prompts(
                 len(prompts) + prompts.num_filtered,
                 data.max_prompt_length,
                 data.overlong_prompts,
+            )
+        if missing := prompts.lacks_tools_kwargs:
+            logger.warning(
+                "%s: %d rows, the first one %s, set extra_info.need_tools_kwargs and have no extra_info.tools_kwargs: "
+                "their tools get no arguments from the row",
+                key,
+                len(missing),
+                missing[0],
             )
         if not len(prompts):
             raise ConfigError(

@@ -98,12 +98,13 @@ def build_rollout_app(config: Config, *, namespace: str | None, http: bool, agen
     """
     options = serving_options(config, namespace=namespace, gpus=_gpus())
     if http:
+        from rollouter.agent.parsing import resolve_format
         from rollouter.serving.http import build_http_app
 
         return build_http_app(
             options,
             http_access(config.serve),
-            call_format=config.rollout.multi_turn.format,
+            call_format=resolve_format(config.rollout.multi_turn.format, config.model),
             trajectories=agents,
         )
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **deployment_options(options))(RolloutReplica)

@@ -250,6 +250,29 @@ class TrajectoryTool:
             duration_s = anyio.current_time() - started
         return outcome._replace(text=encodable(outcome.text), duration_s=duration_s, wait_s=started - requested)
 
+    async def create(self) -> None:
+        """Create the state. If that fails, the first call tries again.
+
+        Raises:
+            ToolFailedError: `create` raised or took too long, and `on_error` is `drop` or `stop`.
+            UserCodeError: the row's `tools_kwargs` do not fit.
+        """
+        async with self.limiter.slot(paced=False):
+            try:
+                await self._ready_state()
+            except CallTimeoutError:
+                self._not_created(f"did not return within {self.loaded.config.timeout_s:g} s")
+            except (BugError, ConfigError, UserCodeError):
+                raise
+            except (Exception, SystemExit) as error:  # noqa: BLE001  a tool may raise anything
+                self._not_created(f"raised {describe(error)}", _trace(error))
+
+    def _not_created(self, problem: str, cause: str = "") -> None:
+        message, on_error = f"tool {self.name}: create {problem}", self.loaded.config.on_error
+        if on_error != "message":
+            raise ToolFailedError(message, cause, on_error)
+        logger.warning("%s; the first call tries again", message)
+
     async def score(self) -> ToolOutcome:
         """Return the result of `calc_reward`; its status is not `ok` if there is no state.
 

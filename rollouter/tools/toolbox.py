@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.config.import_path import nearest
 from asyncrl.core.failures import BugError, DataError, UserCodeError, conceal
+from asyncrl.core.tasks import gather
 from asyncrl.core.trajectory import ToolCall
 from asyncrl.core.types import SampleId
 from asyncrl.profiling import profile
+from rollouter.prompts.chat_template import chosen_tools
 from rollouter.tools.base import ToolContext
 from rollouter.tools.execution import CallLimiter, CallStatistics, MethodCaller, TrajectoryTool
 from rollouter.tools.loading import (
@@ -38,6 +40,7 @@ from skip.stages import ToolOutcome
 
 CALC_REWARD = "calc_reward"
 """The arguments in the record of `calc_reward`, whose turn is -1. No real call has them, as they are not JSON."""
+CreateMode = Literal["auto", "eager", "lazy"]
 _METHODS = ("create", "execute", "calc_reward", "release")
 
 
@@ -58,17 +61,25 @@ class ToolSession:
         statistics: CallStatistics,
         ready: Mapping[str, tuple[LoadedTool, CallLimiter]],
         context: ToolContext,
+        create: CreateMode,
     ) -> None:
         self._statistics = statistics
         self._context = context
         self._tools = {
-            name: TrajectoryTool(loaded, limiter, caller, statistics, context, _rows_kwargs(context, name))
-            for name, (loaded, limiter) in ready.items()
+            name: TrajectoryTool(*ready[name], caller, statistics, context, _rows_kwargs(context, name))
+            for name in chosen_tools(context.extra_info, list(ready))
         }
+        named = _mapping(context.extra_info.get("tools_kwargs"), "extra_info.tools_kwargs")
+        self._eager = [name for name in self._tools if create == "eager" or (create == "auto" and name in named)]
         self._calls: list[tuple[str, int, str]] = []
         """Tool, turn and arguments of each call that reached the tool or its record."""
 
     async def __aenter__(self) -> Self:
+        try:
+            await gather(lambda name: self._tools[name].create(), self._eager)
+        except BaseException:
+            await self.release()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -97,13 +108,14 @@ class ToolSession:
         return self._not_executed(name, arguments, ToolOutcome(text, status="too_many"))
 
     async def scores(self) -> Mapping[str, float]:
-        """Return the `calc_reward` of each tool that the trajectory has used, unless its state could not be created.
+        """Return the `calc_reward` of each tool that the trajectory has used or that was created before its first turn,
+        unless its state could not be created.
 
         Raises:
             ToolFailedError, UserCodeError: a `calc_reward` raised, took too long, or did not return a finite number.
         """
         scores: dict[str, float] = {}
-        for name in dict.fromkeys(called for called, _, _ in self._calls):
+        for name in dict.fromkeys([*self._eager, *(called for called, _, _ in self._calls)]):
             if not self._tools[name].overrides("calc_reward"):
                 scores[name] = 0.0
                 continue
@@ -223,8 +235,10 @@ class Toolbox:
     Each entry of the configuration has separate limits on calls. All tools of a server share the limits of its entry.
     """
 
-    def __init__(self, tools: Sequence[LoadedTool | LoadedMcpServer]) -> None:
+    def __init__(self, tools: Sequence[LoadedTool | LoadedMcpServer], create: CreateMode = "auto") -> None:
+        """`create`: `rollout.multi_turn.create`."""
         self._configured = tuple(tools)
+        self._create: CreateMode = create
         self._ready: dict[str, tuple[LoadedTool, CallLimiter]] = {}
         self._stack = AsyncExitStack()
         self._caller: MethodCaller | None = None
@@ -268,7 +282,7 @@ class Toolbox:
         """
         if self._caller is None:
             raise BugError("a toolbox must be entered before its tools are called")
-        return ToolSession(self._caller, self._statistics, self._ready, context)
+        return ToolSession(self._caller, self._statistics, self._ready, context, self._create)
 
     def counts(self) -> Mapping[str, int]:
         """Return the number of `calls` so far, and of each `CallStatus`."""

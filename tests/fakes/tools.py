@@ -10,7 +10,7 @@ import anyio
 from asyncrl.config.sections.rollout import ToolConfig
 from rollouter.tools.base import BaseTool, ToolContext
 from rollouter.tools.loading import FunctionSchema, LoadedTool
-from rollouter.tools.toolbox import Toolbox
+from rollouter.tools.toolbox import CreateMode, Toolbox
 
 QUERY = {
     "type": "object",
@@ -64,11 +64,11 @@ class RememberingTool(BaseTool[list[str]]):
             await self._gates[method].wait()
 
 
-def toolbox_of(*tools: BaseTool[Any], key: str = "tools.0", **limits: Any) -> Toolbox:
+def toolbox_of(*tools: BaseTool[Any], key: str = "tools.0", create: CreateMode = "auto", **limits: Any) -> Toolbox:
     """Return a toolbox of tools with the names `search`, `search_1`, …, each with these limits."""
     loaded = []
     for number, tool in enumerate(tools):
         name = f"search_{number}" if number else "search"
         config = ToolConfig(class_name="of:ATest", **limits)
         loaded.append(LoadedTool(tool, FunctionSchema(schema_of(name)), config, f"{key}{number}"))
-    return Toolbox(loaded)
+    return Toolbox(loaded, create)

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import ConfigError
 from rollouter.agent.parsing import (
     NO_TOOLS,
@@ -25,6 +27,7 @@ from rollouter.agent.parsing import (
     call_id,
     check_format,
     known_formats,
+    resolve_format,
     tool_message,
 )
 from tests.fakes.hostile import BROKEN_JSON, LONE, texts, values
@@ -194,6 +197,21 @@ class TestFormats:
         )
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
+    @pytest.mark.parametrize(
+        ("template", "format"),
+        [("hermes", "hermes"), ("qwen25", "hermes"), ("qwen3", "hermes"), ("llama3", "llama3_json")],
+    )
+    def test_auto_finds_the_parser_that_reads_the_template(
+        self, tmp_path: Path, template: str, format: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level("INFO", "rollouter.agent.parsing"):
+            assert resolve_format("auto", model(tmp_path, template)) == format
+        assert f"the parser {format} reads the calls of the chat template" in caplog.text
+
+    def test_auto_refuses_a_template_that_writes_no_calls(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"format: auto: .*name the parser"):
+            resolve_format("auto", model(tmp_path, "chatml"))
+
     def test_a_parser_for_another_tokenizer_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="'deepseek_v3' does not fit this model's tokenizer"):
             ToolCallParser("deepseek_v3", tokenizer(), TOOLS)
@@ -201,6 +219,14 @@ class TestFormats:
     def test_a_parser_that_does_not_parse_text_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="'openai' reads no text"):
             ToolCallParser("openai", tokenizer(), TOOLS)
+
+
+def model(directory: Path, template: str) -> ModelConfig:
+    """Write the tokenizer of these tests with a template of tests/rollouter/agent/templates."""
+    made = tokenizer()
+    made.chat_template = (Path(__file__).parent / "templates" / f"{template}.jinja").read_text(encoding="utf-8")
+    made.save_pretrained(directory)
+    return ModelConfig(path=str(directory), tokenizer_path=str(directory))
 
 
 def assistant(content: str, **more: Any) -> dict[str, Any]:

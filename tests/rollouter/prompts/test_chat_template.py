@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,9 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import DataError
 from asyncrl.core.types import SampleId
+from rollouter.agent.chat import ChatTokenizer
+from rollouter.agent.loop import BuiltInAgent
+from rollouter.agent.parsing import NO_TOOLS, ToolCallParser
 from rollouter.prompts.chat_template import encode, end_token_ids, load_tokenizer, render
 from rollouter.prompts.source import load_prompts
 
@@ -39,6 +43,38 @@ def test_the_template_gets_its_arguments_and_the_tools(model: ModelConfig, tmp_p
     loaded = load_prompts(config, tokenizer, tmp_path, tools=[TOOL])
     ids = loaded.train.at(SampleId(0, 1)).prompt_ids.tolist()
     assert ids == tokenizer("add\n1+2 (briefly)", add_special_tokens=False)["input_ids"]
+
+
+def test_a_row_chooses_its_tools(model: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "rows.jsonl"
+    infos: list[dict[str, Any]] = [
+        {"tools_kwargs": {"mul": {"create_kwargs": {"digits": 3}}, "add": None}},
+        {"tools_kwargs": {"of_another_run": {}}},
+        {"need_tools_kwargs": True},
+    ]
+    rows = [{"prompt": [{"role": "user", "content": "1+2"}], "extra_info": info} for info in infos]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = Config.model_validate(
+        {"model": model.model_dump(), "data": {"train_files": [str(file)], "shuffle": False, "max_prompt_length": 64}}
+    )
+    tokenizer, mul = load_tokenizer(model), {"type": "function", "function": {"name": "mul"}}
+    prompts = load_prompts(config, tokenizer, tmp_path, tools=[TOOL, mul]).train
+    rendered = [tokenizer.decode(prompts.at(SampleId(0, number)).prompt_ids) for number in (1, 2, 3)]
+    assert rendered == ["mul\n1+2 (briefly)", "add\nmul\n1+2 (briefly)", "add\nmul\n1+2 (briefly)"]
+    assert "1 rows, the first one" in caplog.text
+    assert "rows.jsonl, line 3, set extra_info.need_tools_kwargs and have no extra_info.tools_kwargs" in caplog.text
+
+    agent = BuiltInAgent(
+        config,
+        chat=ChatTokenizer(tokenizer, tools=[TOOL, mul], template_kwargs=model.chat_template_kwargs),
+        parser=ToolCallParser(NO_TOOLS, tokenizer),
+        schemas=[TOOL, mul],
+        tools=None,
+        interactions=None,
+    )
+    for number in (1, 2, 3):
+        prompt = prompts.at(SampleId(0, number))
+        assert agent.chat_of(prompt).prompt(prompt.messages) == prompt.prompt_ids.tolist()
 
 
 def test_a_refusal_names_the_row_and_quotes_the_template(model: ModelConfig) -> None:

@@ -24,7 +24,7 @@ from asyncrl.core.types import SampleId
 from rollouter.drop_policy import ToolFailedError
 from rollouter.tools import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse, execution
 from rollouter.tools.loading import FunctionSchema, LoadedTool
-from rollouter.tools.toolbox import Toolbox, ToolCallResult, ToolSession
+from rollouter.tools.toolbox import CreateMode, Toolbox, ToolCallResult, ToolSession
 from tests.fakes.hostile import BROKEN_JSON, LONE, LONG_TEXT, texts, values
 from tests.fakes.tools import RememberingTool, schema_of, toolbox_of
 from tests.fuzz.loop import run as run_virtually
@@ -349,6 +349,54 @@ def test_a_waiting_call_retries_a_cancelled_create() -> None:
     run_virtually(main, 0)
 
 
+async def test_a_row_chooses_its_tools_which_are_created_before_the_first_turn_and_scored_without_a_call() -> None:
+    kwargs = {"search": {"create_kwargs": {"index": "cats"}, "calc_reward_kwargs": {"truth": "5"}}, "search_1": None}
+    tool, other = RememberingTool(), RememberingTool()
+    toolbox = toolbox_of(tool, other)
+    async with toolbox, toolbox.session(ToolContext("val", 0, extra_info={"tools_kwargs": kwargs})) as tools:
+        assert tool.log == ["create {'index': 'cats'}"]
+        refused = await tools.call("search_1", ASK, turn=0)
+        assert refused.call.status == "unknown_tool"
+        assert set(await tools.scores()) == {"search"}
+    assert tool.log == ["create {'index': 'cats'}", "calc_reward  {'truth': '5'}", "release "]
+    assert other.log == []
+
+
+@pytest.mark.parametrize(
+    ("create", "row", "created"),
+    [
+        ("auto", {}, []),
+        ("auto", {"tools_kwargs": {"search": {}}}, ["search"]),
+        ("lazy", {"tools_kwargs": {"search": {}}}, []),
+        ("eager", {}, ["search", "search_1"]),
+    ],
+)
+async def test_create_is_called_when_configured(create: CreateMode, row: dict[str, Any], created: list[str]) -> None:
+    by_name = {"search": RememberingTool(), "search_1": RememberingTool()}
+    toolbox = toolbox_of(*by_name.values(), create=create)
+    async with toolbox, toolbox.session(ToolContext("val", 0, extra_info=row)) as tools:
+        assert [name for name, tool in by_name.items() if tool.log] == created
+        assert list(await tools.scores()) == created
+    for name, tool in by_name.items():
+        assert tool.log == (["create", "calc_reward ", "release "] if name in created else [])
+
+
+async def test_an_early_create_that_fails_is_repeated_by_the_first_call() -> None:
+    class FailsOnce(RememberingTool):
+        async def create(self, context: ToolContext, **kwargs: Any) -> list[str]:
+            state = await super().create(context, **kwargs)
+            if len(self.log) == 1:
+                raise ValueError("not yet")
+            return state
+
+    tool = FailsOnce()
+    toolbox = toolbox_of(tool, create="eager")
+    async with toolbox, toolbox.session(ToolContext("val", 0)) as tools:
+        assert await tools.scores() == {}
+        assert (await tools.call("search", ASK, turn=0)).call.status == "ok"
+    assert tool.log == ["create", "create", "execute a", "release a"]
+
+
 async def test_kwargs_of_the_row_are_passed_to_the_methods() -> None:
     kwargs = {
         "search": {
@@ -357,7 +405,7 @@ async def test_kwargs_of_the_row_are_passed_to_the_methods() -> None:
             "calc_reward_kwargs": {"truth": "5"},
             "release_kwargs": {"late": True},
         },
-        "search_1": None,
+        "search_1": {},
         "of_another_run": {"whatever": 1},
     }
     tool, other = RememberingTool(), RememberingTool()
