@@ -3,6 +3,7 @@ text says."""
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory, single_turn
 from asyncrl.core.types import FinishReason, Prompt, Span, Turn
+from asyncrl.weights.transport import OwnChunk, check_own_transport
 from rollouter.prompts.check import check_own_data
 from rollouter.prompts.dataset import OwnRows
 from rollouter.prompts.source import own_order
@@ -57,6 +59,7 @@ def configured(heading: str) -> Config:
 def problems(config: Config) -> Iterator[ConfigProblem]:
     yield from check_own_data(config)
     yield from check_own_functions(config)
+    yield from check_own_transport(config)
 
 
 @pytest.mark.parametrize("heading", EXAMPLES)
@@ -153,6 +156,14 @@ def test_the_reward_manager_prefers_the_longest(here: Path) -> None:
     assert [score.extra for score in scores(config, 2)] == [{"length": 2.0}]
 
 
+def test_the_transport_stores_reads_and_frees_a_chunk(here: Path) -> None:
+    backend = configured("Weight sync").weight_sync.backend
+    stored = OwnChunk.put(backend, {"a": np.arange(3)})
+    assert pickle.loads(pickle.dumps(stored)).get()["a"].tolist() == [0, 1, 2]
+    stored.drop()
+    assert not list(here.glob("weights-*"))
+
+
 CODE = """
 import torch
 def raises(log_probs, ref_log_probs):
@@ -176,6 +187,12 @@ class Silent:
     whole_group = False
     def __init__(self, functions, config, decode): pass
     def score(self, prompt, trajectories): return []
+class Loses:
+    def put(self, chunk): return 1
+    def get(self, handle): return {}
+    def drop(self, handle): pass
+class Unfinished:
+    def put(self, chunk): raise OSError("no room")
 class Raises(Silent):
     async def score(self, prompt, trajectories): raise KeyError("lost")
 """
@@ -192,6 +209,8 @@ class Raises(Silent):
         ("algorithm.policy_loss", "number", "mine.py:number is a int, not a function"),
         ("data.sampler", "few", "expected 8 prompt numbers from 0 to 7"),
         ("data.sampler", "random_order", "two calls for the same epoch returned different orders"),
+        ("weight_sync.backend", "Loses", "get returned another tensor 'a'"),
+        ("weight_sync.backend", "Unfinished", "it has no method get"),
         ("data.dataset", "no_prompt", "mine.py:no_prompt train, row 0: field 'prompt'"),
     ],
 )

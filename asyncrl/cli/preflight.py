@@ -15,6 +15,7 @@ from asyncrl.config.plan import GIB, checkpoint_bytes
 from asyncrl.config.problems import ConfigProblem, errors, warning
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
+from asyncrl.weights.transport import check_own_transport
 
 _ROWS_S = 4.0
 """Time after which the remaining rows of data files are left to the Rollouter."""
@@ -33,6 +34,7 @@ def preflight(outcome: CheckedConfig) -> CheckedConfig:
     config = outcome.config
     rewards = RewardCheck(config)  # runs beside the other checks
     found = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S), *check_own_data(config)]
+    found += check_own_transport(config)
     if own_functions(config):  # importing torch takes seconds
         from trainer.algorithms.own_functions import check_own_functions
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import anyio
 import numpy as np
@@ -29,7 +29,9 @@ from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsP
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.weights.checksums import group_checksums
+from asyncrl.weights.transport import OwnChunk
 
+ChunkHandle: TypeAlias = "ray.ObjectRef | OwnChunk"
 STORE_NAME = "weight_store"
 NUM_KEPT_VERSIONS = 2
 """Versions kept besides the newest because a replica may still be reading them."""
@@ -67,7 +69,7 @@ class WeightStoreActor:
         self._served = served or ServedRun()
         self._wall_clock = wall_clock
         self._health = ProcessMonitor("store") if ray.is_initialized() else None
-        self._versions: dict[WeightsVersion, tuple[Publication, list[ray.ObjectRef]]] = {}
+        self._versions: dict[WeightsVersion, tuple[Publication, list[ChunkHandle]]] = {}
         self._handed_out: list[WeightsVersion] = []
         self._delivered: WeightsVersion | None = None
         """Newest weights version whose publication has reached the Rollouter."""
@@ -81,7 +83,7 @@ class WeightStoreActor:
         """Return the run to which this store belongs."""
         return self._served
 
-    async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef], again: bool = False) -> None:
+    async def publish(self, publication: Publication, refs: Sequence[ChunkHandle], again: bool = False) -> None:
         """Make a version the newest.
 
         If the previous newest version has not reached the Rollouter (`acknowledge`), this version takes over its
@@ -176,7 +178,7 @@ class WeightStoreActor:
                 ) from None
         return await self.latest()
 
-    async def tensors(self, weights_version: WeightsVersion) -> list[ray.ObjectRef]:
+    async def tensors(self, weights_version: WeightsVersion) -> list[ChunkHandle]:
         """Return references to the chunks of a version; each is a dict of parameter name to array.
 
         Raises:
@@ -309,11 +311,17 @@ class ObjectStorePublisher:
     """The Trainer's access to the store (`ports.WeightPublisher`). It is pickled to the process that has the weights.
     Use it on one event loop."""
 
-    def __init__(self, store: ray.actor.ActorHandle, *, call_s: float, lineage: int = 0) -> None:
+    def __init__(
+        self, store: ray.actor.ActorHandle, *, call_s: float, lineage: int = 0, backend: str = "object_store"
+    ) -> None:
+        """`backend`: `weight_sync.backend`."""
         self._store = store
         self._call_s = call_s
         self._lineage = lineage
-        self._last: tuple[Publication, list[ray.ObjectRef]] | None = None
+        self._backend = backend
+        self._own: list[list[OwnChunk]] = []
+        """Chunks of the last publications, if a class of the user's stores them."""
+        self._last: tuple[Publication, list[ChunkHandle]] | None = None
         """Last publication, for `republish`; the references keep the bytes alive even if the store has lost them."""
 
     async def publish(
@@ -350,6 +358,7 @@ class ObjectStorePublisher:
             f"publishing version {version}",
         )
         self._last = (publication, refs)
+        await self._drop_old(refs)
         return publication
 
     async def republish(self) -> None:
@@ -368,8 +377,18 @@ class ObjectStorePublisher:
         what = f"publishing version {last[0].version} again"
         await _ask(lambda _: self._store.publish.remote(*last, True), self._call_s, what)
 
-    async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ray.ObjectRef:
+    async def _drop_old(self, refs: Sequence[ChunkHandle]) -> None:
+        """Free the chunks of versions that the store has forgotten, as Ray does for its own objects."""
+        self._own.append([ref for ref in refs if isinstance(ref, OwnChunk)])
+        while len(self._own) > NUM_KEPT_VERSIONS + 2:
+            for chunk in self._own.pop(0):
+                await anyio.to_thread.run_sync(chunk.drop)
+
+    async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ChunkHandle:
         size = sum(array.nbytes for array in chunk.values())
+        if self._backend != "object_store":
+            with _deadline(f"{self._backend} did not take {size} bytes of version {version}", self._call_s):
+                return await anyio.to_thread.run_sync(OwnChunk.put, self._backend, chunk, abandon_on_cancel=True)
         room = f"{NUM_KEPT_VERSIONS + 2} versions must fit; raise ray.object_store_memory_bytes"
         try:
             with anyio.fail_after(self._call_s):
@@ -390,6 +409,15 @@ class ObjectStorePublisher:
                 f"the node's Ray logs",
                 error,
             ) from error
+
+
+@contextmanager
+def _deadline(problem: str, limit_s: float) -> Iterator[None]:
+    try:
+        with anyio.fail_after(limit_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineError(f"{problem} within timeouts.call_s = {limit_s:g} s") from error
 
 
 class ObjectStoreFeed:

@@ -71,9 +71,11 @@ def check_own_data(config: Config) -> Iterator[ConfigProblem]:
         try:
             for split in ("train", "val"):
                 rows = OwnRows.load(data, split)
-                if rows is not None and not len(rows):
+                if rows is None:
+                    continue
+                if not len(rows):
                     raise DataError(f"{data.dataset} returned no rows for {split!r}")
-                for index in range(min(len(rows), _BATCH_ROWS) if rows is not None else 0):
+                for index in range(min(len(rows), _BATCH_ROWS)):
                     parse_row(rows.row(index), rows.where(index))
         except AsyncRLError as error:
             yield ConfigProblem("data.dataset", data.dataset, error.message.removeprefix("data.dataset: "), _FIX)

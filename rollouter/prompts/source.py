@@ -173,7 +173,7 @@ def epoch_order(num_prompts: int, seed: int, epoch: int, *, shuffle: bool) -> ND
     return np.random.default_rng([seed, epoch]).permutation(num_prompts)
 
 
-def own_order(sampler: str, prompts: Sequence[Prompt], *, seed: int, epoch: int) -> NDArray[np.int64]:
+def own_order(sampler: str, prompts: Sequence[Prompt] | PromptSet, *, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the order that the user's function `data.sampler` chooses for an epoch, int64 `[len(prompts)]`.
 
     Raises:

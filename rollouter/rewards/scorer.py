@@ -213,7 +213,8 @@ def load_scorer(config: Config, functions: Mapping[str, RewardFunction], decode:
     if problem := call_problem(kind, functions, config, decode):
         raise ConfigError(f"{key}: {defined_at(kind)}: it is made with (functions, config, decode): {problem}")
     manager: Any = kind(functions, config, decode)
-    if not is_async(getattr(manager, "score", None)) or not isinstance(getattr(manager, "whole_group", None), bool):
+    score = getattr(manager, "score", None)
+    if score is None or not is_async(score) or not isinstance(getattr(manager, "whole_group", None), bool):
         raise ConfigError(
             f"{key}: {defined_at(kind)}: it needs `async def score(self, prompt, trajectories)`, which returns a list "
             "of asyncrl.core.ports.Score, and `whole_group`, True if a call needs all trajectories of a prompt"

@@ -164,7 +164,7 @@ def load_tool_file(path: str | None) -> tuple[ToolConfig, ...]:
     for number, entry in enumerate(entries):
         try:
             entry = dict(entry)
-            entry["class_name"] = _OF_VERL.get(entry.get("class_name"), entry.get("class_name"))
+            entry["class_name"] = _OF_VERL.get(str(entry.get("class_name")), entry.get("class_name"))
             settings = dict(entry.get("config") or {})
             if settings.get("type") == "native":
                 del settings["type"]

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from asyncrl.config.environment import check_api_key, similar_path, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, warning
-from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive, Seconds
+from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import num_prompts
 from asyncrl.config.sections.trainer import epoch_samples
 
@@ -58,8 +58,9 @@ class AsyncTrainingConfig(ConfigSection):
 class WeightSyncConfig(ConfigSection):
     """Weight updates from the Trainer to the engines."""
 
-    backend: Literal["object_store"] = "object_store"
-    """How versions travel from the Trainer to the engines."""
+    backend: Literal["object_store"] | ImportPath = "object_store"
+    """How versions travel from the Trainer to the engines: through Ray's object store, or your own class
+    (docs/extending.md)."""
     verify: Literal["every", "first", "off"] = "every"
     """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
     after every load; once (checksums after a replica's first load, log-probs after the first version of a launch); or

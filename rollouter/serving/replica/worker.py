@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +48,7 @@ from vllm.platforms import current_platform
 
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.weights.checksums import MODULUS, add, layer_group
+from asyncrl.weights.transport import OwnChunk
 
 if current_platform.is_cpu():
     vllm._custom_ops._supports_onednn = False
@@ -55,7 +56,7 @@ if current_platform.is_cpu():
 _PR_SET_PDEATHSIG = 1
 _CONNECTING = threading.Lock()
 """Held while a thread joins the cluster. At a replica's start, two threads may try to join at the same time."""
-WeightChunk = dict[str, NDArray[Any]]
+WeightChunk = Mapping[str, NDArray[Any]]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,8 +77,8 @@ die_with_parent()
 
 
 def _fetch(weights_version: WeightsVersion, source: tuple[str, str, str], limit_s: float) -> list[WeightChunk]:
-    """Return the version's chunks, mapped from the object store without a copy. The call ends within `limit_s`, so that
-    the threads of repeated attempts do not accumulate."""
+    """Return the version's chunks, mapped from the object store without a copy, or read by the user's class. The calls
+    to Ray end within `limit_s`, so that the threads of repeated attempts do not accumulate."""
     address, namespace, store_name = source
     until = time.monotonic() + limit_s
 
@@ -87,8 +88,7 @@ def _fetch(weights_version: WeightsVersion, source: tuple[str, str, str], limit_
     connect(address, namespace, limit_s=left_s())
     store = ray.get_actor(store_name, namespace=namespace)
     refs = ray.get(store.tensors.remote(weights_version), timeout=left_s())
-    chunks: list[WeightChunk] = ray.get(refs, timeout=left_s())
-    return chunks
+    return [ref.get() if isinstance(ref, OwnChunk) else ray.get(ref, timeout=left_s()) for ref in refs]
 
 
 def _in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
