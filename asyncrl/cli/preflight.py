@@ -15,7 +15,6 @@ from asyncrl.config.plan import GIB, checkpoint_bytes
 from asyncrl.config.problems import ConfigProblem, errors, warning
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
-from asyncrl.weights.transport import check_own_transport
 
 _ROWS_S = 4.0
 """Time after which the remaining rows of data files are left to the Rollouter."""
@@ -28,6 +27,7 @@ def preflight(outcome: CheckedConfig) -> CheckedConfig:
     """
     if outcome.config is None or errors(outcome.problems):
         return outcome
+    from asyncrl.weights.transport import check_own_transport
     from rollouter.prompts.check import check_data, check_own_data
     from rollouter.rewards.check import RewardCheck
 

@@ -49,6 +49,11 @@ def own_code(names: Iterable[str]) -> list[Path]:
     return list(found)
 
 
+def is_own(value: Any) -> bool:
+    """Whether a value names a part of the user's own (`sections.base.ImportPath`)."""
+    return isinstance(value, str) and ":" in value
+
+
 def load_registered(name: str, key: str, built_in: Mapping[str, Any], kind: str) -> Any:
     """Load an object by the name in the configuration: a built-in, `module:name`, `module.name` or `path/file.py:name`.
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
+from asyncrl.config.import_path import is_own
+
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
@@ -82,11 +84,6 @@ def only_with(patterns: str, key: str, *values: Any) -> NoEffectRule:
         lambda config: f"{key} is {format_value(configured(config, key))}",
         f"set {key} to {' or '.join(map(format_value, values))}",
     )
-
-
-def is_own(value: Any) -> bool:
-    """Whether a value names a part of the user's own (`sections.base.ImportPath`)."""
-    return isinstance(value, str) and ":" in value
 
 
 def configured(config: Config, key: str) -> Any:

@@ -74,7 +74,7 @@ _OWN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}", re.ASCII)
 _FIXED_FIELDS = frozenset({"timestamp", "event", "duration_s"})
 
 
-def is_own(name: str) -> bool:
+def is_own_event(name: str) -> bool:
     """Return whether the user's code may record events of this name (`asyncrl.profile`)."""
     return name.partition(".")[0] not in _FAMILIES and _OWN_NAME.fullmatch(name) is not None
 
@@ -87,7 +87,7 @@ def check_own_name(name: str, fields: Mapping[str, object]) -> None:
     """
     if (family := name.partition(".")[0]) in _FAMILIES:
         raise ValueError(f"event {name!r}: names that begin with {family!r} are asyncrl's; call it 'my.{name}'")
-    if not is_own(name):
+    if not is_own_event(name):
         raise ValueError(f"event {name!r}: use at most 100 letters, digits, '.', '_' and '-', with a letter first")
     if fixed := sorted(_FIXED_FIELDS & fields.keys()):
         raise ValueError(f"event {name!r}: every event has a field {fixed[0]!r} already; give yours another name")

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from asyncrl.config.problems import is_own
+from asyncrl.config.import_path import is_own
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.core.failures import BugError
 from asyncrl.core.records import Metrics

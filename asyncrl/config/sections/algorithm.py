@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from asyncrl.config.environment import check_code
+from asyncrl.config.import_path import is_own
 from asyncrl.config.problems import (
     ConfigProblem,
     ConfigRule,
     RuleFunction,
     configured,
-    is_own,
     no_effect,
     only_with,
     warning,

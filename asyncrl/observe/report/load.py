@@ -22,7 +22,7 @@ import pyarrow.json as pj
 from numpy.typing import NDArray
 
 from asyncrl.core.types import SampleId
-from asyncrl.profiling.catalog import EVENTS, FIELDS, is_own
+from asyncrl.profiling.catalog import EVENTS, FIELDS, is_own_event
 from asyncrl.profiling.files import (
     EARLIEST_S,
     INTEGER_FIELDS,
@@ -211,7 +211,7 @@ def _split(events: Events, tables: dict[str, list[pa.Table]], table: pa.Table, p
     replica = _REPLICA_PART.fullmatch(part)
     for code, name in enumerate(names.dictionary.to_pylist()):
         rows = order[bounds[code] : bounds[code + 1]]
-        if is_own(name):
+        if is_own_event(name):
             events.own[name].append(np.nan_to_num(table["duration_s"].to_numpy()[rows]))
             continue
         if name not in EVENTS:
