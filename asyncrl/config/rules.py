@@ -33,8 +33,8 @@ _SECRET_KEYS = (
 
 def _names(config: Config) -> Iterator[ConfigProblem]:
     parents = {"experiment_name": "runs/"}
-    if skip.enabled_roles(config):
-        parents["project_name"] = "skip.<role>.dump_dir"
+    for role in list(skip.enabled_roles(config))[:1]:
+        parents["project_name"] = f"{role}.dump_dir"
     for key, parent in parents.items():
         if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name := getattr(config, key)):
             consequence = f"it names a directory below {parent}, and this is not a valid name for one"

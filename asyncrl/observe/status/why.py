@@ -267,7 +267,7 @@ class _Explanation:
             longest = max(working, key=lambda wait: wait.since_s)
             return self._reward(longest) if longest.edge == "reward" else self._engine(longest, "engines")
         if "records" in waits:
-            detail = f"{_tasks(waits['records'])}; skip.<role>.dump_dir is their directory"
+            detail = f"{_tasks(waits['records'])}; they are in the dump_dir of the role in `skip`"
             return (WaitLink("Rollouter", "is reading or writing records", waits["records"].since_s, detail, "busy"),)
         if "slot" in waits:
             return self._engine(waits["slot"], "a generation slot")
