@@ -1,9 +1,9 @@
 """Measure the files that an event loop waits for: a thread of one's own against `aiofiles`.
 
-asyncrl uses a thread for records and for the turn log, because `aiofiles` takes more than 1.5 times as much CPU for
-them: every open, read, write, seek and close is a switch to a thread and back, and with a thread only a whole record or
-a batch of turns is. It uses `aiofiles` for the trajectory dump, where decoding tokens costs most. Records are converted
-and checked off the event loop in either case.
+With `aiofiles`, every open, read, write, seek and close is a switch to a thread and back; with a thread, only a whole
+record or a batch of turns is. So `aiofiles` takes up to 2 times as much CPU for records and turns, and 5 to 40 times as
+much on the event loop, and asyncrl uses threads there. It uses `aiofiles` for the trajectory dump, where decoding
+tokens costs most. Records are converted and checked off the event loop in either case.
 """
 
 from __future__ import annotations
