@@ -387,7 +387,7 @@ def find_roles(directory: Path) -> list[RecordFiles]:
         ConfigError: there is no such directory.
     """
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: there is no such directory; give the dump_dir of a role of a run, or one below")
+        raise ConfigError(f"{directory}: there is no such directory; give the dump_dir of a role, or one below")
     if is_record(directory):
         return [RecordFiles(directory.parent)]
     return [RecordFiles(root) for root in _role_directories(directory, DEPTH - 1)]
