@@ -20,7 +20,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -318,12 +317,11 @@ async def append(directory: Path, index: int, data: bytes, mode: int = 0o700) ->
     """
     path = directory / file_name(index)
     # `aiofiles` calls the opener in its thread, too.
-    opened = partial(aiofiles.open, path, "ab", buffering=0, opener=_open_at_line)
     try:
-        file = await opened()
+        file = await aiofiles.open(path, "ab", buffering=0, opener=_open_at_line)
     except FileNotFoundError:
         await aiofiles.os.makedirs(directory, mode, exist_ok=True)
-        file = await opened()
+        file = await aiofiles.open(path, "ab", buffering=0, opener=_open_at_line)
     try:
         while data:
             data = data[await file.write(data) :]

@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ class ReadRecord(FileJob):
 
     async def prepare(self) -> None:
         self.records = SkipRecords(self.directory / "records", self.samples)
-        await asyncio.to_thread(lambda: [self.records.write(step) for step in range(len(self.samples))])
+        for step in range(len(self.samples)):
+            await asyncio.to_thread(self.records.write, step)
         await file_thread("read").run(lambda: None)
 
     async def by_thread(self, step: int) -> None:
@@ -170,7 +171,12 @@ class DumpSample(FileJob):
         await self.dump.write(*self.args[step])
 
 
-JOBS = {"record write": WriteRecord, "record read": ReadRecord, "turns": LogTurns, "dump": DumpSample}
+JOBS: dict[str, Callable[[Path, Sequence[Generated]], FileJob]] = {
+    "record write": WriteRecord,
+    "record read": ReadRecord,
+    "turns": LogTurns,
+    "dump": DumpSample,
+}
 VARIANTS = ("thread", "aiofiles")
 
 

@@ -206,7 +206,8 @@ def skip_settings(config: Config | Mapping[str, Any]) -> tuple[Sequence[str], di
     if not isinstance(config.get("skip"), Mapping):
         raise ConfigError("skip: the configuration has no such section, with settings by the name of a role")
     given: dict[str, Any] = dict(config["skip"])
-    modules, sections = given.pop("modules", ()), {}
+    modules: Sequence[str] = given.pop("modules", ())
+    sections: dict[str, tuple[str, SkipRoleConfig]] = {}
     for role, values in given.items():
         try:
             section = _ForeignRoleConfig.model_validate(dict(values))
