@@ -1,7 +1,7 @@
 """Stream responses from one or more servers under load, and measure their latencies.
 
   python -m benchmarks.stream --serve asyncrl vllm llm --rounds 3 --json stream.json --plot stream.png
-  python -m benchmarks.stream --serve asyncrl --sync-every 2
+  python -m benchmarks.stream --serve asyncrl --sync-every 2 --rate 1
   python -m benchmarks.stream --url http://host:8000/v1 --model NAME --rate 4 --ttft-ms 500 --itl-ms 50
   python -m benchmarks.stream --app rollout --model DIR --sync-every 5 --trace trace.jsonl
 
@@ -22,8 +22,9 @@ log-normal, or those of --trace.
 Servers send tokens in chunks, so the gaps are longer than the time per token. Chunks without token ids (other servers
 than vLLM's) count as one token.
 
---sync-every publishes the model's own weights to asyncrl's servers as new versions. The cost of a sync to a response in
-flight is its longest gap at the time of the sync, less its median gap at other times.
+--sync-every measures asyncrl's servers once more in each round, while the model's own weights are published as new
+versions. The cost of a sync to a response in flight is its longest gap at the time of the sync, less its median gap at
+other times.
 
 The exit code is 1 if a server answered no request.
 
@@ -142,7 +143,6 @@ def _app_targets(options: argparse.Namespace, app: str, http: Any, longest: int)
     from benchmarks.stream.servers import server_config
 
     config = server_config(options.model, longest, app)
-    syncs = config if options.sync_every else None
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[StreamClient]:
@@ -150,8 +150,12 @@ def _app_targets(options: argparse.Namespace, app: str, http: Any, longest: int)
 
         yield TokenClient(ServeFleet(config, namespace=app))
 
-    targets = [Target("asyncrl, OpenAI API", http, syncs)] if http is not None else []
-    return [*targets, Target("asyncrl, token API", connect, syncs)]
+    apis = {} if http is None else {"asyncrl, OpenAI API": http}
+    apis["asyncrl, token API"] = connect
+    targets = [Target(name, api) for name, api in apis.items()]
+    if options.sync_every:
+        targets += [Target(f"{name}, syncs", api, config) for name, api in apis.items()]
+    return targets
 
 
 def main() -> int:
@@ -164,7 +168,11 @@ def main() -> int:
         draw(measured, options.plot)
     bound = LatencyBound(_seconds(options.ttft_ms), _seconds(options.itl_ms))
     tables = {"latency": [{"server": name, **summary(rounds, bound)} for name, rounds in measured.items()]}
-    if syncs := [{"server": name, **sync_summary(rounds)} for name, rounds in measured.items() if rounds[0].syncs]:
+    if syncs := [
+        {"server": name, **sync_summary(rounds)}
+        for name, rounds in measured.items()
+        if any(one.syncs for one in rounds)
+    ]:
         tables["weight syncs"] = syncs
     facts: dict[str, Any] = {"rounds": options.rounds, "sessions": len(sessions), "longest": longest}
     facts |= {"requests": sum(len(session.turns) for session in sessions)}
