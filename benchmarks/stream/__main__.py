@@ -36,6 +36,7 @@ The exit code is 1 if a server answered no request.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
@@ -160,6 +161,7 @@ def _app_targets(options: argparse.Namespace, app: str, http: Any, longest: int)
 
 def main() -> int:
     options = _options()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # Ray's LLM package shows a line for each request
     sessions = _sessions(options)
     longest = max(session.num_tokens for session in sessions)
     with _targets(options, longest) as targets:
