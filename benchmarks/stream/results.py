@@ -89,26 +89,30 @@ class Round(NamedTuple):
         return max(ends) - min(response.sent for response in self.responses) if ends else 0.0
 
 
-def summary(rounds: Sequence[Round], bound: LatencyBound) -> dict[str, Any]:
-    """Return the table row of one server. Rates are medians over the rounds; latencies are those of all responses."""
+def speed(rounds: Sequence[Round], bound: LatencyBound) -> dict[str, Any]:
+    """Return the table row of one server's rates, which are medians over the rounds."""
     responses = [response for one in rounds for response in one.responses]
-    complete = [response for response in responses if response.chunks and not response.error]
-    good = [response for response in complete if bound.holds(response)]
-    per_token = [time for response in complete if (time := response.token_s) is not None]
     speeds = [_rate(one.responses, one.duration_s) for one in rounds]
     good_speeds = [_rate(filter(bound.holds, one.responses), one.duration_s) for one in rounds]
     return {
         "requests": len(responses),
-        "failed": len(responses) - len(complete),
+        "failed": len(responses) - len(_complete(rounds)),
         "tokens/s": statistics.median(speeds),
         "rounds": f"{min(speeds):,.0f} to {max(speeds):,.0f}",
         "good tokens/s": statistics.median(good_speeds),
-        "good %": 100 * len(good) / len(responses),
+        "good %": 100 * sum(map(bound.holds, responses)) / len(responses),
+    }
+
+
+def latency(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return the table row of one server's latencies, which are those of the complete responses of all rounds."""
+    complete = _complete(rounds)
+    num_chunks = sum(len(response.chunks) for response in complete)
+    return {
         **milliseconds("first token", [response.first_token_s for response in complete], (50, 99)),
-        **milliseconds("per token", per_token, (50, 99)),
+        **milliseconds("per token", [time for one in complete if (time := one.token_s) is not None], (50, 99)),
         **milliseconds("gap", [gap for response in complete for gap in response.gaps], (99, 100)),
-        "tokens a chunk": sum(response.tokens for response in complete)
-        / max(1, sum(len(one.chunks) for one in complete)),
+        "tokens a chunk": sum(response.tokens for response in complete) / num_chunks if num_chunks else None,
     }
 
 
@@ -147,6 +151,10 @@ def milliseconds(name: str, seconds: Sequence[float], percentiles: Sequence[int]
     return {name: None if value is None else float(value) for name, value in zip(names, values, strict=True)}
 
 
+def _complete(rounds: Sequence[Round]) -> list[StreamedResponse]:
+    return [response for one in rounds for response in one.responses if response.chunks and not response.error]
+
+
 def _rate(responses: Iterable[StreamedResponse], seconds: float) -> float:
     return sum(response.tokens for response in responses) / seconds if seconds > 0 else 0.0
 
@@ -168,8 +176,7 @@ def draw(measured: Mapping[str, Sequence[Round]], path: Path) -> None:
         first, token = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
         for number, (name, rounds) in enumerate(measured.items()):
             style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.2}
-            responses = [response for one in rounds for response in one.responses]
-            complete = [response for response in responses if response.chunks and not response.error]
+            complete = _complete(rounds)
             _distribution(first, [response.first_token_s for response in complete], label=name, **style)
             _distribution(token, [time for one in complete if (time := one.token_s) is not None], label=name, **style)
             axes = figure.add_subplot(grid[1 + number, :])
@@ -185,7 +192,7 @@ def draw(measured: Mapping[str, Sequence[Round]], path: Path) -> None:
         first.set_title("time to the first token, ms: share of requests")
         token.set_title("time per token, ms: share of requests")
         first.legend()
-        figure.savefig(path, dpi=100)
+        figure.savefig(path, dpi=80)
 
 
 def _distribution(axes: Any, seconds: Sequence[float], **style: Any) -> None:
