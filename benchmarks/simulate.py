@@ -28,7 +28,8 @@ import numpy as np
 from asyncrl.observe.report.load import Events, load
 from asyncrl.observe.report.statistics import Intervals, clip, complement, intersection, spans, total, union
 from asyncrl.observe.status.summary import read_readable_summary
-from asyncrl.simulate.calibration import calibrate, decoding_times
+from asyncrl.simulate.calibration import calibrate
+from asyncrl.simulate.decoding import decoding_times
 from asyncrl.simulate.sweep import simulate_settings
 from asyncrl.simulate.trace import Trace
 from benchmarks.report import arguments, positive, report

@@ -2,7 +2,7 @@
 
 | of the trace | from |
 |---|---|
-| `engine.step_s` | tokens per second of the requests in a replica, by their number; without pauses |
+| `engine.step_s` | how fast requests got tokens, by their number (`asyncrl.simulate.decoding`) |
 | `engine.request_s` | `queued_s` and `prefill_s` of requests |
 | `lengths.recorded` | `response_tokens` of the requests of each trajectory, and the time between its turns |
 | `dispatch` | `sample.generate` before its first and after its last request; from its end to `sample.ready`; drops |
@@ -28,6 +28,7 @@ from asyncrl.observe.formats import count
 from asyncrl.observe.report.load import Events, load
 from asyncrl.observe.report.requests import logical_requests
 from asyncrl.observe.report.statistics import Intervals, clip, spans, total, union
+from asyncrl.simulate.decoding import MAX_SLOWDOWN, decoding_speeds, decoding_times
 from asyncrl.simulate.trace import (
     ContentionTrace,
     DispatchTrace,
@@ -42,12 +43,8 @@ from asyncrl.simulate.trace import (
 from asyncrl.storage.run_dir import SavedConfig
 
 Values = NDArray[np.float64]
-_BATCH_BINS = 8
-_MIN_BIN_S = 0.5
-"""Sequence-seconds below which a batch size is not measured."""
 _MIN_STEPS = 3
 _COMPUTING = ("trainer.experience", "trainer.critic", "trainer.update", "trainer.publish")
-_MAX_SLOWDOWN = 4.0
 _MUCH_BETTER = 0.9
 _MIN_VARIATION = 0.1
 """Variation of the tokens (standard deviation over mean) from which a fit can tell a constant part. With less, all
@@ -76,7 +73,7 @@ def calibrate(run_dir: Path) -> Trace:
     workers = config.value("trainer", "num_workers")
     requests = logical_requests(events)
     requests = requests[~requests["aborted"]]
-    step_s, engine_factor = _engine(events)
+    step_s, engine_factor = decoding_speeds(events, _computing(events))
     decoding = union(*decoding_times(events["request"]))
     update, update_factor = _trainer(events, decoding)
     experience = _experience(events)
@@ -114,19 +111,6 @@ def _median(values: pd.Series) -> float:
 # ---------------------------------------------------------------------------------------------- engines
 
 
-def _engine(events: Events) -> tuple[dict[int, float], float]:
-    """Return the time of a decoding step by batch size, and the factor on it while the Trainer computes."""
-    slices = [
-        _decoding_slices(own, spans(pauses), _computing(events))
-        for own, pauses in _by_replica(events["request"], events["sync.pause"])
-    ]
-    seconds, batch, tokens, busy = (np.concatenate(column) for column in zip(*slices, strict=True))
-    factor = _engine_contention(seconds, batch, tokens, busy)
-    # As if the Trainer was idle all the time: busy seconds count less.
-    alone = seconds * np.where(busy, 1.0 / factor, 1.0)
-    return _speeds(alone * batch, batch, tokens), factor
-
-
 def _start(events: Events) -> dict[str, float]:
     """Return the time from the decision to start a replica until its first request; empty if none was started."""
     wanted = events["replicas.wanted"]
@@ -134,87 +118,6 @@ def _start(events: Events) -> dict[str, float]:
     first = events["request"].groupby("replica", observed=True)["timestamp"].min()
     delays = pd.Series([at - more[more < at].max() for at in first if (more < at).any()], dtype="float64")
     return {"start_s": _mean(delays)} if len(delays) else {}
-
-
-def _by_replica(requests: pd.DataFrame, pauses: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    return [
-        (own, pauses[pauses["replica"].astype("str") == str(replica)])
-        for replica, own in requests.groupby("replica", observed=True)
-    ]
-
-
-def decoding_times(requests: pd.DataFrame) -> tuple[Values, Values]:
-    """Return when each request had its first and its last token; pauses in between are included."""
-    end = requests["end"].to_numpy()
-    return end - requests["decode_s"].fillna(0.0).to_numpy() - requests["paused_s"].fillna(0.0).to_numpy(), end
-
-
-def _decoding_slices(
-    requests: pd.DataFrame, pauses: Intervals, computing: Intervals
-) -> tuple[Values, Values, Values, NDArray[np.bool_]]:
-    """Cut the time of one replica wherever a request begins or ends, or the Trainer does; without pauses.
-
-    Return for each slice its seconds, the number of sequences, the tokens that they received (each request's tokens
-    are spread evenly over its decoding time), and whether the Trainer computed.
-    """
-    start, end = decoding_times(requests)
-    decode = requests["decode_s"].fillna(0.0).to_numpy()
-    rate = np.where(decode > 0, (requests["response_tokens"].fillna(1.0).to_numpy() - 1) / np.maximum(decode, 1e-9), 0)
-    keep = decode > 0
-    start, end, rate = start[keep], end[keep], rate[keep]
-    edges = np.unique(np.concatenate((start, end, pauses.ravel(), computing.ravel())))
-    if len(edges) < 2:
-        return np.empty(0), np.empty(0), np.empty(0), np.empty(0, dtype=bool)
-    batch, flow = np.zeros(len(edges)), np.zeros(len(edges))
-    np.add.at(batch, np.searchsorted(edges, start), 1.0)
-    np.add.at(batch, np.searchsorted(edges, end), -1.0)
-    np.add.at(flow, np.searchsorted(edges, start), rate)
-    np.add.at(flow, np.searchsorted(edges, end), -rate)
-    batch, flow = np.cumsum(batch)[:-1], np.cumsum(flow)[:-1]
-    seconds, middle = np.diff(edges), (edges[1:] + edges[:-1]) / 2
-    keep = (batch > 0.5) & ~_inside(pauses, middle)
-    return seconds[keep], batch[keep], (flow * seconds)[keep], _inside(computing, middle[keep])
-
-
-def _inside(intervals: Intervals, times: Values) -> NDArray[np.bool_]:
-    """Return which times are in one of the intervals, which are sorted and disjoint."""
-    if not len(intervals):
-        return np.zeros(len(times), dtype=bool)
-    place = np.searchsorted(intervals[:, 0], times, side="right") - 1
-    inside: NDArray[np.bool_] = (place >= 0) & (times < intervals[np.maximum(place, 0), 1])
-    return inside
-
-
-def _speeds(sequence_s: Values, batch: Values, tokens: Values) -> dict[int, float]:
-    """Return seconds per token of a sequence, at batch sizes that divide the tokens into equal parts."""
-    order = np.argsort(batch, kind="stable")
-    share = np.cumsum(tokens[order]) / max(tokens.sum(), 1e-9)
-    part = np.minimum((share * _BATCH_BINS).astype(int), _BATCH_BINS - 1)
-    table: dict[int, float] = {}
-    for number in range(_BATCH_BINS):
-        own = order[part == number]
-        if len(own) and tokens[own].sum() > 0 and sequence_s[own].sum() >= _MIN_BIN_S:
-            size = max(1, round(float(np.average(batch[own], weights=sequence_s[own]))))
-            table[size] = float(sequence_s[own].sum() / tokens[own].sum())
-    if not table:
-        table[1] = float(sequence_s.sum() / max(tokens.sum(), 1.0)) or 1e-3
-    return table
-
-
-def _engine_contention(seconds: Values, batch: Values, tokens: Values, busy: NDArray[np.bool_]) -> float:
-    """Return how much slower a decoding step is while the Trainer computes, compared at equal batch sizes."""
-    ratios, weights = [], []
-    for size in np.unique(np.minimum(np.log2(np.maximum(batch, 1)).astype(int), 10)):
-        own = np.minimum(np.log2(np.maximum(batch, 1)).astype(int), 10) == size
-        with_, without = own & busy, own & ~busy
-        work = [(seconds[one] * batch[one]).sum() for one in (with_, without)]
-        got = [tokens[one].sum() for one in (with_, without)]
-        if min(work) >= _MIN_BIN_S and min(got) > 0:
-            ratios.append(float(work[0] / got[0] / (work[1] / got[1])))
-            weights.append(float(min(work)))
-    if not ratios:
-        return 1.0
-    return float(np.clip(np.average(ratios, weights=weights), 1.0, _MAX_SLOWDOWN))
 
 
 # ---------------------------------------------------------------------------------------------- samples
@@ -302,7 +205,7 @@ def _slowdown(duration: Values, tokens: Values, share: Values) -> float:
         fixed, per_token = _line(work, tokens)
         return float((work - fixed - per_token * tokens).std() / work.mean())
 
-    best = min(np.linspace(1.0, _MAX_SLOWDOWN, 61), key=unexplained)
+    best = min(np.linspace(1.0, MAX_SLOWDOWN, 61), key=unexplained)
     return float(best) if unexplained(best) < _MUCH_BETTER * unexplained(1.0) else 1.0
 
 
