@@ -45,7 +45,7 @@ from asyncrl.storage.run_dir import SavedConfig
 Values = NDArray[np.float64]
 _MIN_STEPS = 3
 _COMPUTING = ("trainer.experience", "trainer.critic", "trainer.update", "trainer.publish")
-_MUCH_BETTER = 0.9
+_MIN_UPDATES = 5
 _MIN_VARIATION = 0.1
 """Variation of the tokens (standard deviation over mean) from which a fit can tell a constant part. With less, all
 of the time is proportional to the tokens."""
@@ -195,18 +195,13 @@ def _alone(share: Values, factor: float) -> Values:
 
 
 def _slowdown(duration: Values, tokens: Values, share: Values) -> float:
-    """Return the factor on the time of an update while engines decode, with which its tokens explain it best. 1 unless
-    the shares vary enough to tell, and the factor explains much."""
-    if len(duration) < 8 or share.std() < _MIN_VARIATION:
+    """Return how much longer updates take next to decoding engines than next to idle ones, per token; 1 if there are
+    not enough of both."""
+    beside, alone = share >= 0.75, share <= 0.25
+    if min(beside.sum(), alone.sum()) < _MIN_UPDATES or not tokens[beside].sum() or not tokens[alone].sum():
         return 1.0
-
-    def unexplained(factor: float) -> float:
-        work = duration * _alone(share, factor)
-        fixed, per_token = _line(work, tokens)
-        return float((work - fixed - per_token * tokens).std() / work.mean())
-
-    best = min(np.linspace(1.0, MAX_SLOWDOWN, 61), key=unexplained)
-    return float(best) if unexplained(best) < _MUCH_BETTER * unexplained(1.0) else 1.0
+    ratio = duration[beside].sum() / tokens[beside].sum() / (duration[alone].sum() / tokens[alone].sum())
+    return float(np.clip(ratio, 1.0, MAX_SLOWDOWN))
 
 
 def _experience(events: Events) -> tuple[float, float] | None:

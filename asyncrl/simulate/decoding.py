@@ -29,7 +29,7 @@ _MIN_SIZE_S = 0.2
 _MAX_REQUESTS = 100_000
 _SMOOTHNESS = 1e-3
 """Weight of the assumption that rates at neighbouring numbers are equal, which decides where there are few requests."""
-_MUCH_BETTER = 0.98
+_MUCH_BETTER = 0.99
 """A slowdown is believed if it leaves less than this share of the squared errors."""
 
 
