@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from asyncrl.simulate.trace import Trace
 
 _SAVED_GROUPS = 400
-_MIN_WIDTH = 140
-"""Columns of the table; a narrower terminal wraps its lines."""
+_FIGURES_WIDTH = 106
+"""Columns of the table besides the name of the setting; a narrower terminal wraps its lines."""
 _HEADINGS = ("run", "step", "tokens/s", "speed-up", "Trainer waits", "engines idle", "staleness", "dropped", "wasted")
 
 
@@ -89,7 +89,8 @@ def simulate(
         click.echo(json.dumps({"trace": name, "seed": seed, "settings": as_rows(done), "advice": advice}, indent=2))
         return 0
     console.print(f"speeds and lengths: {name}", soft_wrap=True)
-    Console(highlight=False, width=max(_MIN_WIDTH, console.width)).print(_table(done))
+    width = _FIGURES_WIDTH + max(len(one.short_name) for one in done)
+    Console(highlight=False, width=max(console.width, width)).print(_table(done))
     if any(one.config.trainer.total_training_steps is None for one in done):
         console.print(
             f"run: the simulated {done[0].total_steps} steps, because trainer.total_epochs sets the length of the run",
