@@ -14,7 +14,6 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import anyio
 import numpy as np
@@ -47,16 +46,14 @@ class RewardCheck:
         self._own = _own_functions(config)
         if not self._own or _first_row(config) is None:
             return
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         with tempfile.TemporaryFile() as given:
             given.write(config.model_dump_json().encode())
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollouter.rewards.check"],
+                [sys.executable, "-P", "-m", "rollouter.rewards.check"],  # -P: files here shadow no module of Python
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
             )
 
     def problems(self) -> Iterator[ConfigProblem]:

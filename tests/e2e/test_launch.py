@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollouter.rewards.check import DUMMY
 from tests.e2e.launches import (
     SHORT,
     LaunchedRun,
@@ -33,10 +34,12 @@ def test_ctrl_c_stops_a_run_with_engines_and_a_resumed_run_completes(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_raising_reward_function_fails_the_run_with_its_traceback(tmp_path: Path) -> None:
+def test_a_reward_function_that_raises_later_fails_the_run_with_its_line(tmp_path: Path) -> None:
     reward = tmp_path / "rewards.py"
     reward.write_text(
-        "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n", encoding="utf-8"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    return 1.0 if solution_str == {DUMMY!r} else 1 / 0\n",  # the call before the run is no mistake
+        encoding="utf-8",
     )
     run = start(tmp_path, *SHORT, f"reward.function={reward}:score")
     assert run.wait() == 1, run.output()
@@ -44,7 +47,8 @@ def test_a_raising_reward_function_fails_the_run_with_its_traceback(tmp_path: Pa
     assert summary["status"] == "failed"
     assert summary["error"]["type"] == "UserCodeError"
     assert "ZeroDivisionError" in summary["error"]["cause"]
-    assert "1 / 0" in run.output()
+    assert f"{reward} line 2, in score: return 1.0" in run.output() and "Traceback" not in run.output()
+    assert "Traceback" in (run.run_dir / "logs" / "driver.log").read_text(encoding="utf-8")
     assert run.survivors() == []
 
 
