@@ -23,6 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import commented_yaml, inline
 from asyncrl.config.verl import ACTOR, ROLLOUT, NoCounterpart, VerlRun, read_verl, translate
 
+_TOOLS = "rollout.multi_turn.tools"
 How = Literal["same", "renamed", "derived", "default"]
 
 
@@ -167,6 +168,8 @@ class _Translation:
             kind: How = how or ("same" if ours == name else "renamed")
             if not how and (before or translated not in (value, [value])):
                 kind = "derived"
+            if before and ours == _TOOLS:  # verl merges the tools of both its keys
+                translated = [*before.value, *translated]
             self.keys[ours] = MigratedKey(ours, translated, kind, sources, "; ".join(filter(None, notes)))
 
     def add_defaults(self) -> None:
