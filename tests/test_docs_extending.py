@@ -19,7 +19,6 @@ from asyncrl.config.import_path import load_function, own_code
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import RolloutCorrectionConfig
-from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory, single_turn
 from asyncrl.core.types import FinishReason, Prompt, Span, Turn
@@ -27,7 +26,7 @@ from asyncrl.weights.transport import OwnChunk, check_own_transport
 from rollouter.prompts.check import check_own_data
 from rollouter.prompts.dataset import OwnRows
 from rollouter.prompts.source import own_order
-from rollouter.rewards.scorer import load_scorer
+from rollouter.rewards.scorer import check_own_manager, load_scorer
 from trainer.algorithms.advantages import AdvantageInputs, advantage_estimator
 from trainer.algorithms.corrections import importance_weights, rejection_mask
 from trainer.algorithms.losses import Rows, kl_estimate, policy_terms
@@ -60,6 +59,7 @@ def problems(config: Config) -> Iterator[ConfigProblem]:
     yield from check_own_data(config)
     yield from check_own_functions(config)
     yield from check_own_transport(config)
+    yield from check_own_manager(config)
 
 
 @pytest.mark.parametrize("heading", EXAMPLES)
@@ -209,6 +209,8 @@ class Raises(Silent):
         ("algorithm.policy_loss", "number", "mine.py:number is a int, not a function"),
         ("data.sampler", "few", "expected 8 prompt numbers from 0 to 7"),
         ("data.sampler", "random_order", "two calls for the same epoch returned different orders"),
+        ("reward.manager", "Silent", "it needs `async def score"),
+        ("reward.manager", "Raises", "KeyError: 'lost'"),
         ("weight_sync.backend", "Loses", "get returned another tensor 'a'"),
         ("weight_sync.backend", "Unfinished", "it has no method get"),
         ("data.dataset", "no_prompt", "mine.py:no_prompt train, row 0: field 'prompt'"),
@@ -223,14 +225,6 @@ def test_a_function_that_cannot_work_is_an_error_with_its_place(
     (found,) = problems(Config.model_validate(overrides))
     assert (found.key, found.value) == (key, f"mine.py:{name}")
     assert consequence in found.consequence
-
-
-def test_a_manager_without_an_async_score_is_refused(here: Path) -> None:
-    (here / "mine.py").write_text(CODE)
-    with pytest.raises(ConfigError, match=r"reward\.manager: .*mine\.py:\d+: it needs `async def score"):
-        scores(Config.model_validate({"reward": {"manager": "mine.py:Silent"}}), 1)
-    with pytest.raises(UserCodeError, match=r"reward\.manager: .*mine\.py:\d+: KeyError: 'lost'"):
-        scores(Config.model_validate({"reward": {"manager": "mine.py:Raises"}}), 1)
 
 
 def test_the_code_that_travels_is_what_the_configuration_names(here: Path) -> None:

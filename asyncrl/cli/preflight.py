@@ -35,6 +35,10 @@ def preflight(outcome: CheckedConfig) -> CheckedConfig:
     rewards = RewardCheck(config)  # runs beside the other checks
     found = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S), *check_own_data(config)]
     found += check_own_transport(config)
+    if config.reward.manager is not None:
+        from rollouter.rewards.scorer import check_own_manager
+
+        found += check_own_manager(config)
     if own_functions(config):  # importing torch takes seconds
         from trainer.algorithms.own_functions import check_own_functions
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import anyio
+import numpy as np
 from anyio import to_thread
 
 from asyncrl.config.import_path import call_problem, defined_at, load_function, raised_at, source_of
+from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.reward import has_conversations, part_weights
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.core.ports import RewardScorer, Score
 from asyncrl.core.tasks import gather
-from asyncrl.core.trajectory import Trajectory
-from asyncrl.core.types import Prompt
+from asyncrl.core.trajectory import Trajectory, single_turn
+from asyncrl.core.types import FinishReason, Prompt, Span, Turn
 from rollouter.prompts.chat_template import Decode
 from rollouter.rewards.conversation import ScoredConversation, conversation
-from rollouter.rewards.functions import RewardFunction, listed, row_of, score_of
+from rollouter.rewards.functions import RewardFunction, listed, load_reward_functions, row_of, score_of
 from rollouter.rewards.judge import JudgeScorer
 from rollouter.user_code import describe, is_async, shown
 
@@ -223,6 +225,22 @@ def load_scorer(config: Config, functions: Mapping[str, RewardFunction], decode:
         [WeightedSource(None, config.reward.weight, ManagedScorer(manager, key, config.reward.timeout_s))],
         report_parts=False,
     )
+
+
+def check_own_manager(config: Config) -> Iterator[ConfigProblem]:
+    """Let the user's `reward.manager` score two toy responses."""
+    if config.reward.manager is None:
+        return
+    prompt = Prompt(np.zeros(2, np.int32), ({"role": "user", "content": "What is 1 + 2?"},), ground_truth="3")
+    turn = Turn(np.zeros(2, np.int32), np.zeros(2, np.float32), (Span(0, 0),), FinishReason.STOP)
+    try:
+        scorer = load_scorer(config, load_reward_functions(config.reward), lambda ids: "3")
+        anyio.run(scorer.score, prompt, [single_turn(prompt, turn)] * 2)
+    except AsyncRLError as error:
+        fix = "correct the class; docs/extending.md has an example"
+        yield ConfigProblem(
+            "reward.manager", config.reward.manager, error.message.removeprefix("reward.manager: "), fix
+        )
 
 
 class ManagedScorer:
