@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from asyncrl.core.ports import SampleCounts, WeightsVersion
-from asyncrl.core.types import DropReason, SampleId, SampleMeta, Span
+from asyncrl.core.types import DropReason, Provenance, SampleId, SampleMeta, Span
 from asyncrl.storage.trained_steps import surviving_steps
 
 MAX_NAMED = 5
@@ -192,6 +192,8 @@ def _spans(records: RunRecords) -> Iterator[Violation]:
         meta = records.metas.get(sample_id)
         if meta is None or len(turns) != meta.num_trajectories:
             continue  # it has never been READY
+        if meta.provenance is not Provenance.GENERATED:
+            continue  # its record was read too late the first time, so the turns are not those that became READY
         versions = [span.version for turn in turns for span in turn.spans]
         if (min(versions), max(versions)) != (meta.oldest_version, meta.newest_version):
             recorded = f"{meta.oldest_version} to {meta.newest_version}"
