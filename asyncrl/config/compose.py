@@ -20,7 +20,7 @@ import yaml
 import asyncrl
 from asyncrl.config.foreign_keys import VERL_SECTION
 from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
-from asyncrl.config.keys import advice, all_keys, leaves, unknown_keys
+from asyncrl.config.keys import advice, all_keys, choices, leaves, unknown_keys
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import Scope, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
@@ -549,8 +549,8 @@ def _type_problem(detail: Any) -> ConfigProblem:
 
 def _valid_value(kind: str, given: Any, *, is_list: bool) -> str:
     """Return the fix for a value that is not of `kind`."""
-    if isinstance(given, str) and "one of " in kind:
-        close = get_close_matches(given, kind.partition("one of ")[2].partition(" or ")[0].split(", "), n=1)
+    if isinstance(given, str):
+        close = get_close_matches(given, choices(kind), n=1)
         if close and close[0] != given:
             return f"did you mean {close[0]}? It is {kind}"
     example = f", e.g. [{given}]" if is_list and isinstance(given, (str, int, float)) else ""

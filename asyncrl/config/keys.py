@@ -131,6 +131,12 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     return " ".join([_TYPES[annotation], " and ".join(bounds)]).strip()
 
 
+def choices(kind: str) -> list[str]:
+    """Return the values that a type in words (`describe`) lists; empty if it lists none."""
+    parts = [part.removeprefix("one of ") for part in kind.split(" or ") if part.startswith("one of ")]
+    return [value for part in parts for value in part.split(", ")]
+
+
 def unknown_keys(
     tree: Mapping[str, Any], section: type[ConfigSection] = Config, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from asyncrl.config.foreign_keys import ForeignKey, of_verl
-from asyncrl.config.keys import ConfigKey, all_keys
+from asyncrl.config.keys import ConfigKey, all_keys, choices
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
 
@@ -180,8 +180,8 @@ def _renamed(entry: ForeignKey, name: str, value: Any) -> dict[str, Any]:
 
 def _check_choice(key: ConfigKey | None, name: str, value: Any) -> None:
     """Refuse a value that is none of the choices of a key."""
-    options = key.kind.partition("one of ")[2].removesuffix(" or null").split(", ") if key else [""]
-    if options != [""] and isinstance(value, str) and value not in options:
+    options = choices(key.kind) if key else []
+    if options and isinstance(value, str) and value not in options:
         raise NoCounterpart(f"{name} has no such value; it is one of {', '.join(options)}")
 
 
@@ -378,17 +378,27 @@ def _is_threshold(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 
 @_derivation
 def _rejection(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
-    kind, threshold = run.given.get(f"{_CORRECTION}.rollout_rs"), run.given.get(f"{_CORRECTION}.rollout_rs_threshold")
-    kind_key, bound_key = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
-    if not kind or "," in kind or threshold is None:
-        raise NoCounterpart("asyncrl has one rejection with one threshold" if kind else "nothing is rejected")
-    if kind == "seq_mean_k1":  # a bound of the geometric mean of ratios
-        low, high = _bounds(threshold)
-        return {kind_key: "geometric", bound_key: high, f"{bound_key}_low": low}
-    if kind.endswith("k1"):  # verl bounds the ratio, asyncrl its logarithm
-        low, high = _bounds(threshold)
-        return {kind_key: kind, bound_key: round(max(-math.log(low), math.log(high)), 6)}
-    return {kind_key: kind, bound_key: float(threshold)}
+    kinds, thresholds = run.given.get(f"{_CORRECTION}.rollout_rs"), run.given.get(f"{_CORRECTION}.rollout_rs_threshold")
+    if not kinds or thresholds is None:
+        raise NoCounterpart("verl needs both a statistic and a threshold" if kinds else "nothing is rejected")
+    names, bounds = str(kinds).split(","), str(thresholds).split(",")
+    if len(bounds) == 1:
+        bounds *= len(names)
+    rules = [_rejection_rule(kind.strip(), bound.strip()) for kind, bound in zip(names, bounds, strict=True)]
+    columns = [list(column) for column in zip(*rules, strict=True)]
+    keys = [f"{_CORRECTION}.{key}" for key in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_low")]
+    found = {key: column if len(column) > 1 else column[0] for key, column in zip(keys, columns, strict=True)}
+    return found if any(columns[2]) else {key: found[key] for key in keys[:2]}
+
+
+def _rejection_rule(kind: str, threshold: str) -> tuple[str, float, float]:
+    """Return the statistic with its upper and lower bound, which verl gives as ratios and asyncrl as log ratios of the
+    opposite sign."""
+    if not kind.endswith("k1"):
+        return kind, float(threshold), 0.0
+    low, high = _bounds(threshold)
+    above, below = round(-math.log(low), 6), round(math.log(high), 6)
+    return kind, above, 0.0 if above == below else below
 
 
 def _bounds(value: Any) -> tuple[float, float]:

@@ -154,8 +154,9 @@ def test_the_fully_asynchronous_trainer_with_dapo(tmp_path: Path) -> None:
     assert found["rollout.engine_kwargs.max_num_batched_tokens"] == 10240
     assert (found["reward.overlong_buffer.enable"], found["reward.overlong_buffer.len"]) == (True, 4096)
     correction = "algorithm.rollout_correction.rollout_rs"
-    assert found[correction] == "geometric", "verl's seq_mean_k1 bounds a ratio"
-    assert (found[f"{correction}_threshold_low"], found[f"{correction}_threshold"]) == (0.99, 1.001)
+    assert found[correction] == "seq_mean_k1"
+    assert found[f"{correction}_threshold"] == 0.01005, "-ln 0.99: verl's k1 has the opposite sign"
+    assert found[f"{correction}_threshold_low"] == 0.001, "ln 1.001"
     assert migration.keys["async_training.require_batches"].how == "same"
     assert_loads(migration, tmp_path)
 
@@ -219,12 +220,16 @@ def test_one_key(override: str, name: str, value: Any, how: str) -> None:
         ("token_k1", "0.5_2.0", ("token_k1", 0.693147)),
         ("seq_sum_k1", "2.0", ("seq_sum_k1", 0.693147)),
         ("seq_max_k3", "0.1", ("seq_max_k3", 0.1)),
-        ("seq_mean_k1", "1.25", ("geometric", 1.25)),
+        ("seq_mean_k1", "1.25", ("seq_mean_k1", 0.223144)),
+        ("token_k1,seq_max_k2", "0.5_2.0,2.5", (["token_k1", "seq_max_k2"], [0.693147, 2.5])),
+        ("token_k2, seq_max_k3", "0.1", (["token_k2", "seq_max_k3"], [0.1, 0.1])),
     ],
 )
-def test_bounds_of_a_ratio_become_bounds_of_its_logarithm(kind: str, bounds: str, expected: tuple[str, float]) -> None:
+def test_bounds_of_a_ratio_become_bounds_of_its_logarithm(kind: str, bounds: str, expected: tuple[Any, Any]) -> None:
     section = "algorithm.rollout_correction"
-    found = values(migrate(None, [*GSM8K, f"{section}.rollout_rs={kind}", f"{section}.rollout_rs_threshold={bounds}"]))
+    found = values(
+        migrate(None, [*GSM8K, f"{section}.rollout_rs='{kind}'", f"{section}.rollout_rs_threshold='{bounds}'"])
+    )
     assert (found[f"{section}.rollout_rs"], found[f"{section}.rollout_rs_threshold"]) == expected
 
 

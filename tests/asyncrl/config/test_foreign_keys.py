@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.config.foreign_keys import VERL, foreign_keys
-from asyncrl.config.keys import all_keys
+from asyncrl.config.keys import all_keys, choices
 from asyncrl.config.verl import derivations
 
 
@@ -25,8 +25,8 @@ def test_every_entry_names_keys_that_exist_or_says_why_there_is_none() -> None:
 def test_renamed_values_are_values_of_our_key() -> None:
     for key in foreign_keys():
         if key.values and not key.by:
-            _, _, options = all_keys()[key.to[0]].kind.partition("one of ")
-            assert not options or set(key.values.values()) <= set(options.split(", ")), key.name
+            options = choices(all_keys()[key.to[0]].kind)
+            assert not options or set(key.values.values()) <= set(options), key.name
 
 
 def test_names_of_keys_are_unique_within_a_system() -> None:
