@@ -45,7 +45,7 @@ from asyncrl.storage.run_dir import SavedConfig
 Values = NDArray[np.float64]
 _MIN_STEPS = 3
 _COMPUTING = ("trainer.experience", "trainer.critic", "trainer.update", "trainer.publish")
-_MIN_UPDATES = 5
+_MIN_UPDATES = 3
 _MIN_VARIATION = 0.1
 """Variation of the tokens (standard deviation over mean) from which a fit can tell a constant part. With less, all
 of the time is proportional to the tokens."""
@@ -73,7 +73,7 @@ def calibrate(run_dir: Path) -> Trace:
     workers = config.value("trainer", "num_workers")
     requests = logical_requests(events)
     requests = requests[~requests["aborted"]]
-    step_s, engine_factor = decoding_speeds(events, _computing(events))
+    step_s, engine_factor = decoding_speeds(events, _computing(events), warm_s=float(events["step"]["end"].min()))
     decoding = union(*decoding_times(events["request"]))
     update, update_factor = _trainer(events, decoding)
     experience = _experience(events)
@@ -197,7 +197,7 @@ def _alone(share: Values, factor: float) -> Values:
 def _slowdown(duration: Values, tokens: Values, share: Values) -> float:
     """Return how much longer updates take next to decoding engines than next to idle ones, per token; 1 if there are
     not enough of both."""
-    beside, alone = share >= 0.75, share <= 0.25
+    beside, alone = share >= 0.75, share <= 0.4
     if min(beside.sum(), alone.sum()) < _MIN_UPDATES or not tokens[beside].sum() or not tokens[alone].sum():
         return 1.0
     ratio = duration[beside].sum() / tokens[beside].sum() / (duration[alone].sum() / tokens[alone].sum())

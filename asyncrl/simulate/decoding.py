@@ -39,15 +39,18 @@ def decoding_times(requests: pd.DataFrame) -> tuple[Values, Values]:
     return end - requests["decode_s"].fillna(0.0).to_numpy() - requests["paused_s"].fillna(0.0).to_numpy(), end
 
 
-def decoding_speeds(events: Events, computing: Intervals) -> tuple[dict[int, float], float]:
+def decoding_speeds(events: Events, computing: Intervals, *, warm_s: float = 0.0) -> tuple[dict[int, float], float]:
     """Return the time of a decoding step by the number of sequences, and the factor on it while the Trainer computes.
 
     Args:
         computing: when the Trainer computed.
+        warm_s: requests that began before this time are left out, because an engine's first steps are slow.
     """
     requests, pauses = events["request"].tail(_MAX_REQUESTS), events["sync.pause"]
+    if not (requests["timestamp"] >= warm_s).any():
+        warm_s = 0.0
     parts = [
-        _times_by_size(own, spans(pauses[pauses["replica"].astype("str") == str(replica)]), computing)
+        _times_by_size(own, spans(pauses[pauses["replica"].astype("str") == str(replica)]), computing, warm_s)
         for replica, own in requests.groupby("replica", observed=True)
     ]
     alone, beside, tokens = (np.concatenate(one) for one in zip(*parts, strict=True))
@@ -105,12 +108,15 @@ def _falling(values: Values, weights: Values) -> Values:
     return np.repeat([value for value, _, _ in pools], [number for _, _, number in pools])
 
 
-def _times_by_size(requests: pd.DataFrame, pauses: Intervals, computing: Intervals) -> tuple[Values, Values, Values]:
+def _times_by_size(
+    requests: pd.DataFrame, pauses: Intervals, computing: Intervals, warm_s: float
+) -> tuple[Values, Values, Values]:
     """Return for each request of one replica the seconds that it decoded by the number of sequences, without and with
     the Trainer computing, and its tokens after the first one."""
     tokens = requests["response_tokens"].fillna(1.0).to_numpy() - 1
     decodes = (requests["decode_s"].fillna(0.0).to_numpy() > 0) & (tokens > 0)
     start, end = (times[decodes] for times in decoding_times(requests))
+    warm = requests["timestamp"].to_numpy()[decodes] >= warm_s
     num_sizes = int(_SIZES_PER_DOUBLING * 20)
     edges = np.unique(np.concatenate((start, end, pauses.ravel(), computing.ravel())))
     if len(edges) < 2:
@@ -127,8 +133,8 @@ def _times_by_size(requests: pd.DataFrame, pauses: Intervals, computing: Interva
         passed = np.zeros((len(edges), num_sizes))
         passed[np.arange(1, len(edges)), np.minimum(size, num_sizes - 1)] = seconds * chosen
         passed = np.cumsum(passed, axis=0)
-        result.append(passed[np.searchsorted(edges, end)] - passed[np.searchsorted(edges, start)])
-    return result[0], result[1], tokens[decodes]
+        result.append((passed[np.searchsorted(edges, end)] - passed[np.searchsorted(edges, start)])[warm])
+    return result[0], result[1], tokens[decodes][warm]
 
 
 def _inside(intervals: Intervals, times: Values) -> NDArray[np.bool_]:

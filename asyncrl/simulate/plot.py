@@ -42,7 +42,7 @@ def draw(done: Sequence[SimulatedSetting], file: Path) -> None:
         axis.tick_params(labelbottom=one is shown[-1])
     marks = [Patch(color=_GREEN, label="replicas that decode"), Patch(color=_GRAY, label="replicas"),
              Patch(color=_ORANGE, label="Trainer waits for samples")]  # fmt: skip
-    axes[1].legend(handles=marks, frameon=False, ncols=3, fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.97))
+    figure.legend(handles=marks, frameon=False, ncols=3, fontsize=9, loc="outside lower right")
     axes[-1].set_xlabel("seconds since the start of the run")
     try:
         figure.savefig(file, dpi=120)
@@ -62,9 +62,9 @@ def _bars(axis: Axes, done: Sequence[SimulatedSetting]) -> None:
         axis.text(float(total), float(place), text, va="center", fontsize=9)
     axis.set_yticks(places, [one.short_name for one in done])
     axis.invert_yaxis()
-    axis.set_xlim(0, step_s.max() * 1.45)
+    axis.set_xlim(0, step_s.max() * 1.6)
     axis.set_xlabel("seconds per optimizer step")
-    axis.legend(frameon=False, loc="lower right", fontsize=9)
+    axis.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=9)
 
 
 def _timeline(axis: Axes, one: SimulatedSetting, end_s: float) -> None:

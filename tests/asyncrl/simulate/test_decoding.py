@@ -41,7 +41,7 @@ def answered(*, computes_every: float | None = None) -> tuple[Events, Intervals]
             left[0] -= 1
             tokens = request.tokens + 1  # the first one is part of the prefill
             rows.append(
-                {"replica": "a", "end": clock.now, "decode_s": clock.now - began, "paused_s": 0.0,
+                {"replica": "a", "timestamp": began, "end": clock.now, "decode_s": clock.now - began, "paused_s": 0.0,
                  "response_tokens": tokens}
             )  # fmt: skip
 
@@ -68,5 +68,6 @@ def test_the_slowdown_by_the_trainer_is_separated_from_the_speed() -> None:
 
 
 def test_without_a_request_of_two_tokens_there_is_a_speed() -> None:
-    rows = pd.DataFrame({"replica": ["a"], "end": [1.0], "decode_s": [0.0], "paused_s": [0.0], "response_tokens": [1]})
-    assert decoding_speeds(Events({"request": rows}), np.empty((0, 2))) == ({1: 1e-3}, 1.0)
+    row = {"replica": "a", "timestamp": 0.0, "end": 1.0, "decode_s": 0.0, "paused_s": 0.0, "response_tokens": 1}
+    events = Events({"request": pd.DataFrame([row])})
+    assert decoding_speeds(events, np.empty((0, 2))) == ({1: 1e-3}, 1.0)
