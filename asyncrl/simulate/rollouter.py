@@ -45,13 +45,15 @@ class _Trajectory:
 class _Generating:
     """A sample in generation."""
 
-    __slots__ = ("has_begun", "newest", "sample_id", "trajectories")
+    __slots__ = ("has_begun", "newest", "sample_id", "timer", "trajectories")
 
     def __init__(self, sample_id: SampleId, group: RecordedGroup) -> None:
         self.sample_id = sample_id
         self.trajectories = [_Trajectory(turns) for turns in group]
         self.newest = 0
         self.has_begun = False
+        self.timer: Timer | None = None
+        """Its first requests, between its start and their calls."""
 
     def note_versions(self, one: _Trajectory, request: SimulatedRequest) -> None:
         if request.oldest_version >= 0:
@@ -108,11 +110,10 @@ class SimulatedRollouter:
     def _start(self, sample: _Generating) -> None:
         self._count_generation()
         self._generating[sample.sample_id] = sample
-        self._clock.after(self._trace.dispatch.sample_s, lambda: self._submit(sample))
+        sample.timer = self._clock.after(self._trace.dispatch.sample_s, lambda: self._submit(sample))
 
     def _submit(self, sample: _Generating) -> None:
-        if sample.sample_id not in self._generating:
-            return
+        sample.timer = None
         unfinished = [one for one in sample.trajectories if not one.done]
         requests = [self._request(sample, one) for one in unfinished]
         prompt = self._trace.engine.prompt_tokens
@@ -153,6 +154,9 @@ class SimulatedRollouter:
         """Free the slot and abort what still runs; `keeps` as `rollout.over_sample.unfinished`."""
         self._count_generation()
         del self._generating[sample.sample_id]
+        if sample.timer is not None:
+            sample.timer.cancelled = True
+            sample.timer = None
         for one in sample.trajectories:
             if one.timer is not None:
                 one.timer.cancelled = True

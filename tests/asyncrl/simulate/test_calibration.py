@@ -89,6 +89,12 @@ def test_a_run_without_events_is_refused(tmp_path: Path) -> None:
         calibrate(tmp_path)
 
 
+def test_a_run_of_two_steps_is_too_short(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", RunPlan(steps=2))
+    with pytest.raises(ConfigError, match="has trained 2 steps"):
+        calibrate(tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -24,7 +24,7 @@ from asyncrl.simulate.trace import (
 from tests.fakes.configurations import config_with
 
 SIZE, N = 4, 3
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "a": {"trigger_parameter_sync_step": 1, "staleness_threshold": 0},
     "b": {"trigger_parameter_sync_step": 3, "staleness_threshold": 0},
     "c": {"trigger_parameter_sync_step": 1, "staleness_threshold": 1, "partial_rollout": False},
@@ -59,7 +59,7 @@ def trace(*, lengths: LengthTrace | None = None, dispatch: DispatchTrace | None 
     )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     mode=st.sampled_from(sorted(MODES)),
     seed=st.integers(0, 99),
@@ -200,9 +200,17 @@ def test_a_validation_delays_the_next_version_and_not_the_samples_of_this_one() 
     assert validated.wall_s > without.wall_s
 
 
-def test_the_critic_is_refused() -> None:
-    with pytest.raises(ConfigError, match="critic"):
-        simulate(trace(), algorithm__adv_estimator="gae")
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"algorithm__adv_estimator": "gae"}, "critic"),
+        ({"algorithm__adv_estimator": "remax"}, "greedy responses"),
+        ({"skip__async_rollout": {"enable": True, "dump_dir": "/records"}}, "replayed samples"),
+    ],
+)
+def test_what_takes_time_and_is_not_simulated_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate(trace(), **keys)
 
 
 AUTOSCALING = {"enable": True, "min_replicas": 1, "max_replicas": 6, "up_after_s": 5.0, "down_after_s": 10.0}
