@@ -15,6 +15,7 @@ from asyncrl.config import plan
 from asyncrl.config.compose import CheckedConfig, Mode, changed_values, check_config, value_sources
 from asyncrl.config.environment import num_parameters
 from asyncrl.config.keys import leaves
+from asyncrl.config.placement import Placement, node_rows
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts
@@ -31,7 +32,7 @@ _ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check everything, print what differs from the defaults and the plan; start nothing.",
+    help="Check everything, print what differs from the defaults and the plan, on a cluster by node; start nothing.",
 )
 @click.option("--full", is_flag=True, help="With --dry-run: print all keys, also those with their defaults.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
@@ -126,7 +127,10 @@ def _show_plan(
         found = [asdict(problem) for problem in outcome.problems]
         click.echo(json.dumps({"error": error.message, "problems": found}, indent=2, default=str))
         return BAD_CONFIG
-    warnings = [*outcome.warnings, *plan.shortages(resources)]
+    shared = config.ray.address is not None
+    warnings = [*outcome.warnings, *(() if shared else plan.shortages(resources))]
+    placement = _placement(config) if shared else None
+    code = BAD_CONFIG if placement is not None and placement.lacks and not config.ray.autoscaling else 0
     if as_json:
         answer: dict[str, Any] = {
             "config": config.public_values(),
@@ -134,14 +138,39 @@ def _show_plan(
             "plan": resources.as_json(),
             "warnings": [asdict(warning) for warning in warnings],
         }
+        if placement is not None:
+            answer["placement"] = placement.as_json()
         click.echo(json.dumps(answer, indent=2, default=str))
-        return 0
+        return code
     values = leaves(config.public_values()) if full else changed_values(config)
     click.echo(commented_yaml({key: (value, source_of(key, sources)) for key, value in values.items()}) + "\n")
     click.echo(_table([("part", "count", "threads", "GPUs", "memory"), *plan.process_rows(resources)]))
     click.echo("\n" + _table(plan.quantity_rows(resources)))
+    if placement is not None:
+        click.echo("\n" + _table([("node", "labels", "CPUs", "GPUs", "processes"), *node_rows(placement)]))
     _warn(warnings)
-    return 0
+    if placement is not None:
+        _report_room(placement, config)
+    return code
+
+
+def _placement(config: Config) -> Placement:
+    """Ask the cluster at `ray.address` for its nodes, and return the plan of the run's processes on them."""
+    from asyncrl.driver.cluster import connected
+
+    assert config.ray.address is not None
+    with connected(config.ray.address):
+        from asyncrl.driver.cluster_state import plan_placement
+
+        return plan_placement(config)
+
+
+def _report_room(placement: Placement, config: Config) -> None:
+    for problem in placement.lacks:
+        click.echo(f"{'the cluster adds nodes' if config.ray.autoscaling else 'error'}: {problem}", err=True)
+    if placement.unplaced and not placement.lacks:
+        left = ", ".join(f"{count} {name}" for name, count in placement.unplaced.items())
+        click.echo(f"warning: the nodes may have no room for everything (not placed: {left})", err=True)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

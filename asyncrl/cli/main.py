@@ -21,6 +21,7 @@ FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _COMMANDS = {
+    "clean": ("clean", "Remove what killed launches left in a Ray cluster."),
     "launch": ("launch", "Train a model."),
     "migrate": ("migrate", "Translate a configuration of verl."),
     "report": ("report", "Show where a run's time went, as a page."),
@@ -74,6 +75,7 @@ def cli() -> None:
     asyncrl timeline quickstart                     the requests of a run over time, in the browser
     asyncrl simulate my.yaml --trace quickstart     how long it would take with the speeds of that run, and what waits
     asyncrl skip ls ~/.asyncrl/skip                 the records of skipped stages
+    asyncrl clean --dry-run                         what killed launches left in a Ray cluster
     """
 
 

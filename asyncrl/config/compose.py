@@ -111,6 +111,7 @@ def _check(
     user_values = {**base.values, **overridden}
     unknown = list(_remove_unknown(tree))
     problems += [*unknown, *_of_verl(base, unknown)]
+    _count_processes(tree, user_values)
     if "mode" in user_values and tree.get("mode") != mode:
         consequence = f"it contradicts `asyncrl launch {mode}`"
         problems.append(ConfigProblem("mode", tree.get("mode"), consequence, "leave the key out; the command sets it"))
@@ -512,6 +513,24 @@ def _remove(tree: Tree, path: Sequence[str]) -> None:
         _remove(tree[name], rest)
     if not rest or not tree[name]:
         del tree[name]
+
+
+def _count_processes(tree: Tree, user_values: Mapping[str, Any]) -> None:
+    """Let `nnodes` and `n_gpus_per_node` set the number of ranks and of replicas, unless these are given too. With
+    autoscaling, they set the maximum number of replicas."""
+    for section, key in (("trainer", "num_workers"), ("rollout", "num_replicas")):
+        values = tree.get(section)
+        if not isinstance(values, dict):
+            continue
+        scaling = values.get("autoscaling")
+        target, path = values, f"{section}.{key}"
+        if isinstance(scaling, dict) and scaling.get("enable") is True:
+            target, path, key = scaling, f"{section}.autoscaling.max_replicas", "max_replicas"
+        nodes, per_node = values.get("nnodes"), values.get("n_gpus_per_node")
+        each = values.get("tensor_parallel_size", 1)  # a rank has one GPU
+        if isinstance(nodes, int) and isinstance(per_node, int) and isinstance(each, int) and each > 0:
+            if path not in user_values:
+                target[key] = max(1, nodes * per_node // each)
 
 
 def _validate(tree: Tree) -> tuple[Config | None, list[ConfigProblem]]:

@@ -7,9 +7,9 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_SERVE_DISABLE_DEPLOYMENT_METRICS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
+_PRIVATE = {"RAY_raylet_start_wait_time_s": "120"}
+"""Environment of a private cluster: on a busy machine, its node starts late."""
 # With Ray's defaults, seconds pass before a call to a dead process fails, and before a hung process is killed; and the
 # GCS, which keeps 100,000 finished calls for Ray's dashboard, grows for hours.
 _RAY_SETTINGS = {
@@ -61,27 +62,50 @@ def worker_environment(config: Config) -> dict[str, str]:
     return {**_QUIET, "VLLM_LOGGING_LEVEL": config.logging.level.upper()}
 
 
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Connect to a running cluster for the block, as a driver of its own. Blocking.
+
+    Raises:
+        InfraError: the cluster does not answer.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel("ERROR")
+    _init(address)
+
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 @asynccontextmanager
 async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterator[str]:
     """Start Ray, or connect to it, for the block; yield the run's namespace. At the end, all processes of the run are
     stopped.
 
+    On a shared cluster, what drivers that have ended left there is removed first; a private cluster ends with its
+    driver.
+
     Args:
         config: configuration of the run.
         name: name of the run, from which the namespace derives.
-        stale: namespace of an earlier driver of this run that may have died. Its apps on a shared cluster are deleted
-            first; a private cluster ends with its driver.
+        stale: namespace of an earlier driver of this run that has ended.
 
     Raises:
         InfraError: Ray cannot start, or the cluster at `ray.address` does not answer.
-        DeadlineError: the stale apps were not deleted within `timeouts.start_s`.
+        DeadlineError: leftovers were not removed within `timeouts.start_s`.
     """
     processes.adopt_orphans()
     namespace = f"asyncrl-{name}-{secrets.token_hex(3)}"
     try:
         await _in_permanent_thread(partial(_start, config, namespace))
-        if stale and config.ray.address is not None:
-            await _delete_stale(stale, config.timeouts.start_s)
+        if config.ray.address is not None:
+            await _clean(stale, config.timeouts.start_s)
         yield namespace
     except BaseException:
         # A thread may still be inside a Ray call, during which a shutdown of Ray would end this process. So only the
@@ -91,14 +115,23 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
     await _take_down(_stop, config, namespace)
 
 
-async def _delete_stale(namespace: str, limit_s: float) -> None:
+def _remove_leftovers(stale: str) -> None:
+    from asyncrl.driver.leftovers import remove_leftovers
+
+    if stale:  # Ray may not have noticed yet that this driver has ended
+        _leave_shared(stale)
+    remove_leftovers()
+
+
+async def _clean(stale: str, limit_s: float) -> None:
     try:
         with anyio.fail_after(limit_s):
-            await to_thread.run_sync(_leave_shared, namespace, abandon_on_cancel=True)
+            await to_thread.run_sync(_remove_leftovers, stale, abandon_on_cancel=True)
     except TimeoutError as error:
         raise DeadlineError(
-            f"Ray Serve did not delete the apps of this run's last launch ({namespace}) within {limit_s:g} s "
-            "(timeouts.start_s). Check the cluster at ray.address, or use another one"
+            f"Ray Serve did not delete the applications of launches that have ended within {limit_s:g} s "
+            "(timeouts.start_s). Check the cluster at ray.address (`asyncrl clean --dry-run` lists them), or use "
+            "another one"
         ) from error
 
 
@@ -153,41 +186,66 @@ def link_logs(logs: Path) -> None:
 
 
 def _start(config: Config, namespace: str) -> None:
-    for name, value in worker_environment(config).items():
-        os.environ.setdefault(name, value)
-    import ray
-
-    logging.getLogger("ray").setLevel("DEBUG" if config.logging.level == "debug" else "ERROR")
-    _redirect_messages(ray)
     private = config.ray.address is None
-    # Other nodes may lack the user's files: Ray sends them, and every process of the run can import them.
-    found = () if private else texts(config.model_dump(mode="json"))
-    names = [text for at, text in found if ":" in text or at[-1] == "class_name" or at[:2] == ("skip", "modules")]
-    code = [str(path) for path in own_code(names)]
+    for name, value in {**worker_environment(config), **(_PRIVATE if private else {})}.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("ray").setLevel("DEBUG" if config.logging.level == "debug" else "ERROR")
+    if not private:
+        _init(config.ray.address, namespace=namespace, runtime_env=_runtime_env(config))
+        return
     # Logical slots, one for each thread of the engines; the operating system shares the cores.
     slots = config.rollout.max_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
+    _init(
+        None,
+        namespace=namespace,
+        num_cpus=max(os.cpu_count() or 1, slots + 1),
+        object_store_memory=config.ray.object_store_memory_bytes,
+        include_dashboard=False,
+        runtime_env=config.ray.runtime_env or None,
+        _system_config=dict(_RAY_SETTINGS),
+    )
+
+
+def _runtime_env(config: Config) -> dict[str, Any] | None:
+    """Return Ray's `runtime_env` of a run on an existing cluster.
+
+    Its nodes may lack the user's files: Ray sends them, and every process of the run can import them.
+    """
+    found = texts(config.model_dump(mode="json"))
+    names = [text for at, text in found if ":" in text or at[-1] == "class_name" or at[:2] == ("skip", "modules")]
+    given, code = config.ray.runtime_env, [str(path) for path in own_code(names)]
+    return {**given, **({"py_modules": [*given.get("py_modules", ()), *code]} if code else {})} or None
+
+
+def _init(address: str | None, **options: Any) -> None:
+    """Connect to the cluster at `address`; None: start one.
+
+    Raises:
+        InfraError: the reason, with a fix.
+    """
+    import ray
+
+    _redirect_messages(ray)
     try:
-        ray.init(
-            # Without `local` Ray would join a running cluster that it finds on this machine.
-            address=config.ray.address or "local",
-            namespace=namespace,
-            num_cpus=max(os.cpu_count() or 1, slots + 1) if private else None,
-            object_store_memory=config.ray.object_store_memory_bytes if private else None,
-            include_dashboard=False if private else None,
-            log_to_driver=False,
-            configure_logging=False,
-            _system_config=dict(_RAY_SETTINGS) if private else None,
-            runtime_env={"py_modules": code} if code else None,
-        )
+        # Without `local` Ray would join a running cluster that it finds on this machine.
+        ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **options)
     except Exception as error:  # noqa: BLE001  Ray raises many types here, and all mean that there is no cluster
-        if private:
-            logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
-            fix = f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
-        else:
-            fix = "check the address, or leave it null for a private cluster on this machine"
         raise InfraError.wrap(
-            f"ray.address={config.ray.address or 'null'}: Ray did not start, so nothing runs: {error}; {fix}", error
+            f"ray.address={address or 'null'}: Ray did not start, so nothing runs: {error}; {_fix(address, error)}",
+            error,
         ) from None
+
+
+def _fix(address: str | None, error: Exception) -> str:
+    if "InvalidAuthToken" in str(error) or type(error).__name__ == "AuthenticationError":
+        return (
+            "the cluster wants its token: `export RAY_AUTH_MODE=token` and `export RAY_AUTH_TOKEN=...` (or put it into "
+            "~/.ray/auth_token, or its path into RAY_AUTH_TOKEN_PATH); `ray get-auth-token` prints it on the head node"
+        )
+    if address is None:
+        logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+        return f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
+    return "check the address, or leave it null for a private cluster on this machine"
 
 
 def _redirect_messages(ray: Any) -> None:

@@ -37,6 +37,7 @@ from asyncrl.core.ports import PartName, QueueStatus, SampleCounts, WeightsVersi
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.core.tasks import Interrupts, task_group
 from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
+from asyncrl.driver.cluster_state import check_room, pending_demands
 from asyncrl.driver.health_monitor import HealthMonitor
 from asyncrl.driver.replica_scaling import ReplicaScaling
 from asyncrl.driver.resume import journal_identity
@@ -61,6 +62,8 @@ from rollouter.serving.app import attach, start_app
 from rollouter.serving.options import rollout_app
 from rollouter.weight_updates import RolloutStart
 
+DEMANDS_S = 5.0
+"""Interval at which Ray is asked for what the run waits for."""
 LAST_ANSWER_S = 5.0
 """Time limit of the last status reports after a failure; a healthy part answers within milliseconds."""
 
@@ -155,6 +158,10 @@ class Run:
         """Start everything, slow parts concurrently; the probes become tasks of `group`."""
         config = self._config
         app = rollout_app(config, namespace)
+        if config.ray.address is not None:
+            if delay := await to_thread.run_sync(check_room, config, abandon_on_cancel=True):
+                self._view.message("warning", delay)
+            group.start_soon(self._watch_demands, namespace, app.name)
         with attribute_failure_to("store"):
             store = await claim_store(
                 app.store_namespace,
@@ -193,6 +200,18 @@ class Run:
         if config.rollout.autoscaling.enable and self._status.has_engines:
             scaling = ReplicaScaling(config, self._status, self._view, self._services.expect_replicas)
             group.start_soon(scaling.run, store)
+
+    async def _watch_demands(self, namespace: str, app: str) -> None:
+        """Report what the run waits for on a shared cluster, whenever it changes."""
+        shown: tuple[str, ...] = ()
+        while True:
+            waiting = await to_thread.run_sync(pending_demands, namespace, app, abandon_on_cancel=True)
+            before, self._status.pending_demands = self._status.pending_demands, waiting
+            if waiting != shown and waiting == before:  # a bundle that is just being placed waits for a moment, too
+                text = f"waiting for room on the cluster: {'; '.join(waiting)}" if waiting else "the cluster has room"
+                self._view.message("", text)
+                shown = waiting
+            await anyio.sleep(DEMANDS_S)
 
     def _plan_steps(self) -> None:
         """Compute the length of the run, which requires the data to be read."""

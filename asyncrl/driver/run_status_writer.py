@@ -53,6 +53,8 @@ class RunStatus:
         self.has_engines = True
         """False: every sample is recorded, and the role `async_rollout` needs no engines."""
         self.num_replicas = config.rollout.num_replicas
+        self.pending_demands: tuple[str, ...] = ()
+        """What the run waits for on a shared cluster."""
         self._config = config
         self._recorder = recorder
         self._run_dir = run_dir
@@ -122,6 +124,7 @@ class RunStatus:
             queue=self.queue,
             replicas=store.replicas if store is not None else (),
             num_replicas=self.num_replicas if self.has_engines else 0,
+            pending_demands=self.pending_demands,
             waits={
                 part: tuple(status["waits"])
                 for part, status in (("trainer", self.trainer), ("rollouter", self.rollouter))

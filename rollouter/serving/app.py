@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -29,12 +30,14 @@ from asyncrl.config.compose import check_config
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DeadlineError, EngineCrashError, InfraError
+from rollouter.serving import ray_internals
 from rollouter.serving.access import http_access
 from rollouter.serving.client import FIRST_BACKOFF_S
 from rollouter.serving.handles import typed
 from rollouter.serving.http import route_prefix
 from rollouter.serving.options import (
     DEPLOYMENT_NAME,
+    DRIVER_MARK,
     ReplicaFacts,
     RolloutApp,
     app_name,
@@ -97,6 +100,8 @@ def build_rollout_app(config: Config, *, namespace: str | None, http: bool, agen
         ConfigError: the address requires an API key and none is set.
     """
     options = serving_options(config, namespace=namespace, gpus=_gpus())
+    if namespace is not None:
+        options = replace(options, driver=ray.get_runtime_context().get_job_id())
     if http:
         from rollouter.agent.parsing import resolve_format
         from rollouter.serving.http import build_http_app
@@ -221,10 +226,21 @@ async def stop_app(namespace: str) -> None:
 
 def delete_app(namespace: str) -> None:
     """Delete the applications like `stop_app`, but blocking. Do nothing if none was started."""
-    running = _applications()
-    for part in ("reward", "rollout"):
-        if (name := app_name(namespace, part)) in running:
-            serve.delete(name)
+    delete_apps([app_name(namespace, part) for part in ("reward", "rollout")])
+
+
+def marked_apps() -> dict[str, str]:
+    """Return Ray's job id of the driver of each application that a launch has deployed. Blocking."""
+    if not _applications():
+        return {}
+    found = ray_internals.deployed_environment(DRIVER_MARK)
+    return {app: driver for app, driver in found.items() if driver}
+
+
+def delete_apps(apps: Collection[str]) -> None:
+    """Delete these applications, and wait until their replicas have ended. Blocking."""
+    for app in sorted(_applications().keys() & set(apps)):
+        serve.delete(app)
 
 
 def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
@@ -241,7 +257,7 @@ def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
         prefix = route_prefix(namespace) if agents else "/" if http else None
         targets.append(serve.RunTarget(target=app, name=app_name(namespace), route_prefix=prefix))
     if config.reward_model.placement == "serve" and not http:
-        reward = build_reward_app(config, gpus=_gpus())
+        reward = build_reward_app(config, gpus=_gpus(), driver=ray.get_runtime_context().get_job_id())
         targets.append(serve.RunTarget(target=reward, name=app_name(namespace, "reward"), route_prefix=None))
     try:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from asyncrl.assets import resolve
 from asyncrl.config.environment import model_config
+from asyncrl.config.placement import Gang, replica_gang
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rollout import AutoscalingConfig
 from asyncrl.config.sections.run import TimeoutsConfig
@@ -37,6 +38,9 @@ _SIZES = (
     "tie_word_embeddings",
 )
 """The keys of config.json that determine the shapes of a model's weights."""
+DRIVER_MARK = "ASYNCRL_DRIVER"
+"""Environment variable of the replicas that a launch deploys: Ray's job id of its driver. It tells them from
+applications of users, whatever their names are."""
 UNANSWERED_CHECKS = 3
 """Serve replaces a replica after this many consecutive unanswered health checks. This is a constant of Serve."""
 PATIENCE = 1.5
@@ -93,8 +97,8 @@ class ServingOptions:
 
     llm_config: dict[str, Any]
     """Keyword arguments of `ray.serve.llm.LLMConfig`, including resources and environment."""
-    bundles: tuple[dict[str, float], ...]
-    """The resources of one replica, as bundles of a placement group."""
+    gang: Gang
+    """The resources of the replicas and the nodes that may have them."""
     env_vars: dict[str, str]
     namespace: str | None
     """Ray namespace of the weight store; None: that of the application (`app_namespace`), to which runs attach."""
@@ -102,6 +106,8 @@ class ServingOptions:
     """The number at the start; it changes only with `autoscaling`."""
     autoscaling: AutoscalingConfig
     timeouts: TimeoutsConfig
+    driver: str = ""
+    """Ray's job id of the launch that deploys the engines; empty: they are deployed separately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +166,18 @@ def serving_options(config: Config, *, namespace: str | None, gpus: bool) -> Ser
     The checks of the configuration forbid `rollout.engine_kwargs` that another key sets.
     """
     rollout = config.rollout
-    bundles = _bundles(rollout.tensor_parallel_size, rollout.cpu_threads, gpus)
+    gang = replica_gang(config, gpus=gpus)
     env_vars = _env_vars(config, gpus)
     path = resolve(config.model.path)
     return ServingOptions(
         llm_config={
             "model_loading_config": {"model_id": path.rstrip("/").rsplit("/", 1)[-1], "model_source": path},
             "engine_kwargs": _engine_kwargs(config, gpus),
-            "placement_group_config": {"bundles": [dict(bundle) for bundle in bundles], "strategy": "PACK"},
+            "placement_group_config": {"bundles": gang.bundles, "strategy": gang.strategy},
             "runtime_env": {"env_vars": env_vars},
             "log_engine_metrics": False,
         },
-        bundles=bundles,
+        gang=gang,
         env_vars=env_vars,
         namespace=namespace,
         num_replicas=rollout.num_replicas,
@@ -190,9 +196,10 @@ def deployment_options(options: ServingOptions) -> dict[str, Any]:
             "request_router_class": ROUTER,
             "request_router_kwargs": {"max_model_len": options.llm_config["engine_kwargs"]["max_model_len"]},
         },
-        "placement_group_bundles": [dict(bundle) for bundle in options.bundles],
-        "placement_group_strategy": "PACK",
-        "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": options.env_vars}},
+        "placement_group_bundles": options.gang.bundles,
+        "placement_group_strategy": options.gang.strategy,
+        "placement_group_bundle_label_selector": options.gang.label_selectors,
+        "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": options.env_vars | mark(options.driver)}},
     }
 
 
@@ -214,12 +221,20 @@ def _num_replicas(options: ServingOptions) -> dict[str, Any]:
     }
 
 
-def reward_deployment_options(model: RewardModelConfig, *, probe_s: float, gpus: bool) -> dict[str, Any]:
+def mark(driver: str) -> dict[str, str]:
+    """Return the environment variable that marks the replicas of a launch; empty for no launch."""
+    return {DRIVER_MARK: driver} if driver else {}
+
+
+def reward_deployment_options(model: RewardModelConfig, *, probe_s: float, gpus: bool, driver: str) -> dict[str, Any]:
     """Return Serve's options of the reward model's replicas: one GPU each, if the cluster has any."""
     return {
         **_replicas(probe_s),
         "num_replicas": model.num_replicas,
-        "ray_actor_options": {"num_cpus": 1, "num_gpus": 1} if gpus else {"num_cpus": 0},
+        "ray_actor_options": {
+            **({"num_cpus": 1, "num_gpus": 1} if gpus else {"num_cpus": 0}),
+            "runtime_env": {"env_vars": mark(driver)},
+        },
     }
 
 
@@ -246,12 +261,6 @@ def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
     if config.model.tokenizer_path is not None:
         kwargs["tokenizer"] = resolve(config.model.tokenizer_path)
     return kwargs | rollout.engine_kwargs
-
-
-def _bundles(tensor_parallel_size: int, cpu_threads: int, gpus: bool) -> tuple[dict[str, float], ...]:
-    if gpus:
-        return tuple({"GPU": 1.0, "CPU": 1.0} for _ in range(tensor_parallel_size))
-    return ({"CPU": float(cpu_threads * tensor_parallel_size)},)
 
 
 def _env_vars(config: Config, gpus: bool) -> dict[str, str]:

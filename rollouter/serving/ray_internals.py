@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray._private import state
 from ray._private.worker import global_worker
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
@@ -134,3 +135,20 @@ def route_prefix_of(app: str) -> str:
             "deploy it with a route_prefix"
         )
     return str(prefix).rstrip("/")
+
+
+def deployed_environment(name: str) -> dict[str, str]:
+    """Return the value that the replicas of each application have for an environment variable, empty for those without
+    it. Requires that Serve runs. Blocking."""
+    details = cast("dict[str, Any]", _get_global_client().get_serve_details())
+    values = {}
+    for app, found in details["applications"].items():
+        options = [one["deployment_config"].get("ray_actor_options") or {} for one in found["deployments"].values()]
+        given = [((one.get("runtime_env") or {}).get("env_vars") or {}).get(name, "") for one in options]
+        values[app] = next(filter(None, given), "")
+    return values
+
+
+def living_drivers() -> frozenset[str]:
+    """Return the job ids of the drivers that are connected to the cluster. Blocking."""
+    return frozenset(job["JobID"] for job in state.jobs() if not job["IsDead"])

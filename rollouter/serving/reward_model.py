@@ -45,11 +45,11 @@ class RewardReplica:
         return await to_thread.run_sync(self._classifier.score, conversations)
 
 
-def build_reward_app(config: Config, *, gpus: bool) -> serve.Application:
-    """Return the Serve application of the run's reward model."""
+def build_reward_app(config: Config, *, gpus: bool, driver: str) -> serve.Application:
+    """Return the Serve application of the run's reward model. `driver`: Ray's job id of the launch."""
     deployment = serve.deployment(
         name=REWARD_DEPLOYMENT_NAME,
-        **reward_deployment_options(config.reward_model, probe_s=config.timeouts.probe_s, gpus=gpus),
+        **reward_deployment_options(config.reward_model, probe_s=config.timeouts.probe_s, gpus=gpus, driver=driver),
     )(RewardReplica)
     return deployment.bind(config.reward_model)
 

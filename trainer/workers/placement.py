@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from asyncrl.config.placement import Gang, rank_gang
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import Dtype
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig, RoleConfig
@@ -37,7 +39,28 @@ class GroupPlan:
     device: Literal["auto", "cpu", "cuda"]
     cpu_threads: int
     """Number of CPUs of each rank on CPU: the maximum over its models."""
+    per_node: int | None
+    """Ranks on each node; None: on as few nodes as possible."""
+    node_labels: Mapping[str, str]
+    """Labels of the nodes that may have ranks."""
     roles: tuple[RolePlan, ...]
+
+    def gang(self, *, cpus: bool, gpu: bool) -> Gang:
+        """Return the resources of the ranks and the nodes that may have them.
+
+        Args:
+            cpus: whether their CPUs are reserved.
+            gpu: whether they run on GPUs.
+        """
+        return rank_gang(
+            f"{self.name} rank",
+            self.section,
+            num_ranks=self.num_ranks,
+            per_node=self.per_node,
+            cpus=self.cpu_threads * cpus,
+            gpu=gpu,
+            node_labels=self.node_labels,
+        )
 
     @property
     def section(self) -> str:
@@ -81,7 +104,7 @@ def plan_groups(config: Config) -> list[GroupPlan]:
         if row.needed:
             name = "actor" if row.settings.placement == "actor" else row.role
             groups.setdefault(name, []).append(RolePlan(row.role, _spec(config, row, actor), config.rollout.dtype))
-    return [_group(name, plans) for name, plans in groups.items()]
+    return [_group(config, name, plans) for name, plans in groups.items()]
 
 
 def reference_is_actor(config: Config) -> bool:
@@ -90,10 +113,17 @@ def reference_is_actor(config: Config) -> bool:
     return config.needs_reference and config.model.lora_rank > 0 and config.ref.placement == "actor"
 
 
-def _group(name: str, plans: list[RolePlan]) -> GroupPlan:
+def _group(config: Config, name: str, plans: list[RolePlan]) -> GroupPlan:
     engines = [plan.spec.engine for plan in plans]
-    threads = max(engine.cpu_threads for engine in engines)
-    return GroupPlan(name, engines[0].num_workers, engines[0].device, threads, tuple(plans))
+    return GroupPlan(
+        name,
+        engines[0].num_workers,
+        engines[0].device,
+        cpu_threads=max(engine.cpu_threads for engine in engines),
+        per_node=config.trainer.n_gpus_per_node if name == "actor" else None,
+        node_labels=config.trainer.node_labels,
+        roles=tuple(plans),
+    )
 
 
 def _spec(config: Config, row: RoleRow, actor: EngineSpec) -> EngineSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
@@ -89,9 +89,12 @@ class Processes:
         self.actors: list[Any] = []
         """The actors by rank; empty after `kill`."""
         self._bundles: PlacementGroup | None = None
+        self._bundle_of: Sequence[int] = ()
+        """Index of the bundle of each rank."""
 
     async def reserve(self, *, cpus: bool, limit_s: float, until: float) -> None:
-        """Reserve a bundle for each rank, packed closely. Ranks on CPU need none unless their `cpus` are reserved.
+        """Reserve bundles for the ranks, where `GroupPlan.gang` says. Ranks on CPU need none unless their `cpus` are
+        reserved.
 
         Reservations of an earlier Trainer of this run are freed. Otherwise Ray would keep them as long as the driver
         lives, and on a full cluster the new Trainer would wait for them forever.
@@ -102,9 +105,8 @@ class Processes:
         Raises:
             DeadlineError: the cluster did not have enough free resources in time.
         """
-        bundle = {"CPU": float(self.plan.cpu_threads)} if cpus else {}
-        bundle |= {"GPU": 1.0} if self.device == "cuda" else {}
-        if not bundle:
+        gang = self.plan.gang(cpus=cpus, gpu=self.device == "cuda")
+        if not any(gang.bundles):
             return
         context = ray.get_runtime_context()
         run, process = f"{context.namespace}/ranks/", context.get_worker_id()
@@ -112,13 +114,18 @@ class Processes:
             with anyio.fail_after(until - anyio.current_time()):
                 await anyio.to_thread.run_sync(_free, run, process, abandon_on_cancel=True)
                 name = f"{run}{process}/{self.plan.name}-{next(_numbers)}"
-                self._bundles = placement_group([bundle] * self.plan.num_ranks, strategy="PACK", name=name)
+                self._bundles = placement_group(
+                    gang.bundles, strategy=gang.strategy, name=name, bundle_label_selector=gang.label_selectors
+                )
                 await self._bundles.ready()
+                table = await anyio.to_thread.run_sync(placement_group_table, self._bundles, abandon_on_cancel=True)
         except TimeoutError as error:
+            labels = f", on nodes with labels {dict(gang.node_labels)}" if gang.node_labels else ""
             raise DeadlineError(
-                f"the {self.plan.name} group waited {limit_s:g} s for {self.plan.num_ranks} times {bundle} on the Ray "
-                f"cluster; free these resources, add nodes, or lower {self.plan.section}.num_workers"
+                f"the {self.plan.name} group waited {limit_s:g} s for {gang.num_bundles} times {gang.bundles[0]} on "
+                f"the Ray cluster{labels}; free these resources, add nodes, or lower {self.plan.section}.num_workers"
             ) from error
+        self._bundle_of = bundle_of_ranks(table["bundles_to_node_id"], gang.processes)
 
     def start(
         self, publisher: WeightPublisher | None, *, reserve_cpus: bool, profiling: RankProfiling = NO_PROFILING
@@ -133,7 +140,9 @@ class Processes:
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         actor: Any = ray.remote(RankActor)
         for rank in range(self.plan.num_ranks):
-            where = PlacementGroupSchedulingStrategy(self._bundles, rank) if self._bundles is not None else "DEFAULT"
+            where: Any = "DEFAULT"
+            if self._bundles is not None:
+                where = PlacementGroupSchedulingStrategy(self._bundles, self._bundle_of[rank])
             shell = actor.options(
                 num_cpus=self.plan.cpu_threads if reserve_cpus else 0,
                 num_gpus=1 if self.device == "cuda" else 0,
@@ -179,6 +188,19 @@ def own_gpu(assigned: Sequence[str], visible: str | None) -> int:
     if not assigned:
         return 0
     return int(assigned[0]) if visible is None else visible.split(",").index(assigned[0])
+
+
+def bundle_of_ranks(nodes: Mapping[int, str], ranks_per_bundle: int) -> list[int]:
+    """Return the bundle of each rank, so that the ranks of a node follow one another. Pure.
+
+    Args:
+        nodes: the node of each bundle, by the bundle's index.
+    """
+    first: dict[str, int] = {}
+    for bundle in sorted(nodes):
+        first.setdefault(nodes[bundle], bundle)
+    ordered = sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
+    return [bundle for bundle in ordered for _ in range(ranks_per_bundle)]
 
 
 def local_ranks(places: Sequence[RankLocation], device: Literal["cpu", "cuda"]) -> list[int]:

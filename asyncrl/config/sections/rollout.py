@@ -12,7 +12,16 @@ from pydantic import AfterValidator, Field
 
 from asyncrl.config.environment import check_code, is_importable, not_there
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with
-from asyncrl.config.sections.base import ConfigSection, Dtype, NonNegative, Positive, Seconds, Share
+from asyncrl.config.sections.base import (
+    ConfigSection,
+    Dtype,
+    NodePool,
+    NonNegative,
+    Positive,
+    Seconds,
+    Share,
+)
+from asyncrl.config.sections.trainer import check_pool
 from asyncrl.core.autoscaling import AutoscalingPolicy
 
 if TYPE_CHECKING:
@@ -238,7 +247,7 @@ class AutoscalingConfig(ConfigSection):
         )
 
 
-class RolloutConfig(ConfigSection):
+class RolloutConfig(NodePool):
     """Generation: the engines and their requests."""
 
     attach: str | None = None
@@ -289,6 +298,11 @@ class RolloutConfig(ConfigSection):
         """The most engines that a run has at the same time."""
         return self.autoscaling.max_replicas if self.autoscaling.enable else self.num_replicas
 
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether a replica has more GPUs than a node of the pool."""
+        return self.n_gpus_per_node is not None and self.tensor_parallel_size > self.n_gpus_per_node
+
 
 def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
     for name, value in config.rollout.engine_kwargs.items():
@@ -302,6 +316,30 @@ def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
             quantization,
             "quantized weights never equal the published ones, so the first weight sync would fail",
             "set weight_sync.verify=off",
+        )
+
+
+def _pool(config: Config) -> Iterator[ConfigProblem]:
+    rollout = config.rollout
+    per_replica, per_node, size = rollout.tensor_parallel_size, rollout.n_gpus_per_node, rollout.num_processes
+    yield from check_pool(config, "rollout")
+    if per_node is None or size is None:
+        return
+    if max(per_replica, per_node) % min(per_replica, per_node) or size % per_replica:
+        yield ConfigProblem(
+            "rollout.tensor_parallel_size",
+            per_replica,
+            f"replicas of {per_replica} GPUs do not fill {rollout.nnodes} nodes with {per_node} GPUs each "
+            "(rollout.nnodes, rollout.n_gpus_per_node)",
+            "set it to a divisor or, for replicas that span nodes, to a multiple of rollout.n_gpus_per_node",
+        )
+    elif rollout.max_replicas * per_replica != size:
+        yield ConfigProblem(
+            f"rollout.{'autoscaling.max_replicas' if rollout.autoscaling.enable else 'num_replicas'}",
+            rollout.max_replicas,
+            f"rollout.nnodes x rollout.n_gpus_per_node is {size} GPUs, enough for {size // per_replica} replicas of "
+            f"{per_replica} (rollout.tensor_parallel_size)",
+            f"leave it out, or set it to {size // per_replica}",
         )
 
 
@@ -388,6 +426,7 @@ ENGINE_RULES: tuple[RuleFunction, ...] = (
                "{c.rollout.response_length} (rollout.response_length) do not fit the engine's context",
                "set it to null or at least {c.longest_trajectory}"),
     _engine_arguments,
+    _pool,
     ConfigRule("rollout.max_num_seqs", lambda c: c.rollout.max_num_seqs < c.rollout.n,
                "a group of {c.rollout.n} responses (rollout.n) is decoded in several rounds",
                "set it to {c.rollout.n} or more", "warning"),
@@ -475,8 +514,8 @@ _LOOP_KEYS = " ".join(
 """Keys that only the built-in loop reads; the other keys also apply to an agent of the user's own."""
 
 _ENGINE_KEYS = (
-    "num_replicas autoscaling* tensor_parallel_size max_num_seqs dtype enforce_eager gpu_memory_utilization "
-    "cpu_kv_cache_gib cpu_threads engine_kwargs*"
+    "num_replicas autoscaling* nnodes n_gpus_per_node node_labels* tensor_parallel_size max_num_seqs dtype "
+    "enforce_eager gpu_memory_utilization cpu_kv_cache_gib cpu_threads engine_kwargs*"
 )
 """Keys of `rollout` that only the start of engines reads."""
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fsspec import get_filesystem_class
 from pydantic import Field
@@ -134,9 +134,16 @@ class RecoveryConfig(ConfigSection):
 class RayConfig(ConfigSection):
     """The Ray cluster."""
 
-    address: str | None = None
+    address: Annotated[str, Field(min_length=1)] | None = None
     """Address of a running cluster, `auto` or `host:port`; null: start a private cluster on this machine for the
     run."""
+    autoscaling: bool = False
+    """Whether the cluster adds nodes on demand. Then a run whose processes have no room waits for new nodes, up to
+    `timeouts.start_s`; otherwise it is refused at once."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray's `runtime_env` of the run's processes: `env_vars`, `py_modules`, `pip`, and others. On a cluster, the Python
+    files that the configuration names travel to the nodes anyway (docs/extending.md). With `working_dir`, relative paths
+    in the configuration mean files in it."""
     object_store_memory_bytes: Positive | None = None
     """Size of a private cluster's object store; null: Ray decides."""
 
@@ -343,6 +350,8 @@ NO_EFFECT = (
     no_effect("recovery.window_s", lambda c: c.recovery.max_restarts == 0,
               "recovery.max_restarts is 0, so the first failure of a part ends the run",
               "set recovery.max_restarts to 1 or more"),
+    no_effect("ray.autoscaling", lambda c: c.ray.address is None, "a private cluster is this machine",
+              "set ray.address"),
     no_effect("ray.object_store_memory_bytes", lambda c: c.ray.address is not None,
               "the cluster at ray.address has its own object store", "leave one of the two out"),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from asyncrl.config.problems import (
     only_with,
     warning,
 )
-from asyncrl.config.sections.base import ConfigSection, Dtype, NonNegative, Positive, Share
+from asyncrl.config.sections.base import ConfigSection, Dtype, NodePool, NonNegative, Positive, Share
 from asyncrl.config.sections.data import num_prompts
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class CriticConfig(RoleConfig):
     optim: OptimConfig = OptimConfig(lr=1e-5)
 
 
-class TrainerConfig(EngineConfig):
+class TrainerConfig(EngineConfig, NodePool):
     """The training loop, and the engine of the trained policy."""
 
     total_training_steps: Positive | None = None
@@ -335,6 +335,36 @@ def _idle_ranks(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _pool(config: Config) -> Iterator[ConfigProblem]:
+    trainer = config.trainer
+    yield from check_pool(config, "trainer")
+    if trainer.num_processes not in (None, trainer.num_workers):
+        yield ConfigProblem(
+            "trainer.num_workers",
+            trainer.num_workers,
+            f"trainer.nnodes x trainer.n_gpus_per_node is {trainer.num_processes}, so it is unclear how many ranks "
+            "there are",
+            f"leave it out, or set it to {trainer.num_processes}",
+        )
+
+
+def check_pool(config: Config, section: Literal["trainer", "rollout"]) -> Iterator[ConfigProblem]:
+    """Yield the problems of a section's nodes."""
+    pool: NodePool = getattr(config, section)
+    if (pool.nnodes is None) != (pool.n_gpus_per_node is None):
+        given, missing = ("nnodes", "n_gpus_per_node") if pool.nnodes else ("n_gpus_per_node", "nnodes")
+        consequence = f"{section}.{missing} is null, and only the two together say where processes are placed"
+        yield ConfigProblem(f"{section}.{given}", getattr(pool, given), consequence, f"set {section}.{missing}, too")
+    if config.ray.address is None and ((pool.nnodes or 1) > 1 or pool.node_labels):
+        key = "node_labels" if pool.node_labels else "nnodes"
+        yield ConfigProblem(
+            f"{section}.{key}",
+            getattr(pool, key),
+            "ray.address is null, so the run has a private cluster, which is this machine alone",
+            "set ray.address to a cluster with several nodes (docs/deploy.md), or leave this key out",
+        )
+
+
 def _length(config: Config) -> Iterator[ConfigProblem]:
     prompts = None if config.trainer.total_training_steps is not None else num_prompts(config)
     if prompts is not None:
@@ -483,6 +513,7 @@ RULES: tuple[RuleFunction, ...] = (
                "set trainer.strategy to fsdp2, fsdp or ddp, or trainer.num_workers=1"),
     _local_engines,
     _idle_ranks,
+    _pool,
     ConfigRule("trainer.ulysses_sequence_parallel_size",
                lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and not c.trainer.use_remove_padding,
                "sequences are split across ranks in packed form, and trainer.use_remove_padding is false",

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 STATE_FILE = "state.json"
 
 RunPhase = Literal["starting", "running", "stopping", "completed", "failed", "interrupted"]
@@ -118,6 +118,8 @@ class RunState(RunProgress):
     replicas: tuple[ReplicaReport, ...] = ()
     num_replicas: int = 1
     """The number that the run wants now; of an application to which it has attached, the number that reports."""
+    pending_demands: tuple[str, ...] = ()
+    """What the run waits for on a shared cluster that has no room."""
     waits: Mapping[str, tuple[Wait, ...]] = field(default_factory=dict)
     """Open waits of `trainer` and `rollouter`, the longest first."""
     silent_s: Mapping[str, float] = field(default_factory=dict)

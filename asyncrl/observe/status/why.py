@@ -46,6 +46,7 @@ WaitCause = Literal[
     "reward",
     "store",
     "gate",
+    "cluster",
     "ended",
     "busy",
     "unknown",
@@ -197,6 +198,8 @@ class _Explanation:
 
     def _starting(self) -> tuple[WaitLink, ...]:
         """Explain the start by a rank or an engine that is not ready yet; they start concurrently."""
+        if full := self._full_cluster():
+            return (full,)
         if waits := self._waits("trainer"):
             return (self._blocked_trainer(waits[0]),)
         if self._state.replicas and (lagging := self._lagging_replica(self._state.replicas)):
@@ -417,6 +420,8 @@ class _Explanation:
         detail = f"{len(serving)} serving, {requests} requests in flight"
         if missing > 0:
             detail += f"; no report from {missing}"
+            if not requests and (full := self._full_cluster()):
+                return full
         if not requests:
             return WaitLink("engines", "have no request in flight", None, detail, "engine")
         idle_s = self._since(self._state.last_progress_at) if self._state.last_progress_at else 0.0
@@ -458,9 +463,18 @@ class _Explanation:
 
     # ------------------------------------------------------------------------------------------------ shared
 
+    def _full_cluster(self) -> WaitLink | None:
+        """Return the link of a shared cluster that has no room for a part of the run, or None if it has."""
+        if not (pending := self._state.pending_demands):
+            return None
+        detail = f"{'; '.join(pending)}; free resources, or add nodes"
+        return WaitLink("Ray cluster", "has no room", None, detail, "cluster")
+
     def _unavailable(self, part: str, name: str) -> WaitLink | None:
         """Return the link of a part that is being replaced or does not answer, or None if it works."""
         state = self._state
+        if part == "trainer" and part in state.restarting and (full := self._full_cluster()):
+            return full
         if part in state.restarting:
             details = [restart.cause for restart in state.restarts if restart.part == part and not restart.recovered_at]
             details = details[-1:] + [f"now blocked on {wait.edge}" for wait in self._waits(part)[:1]]

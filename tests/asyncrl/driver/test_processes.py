@@ -136,7 +136,8 @@ async def test_a_hanging_shutdown_of_ray_is_bounded(
 ) -> None:
     hung, ended = threading.Event(), threading.Event()
     config = Config.model_validate({"ray": {"address": address}, "timeouts": {"stop_s": 0.05}})
-    monkeypatch.setattr(cluster_module, "_start", lambda *_: None)
+    for name in ("_start", "_remove_leftovers"):
+        monkeypatch.setattr(cluster_module, name, lambda *_: None)
     for name in ("_stop", "_abandon"):
         monkeypatch.setattr(cluster_module, name, lambda *_: hung.wait())
     monkeypatch.setattr(cluster_module.processes, "end_descendants", ended.set)
@@ -154,16 +155,16 @@ async def test_a_hanging_shutdown_of_ray_is_bounded(
     assert ("may still be on the cluster" in caplog.text) is (address is not None)
 
 
-async def test_deleting_stale_apps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_removing_leftovers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     hung = threading.Event()
     config = Config.model_validate({"ray": {"address": "auto"}, "timeouts": {"start_s": 0.05}})
     for name in ("_start", "_abandon"):
         monkeypatch.setattr(cluster_module, name, lambda *_: None)
-    monkeypatch.setattr(cluster_module, "_leave_shared", lambda namespace: hung.wait())
+    monkeypatch.setattr(cluster_module, "_remove_leftovers", lambda stale: hung.wait())
     try:
-        with anyio.fail_after(5), pytest.raises(DeadlineError, match=r"asyncrl-old-1.*ray\.address"):
+        with anyio.fail_after(5), pytest.raises(DeadlineError, match=r"ray\.address \(`asyncrl clean --dry-run`"):
             async with cluster_module.cluster(config, "run", stale="asyncrl-old-1"):
-                raise AssertionError("the stale app still exists")
+                raise AssertionError("the leftovers still exist")
     finally:
         hung.set()
 

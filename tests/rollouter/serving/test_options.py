@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.weights.object_store import ServedRun
 from rollouter.serving.autoscaling import wanted_replicas
-from rollouter.serving.options import deployment_options, serving_options
+from rollouter.serving.options import DRIVER_MARK, deployment_options, serving_options
 
 
 def options(*, gpus: bool = False, **groups: Any) -> Any:
@@ -23,7 +24,7 @@ def options(*, gpus: bool = False, **groups: Any) -> Any:
 
 def test_options_on_cpu() -> None:
     built = options(rollout={"cpu_threads": 2, "cpu_kv_cache_gib": 3, "num_replicas": 2, "response_length": 100})
-    assert built.bundles == ({"CPU": 2.0},)
+    assert built.gang.bundles == [{"CPU": 2.0}]
     assert built.env_vars["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert built.env_vars["OMP_NUM_THREADS"] == "2"
     kwargs = built.llm_config["engine_kwargs"]
@@ -45,6 +46,14 @@ def test_with_autoscaling_serve_follows_the_run_at_once() -> None:
     assert serves.policy.get_policy().__name__ == wanted_replicas.__name__
 
 
+def test_replicas_go_to_labelled_nodes_and_name_their_driver() -> None:
+    built = options(gpus=True, rollout={"tensor_parallel_size": 2, "node_labels": {"pool": "rollout"}})
+    given = deployment_options(replace(built, driver="01000000"))
+    assert given["placement_group_bundle_label_selector"] == [{"pool": "rollout"}] * 2
+    assert given["ray_actor_options"]["runtime_env"]["env_vars"][DRIVER_MARK] == "01000000"
+    assert DRIVER_MARK not in deployment_options(built)["ray_actor_options"]["runtime_env"]["env_vars"]
+
+
 def test_replicas_record_events_and_write_no_files() -> None:
     def served(profiler: dict[str, Any]) -> ProfilerSettings:
         return ServedRun.of(Config.model_validate({"profiler": profiler}), name="run", namespace="run").profiler
@@ -61,7 +70,9 @@ def test_health_checks_allow_for_a_stopped_rollouter() -> None:
 
 def test_options_on_gpus() -> None:
     built = options(gpus=True, rollout={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False})
-    assert built.bundles == ({"GPU": 1.0, "CPU": 1.0}, {"GPU": 1.0, "CPU": 1.0})
+    assert built.gang.bundles == [{"GPU": 1.0, "CPU": 1.0}, {"GPU": 1.0, "CPU": 1.0}]
+    assert deployment_options(built)["placement_group_strategy"] == "STRICT_PACK"
+    assert deployment_options(built)["placement_group_bundle_label_selector"] is None
     assert "VLLM_CPU_KVCACHE_SPACE" not in built.env_vars
     kwargs = built.llm_config["engine_kwargs"]
     assert (kwargs["dtype"], kwargs["enforce_eager"], kwargs["gpu_memory_utilization"]) == ("bfloat16", False, 0.85)

@@ -27,6 +27,8 @@ def test_ray_has_everything_that_is_used() -> None:
             getattr(ray_internals, name)
         except (ImportError, AttributeError):
             missing.append(f"{module}.{name}")
+    if not hasattr(ray_internals.state, "jobs"):
+        missing.append("ray._private.state.jobs")
     for owner, name in [
         (ServeControllerClient, "http_config"),
         (ServeControllerClient, "get_serve_details"),

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from trainer.workers.placement import GroupPlan, plan_groups
-from trainer.workers.processes import RankLocation, device_of, local_ranks, own_gpu
+from trainer.workers.processes import RankLocation, bundle_of_ranks, device_of, local_ranks, own_gpu
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,22 @@ def test_local_ranks_are_numbered_by_node_or_by_gpu() -> None:
     ]
     assert local_ranks(places, "cpu") == [0, 0, 1, 2, 1]
     assert local_ranks(places, "cuda") == [2, 0, 0, 1, 1]
+
+
+def test_the_ranks_of_a_node_follow_one_another() -> None:
+    assert bundle_of_ranks({0: "a", 1: "b", 2: "a", 3: "b"}, 1) == [0, 2, 1, 3]
+    assert bundle_of_ranks({0: "b", 1: "a"}, 3) == [0, 0, 0, 1, 1, 1]
+
+
+def test_ranks_are_divided_over_the_nodes_of_their_pool() -> None:
+    config = Config.model_validate({"trainer": {"num_workers": 8, "nnodes": 2, "n_gpus_per_node": 4, "cpu_threads": 2}})
+    gang = plan_groups(config)[0].gang(cpus=True, gpu=True)
+    assert (gang.bundles, gang.strategy) == ([{"GPU": 4.0, "CPU": 8.0}] * 2, "STRICT_SPREAD")
+    anywhere = replace(plan_groups(config)[0], per_node=None, node_labels={"pool": "train"})
+    gang = anywhere.gang(cpus=False, gpu=True)
+    assert (gang.bundles, gang.strategy) == ([{"GPU": 1.0}] * 8, "PACK")
+    assert gang.label_selectors == [{"pool": "train"}] * 8
+    assert not any(anywhere.gang(cpus=False, gpu=False).bundles)
 
 
 def group(device: Any, num_ranks: int) -> GroupPlan:

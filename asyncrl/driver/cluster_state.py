@@ -1,0 +1,101 @@
+"""What a Ray cluster has, what it lacks for a run, and what the run waits for there. Ray is asked through public APIs.
+
+All functions block, and need a connection to the cluster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group_table
+
+from asyncrl.config.placement import UNITS, NodeResources, Placement, gangs, place
+from asyncrl.config.problems import format_problems
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError
+
+_WAITING = ("PENDING", "RESCHEDULING")
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """Return the living nodes, the driver's first."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [
+        NodeResources(
+            node["NodeID"],
+            f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+            labels=node["Labels"],
+            is_driver=node["NodeID"] == here,
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (not node.is_driver, node.name, node.node_id))
+
+
+def plan_placement(config: Config) -> Placement:
+    """Return the plan of a run's processes on this cluster, as if no other run used it."""
+    nodes = cluster_nodes()
+    return place(gangs(config, gpus=any(node.gpus for node in nodes)), nodes)
+
+
+def check_room(config: Config) -> str:
+    """Check that the run has room on this cluster, if no other run uses it.
+
+    Returns:
+        Why the run may have to wait, in a sentence; empty if it has room.
+
+    Raises:
+        ConfigError: it can never have room, and the cluster adds no nodes (`ray.autoscaling`).
+    """
+    placement = plan_placement(config)
+    if placement.lacks and not config.ray.autoscaling:
+        raise ConfigError(format_problems(placement.lacks))
+    if placement.lacks:
+        return f"the cluster has to add nodes: {'; '.join(problem.consequence for problem in placement.lacks)}"
+    free = ray.available_resources()
+    wanted = gangs(config, gpus=any(node.gpus for node in placement.nodes))
+    for unit in UNITS:
+        needed, has = sum(gang.total(unit) for gang in wanted), free.get(unit.removesuffix("s"), 0.0)
+        if needed > has:
+            return (
+                f"the run needs {needed:g} {unit}, and {has:g} of the cluster's are free: it waits for others to end, "
+                f"for up to timeouts.start_s={config.timeouts.start_s:g} s"
+            )
+    if placement.unplaced:
+        names = ", ".join(f"{count} {name}" for name, count in placement.unplaced.items())
+        return f"the nodes may have no room for everything (not placed: {names})"
+    return ""
+
+
+def pending_demands(namespace: str, app: str) -> tuple[str, ...]:
+    """Return what a run waits for, such as `2 x engine replica: 8 GPUs and 8 CPUs on one node`.
+
+    Args:
+        namespace: the run's Ray namespace.
+        app: Serve's name of the application of its engines.
+    """
+    ranks, replicas = f"{namespace}/ranks/", f"SERVE_REPLICA::{app}#"
+    waiting: Counter[str] = Counter()
+    for group in placement_group_table().values():
+        name = group["name"]
+        if name.startswith((ranks, replicas)) and group["state"] in _WAITING:
+            part = "ranks" if name.startswith(ranks) else "engine replica"
+            waiting[f"{part}: {_describe(group)}"] += 1
+    return tuple(f"{count} x {text}" for text, count in sorted(waiting.items()))
+
+
+def _describe(group: Mapping[str, Any]) -> str:
+    bundles = list(group["bundles"].values())
+    total: Counter[str] = Counter()
+    for bundle in bundles:
+        total.update(bundle)
+    amounts = " and ".join(f"{amount:g} {name}s" for name, amount in sorted(total.items(), reverse=True))
+    where = {"STRICT_PACK": " on one node", "STRICT_SPREAD": f" on {len(bundles)} nodes"}.get(group["strategy"], "")
+    never = group["stats"]["scheduling_state"] == "INFEASIBLE"
+    return f"{amounts}{where}{', which no node has' if never else ''}"

@@ -1,0 +1,221 @@
+"""Launches on existing Ray clusters: one of three nodes, whose nodes come and go, and one that wants its token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.assets import resolve
+from tests.e2e.launches import SHORT, LaunchedRun, balanced, start, trained_once
+from tests.e2e.test_attach import BIN, free_port
+
+PHASES = ("serving", "fetching", "pausing", "loading", "verifying")
+SYSTEM = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 6}
+"""Ray notices a lost node within seconds instead of a minute."""
+STORE_BYTES = 200 << 20
+POOLS = ("trainer.node_labels={pool: train}", "rollout.node_labels={pool: rollout}")
+ENDLESS = (*SHORT, *POOLS, "trainer.total_training_steps=100000", "timeouts.start_s=500")
+VERSIONS = 8
+TOKEN = "2c1b6f0e4a7d4d0f9d3a5b8c7e6f1a20"
+
+
+class ThreeNodes:
+    """A Ray cluster with a node for the driver and the Trainer, and two nodes with room for two engines each."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 2, "labels": {"pool": "train"}, "include_dashboard": False, "_system_config": SYSTEM}
+        self._cluster: Any = Cluster(
+            initialize_head=True, head_node_args={**head, "object_store_memory": STORE_BYTES}
+        )
+        self._nodes: dict[str, Any] = {}
+        self.head_id = str(self._cluster.head_node.node_id)
+        self.rollout_ids = [self.add(), self.add()]
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self) -> str:
+        """Add a node for engines, and return its id."""
+        node = self._cluster.add_node(num_cpus=2, labels={"pool": "rollout"}, object_store_memory=STORE_BYTES)
+        self._nodes[str(node.node_id)] = node
+        return str(node.node_id)
+
+    def kill(self, node_id: str) -> None:
+        """Kill all processes of a node for engines."""
+        self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
+
+    def created_bytes(self, node_id: str) -> int:
+        """Return how many bytes of objects a node's object store has got so far, by puts and by transfers."""
+        from ray._private.internal_api import node_stats
+
+        (node,) = [one for one in self._cluster.global_state.node_table() if one["NodeID"] == node_id]
+        stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+        return int(stats.store_stats.cumulative_created_bytes)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    """Set variables for the block, or remove those with None."""
+    before = {name: os.environ.get(name) for name in values}
+
+    def apply(values: dict[str, str | None]) -> None:
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    apply(values)
+    try:
+        yield
+    finally:
+        apply(before)
+
+
+def asyncrl(*arguments: str, timeout_s: float = 240.0) -> tuple[int, str]:
+    """Run a command, and return its exit code and what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[ThreeNodes]:
+    with ExitStack() as stack:
+        directory = Path("/tmp") / f"nodes-{os.getpid()}"  # short, because it contains sockets
+        stack.enter_context(environment(RAY_TMPDIR=str(directory), RAY_AUTH_MODE="disabled"))
+        directory.mkdir(exist_ok=True)
+        cluster = ThreeNodes()
+        stack.callback(cluster.close)
+        yield cluster
+
+
+def nodes_of(run: LaunchedRun, *parts: str) -> Counter[str]:
+    """Return the number of the parts' processes by node."""
+    return Counter(one["node_id"] for one in run.state().get("processes", ()) if one["part"] in parts)
+
+
+def serving(run: LaunchedRun) -> dict[str, str]:
+    """Return the node of each replica that serves and has reported within the last seconds."""
+    state = run.state()
+    fresh = state.get("written_at", 0.0) - 5.0
+    replicas = [one for one in state.get("replicas", ()) if one["phase"] in PHASES and one["reported_at"] > fresh]
+    return {one["replica"]: one["node_id"] for one in replicas}
+
+
+def versions(run: LaunchedRun) -> int:
+    """Return the version that all replicas have applied."""
+    return min((one["version"] for one in run.state()["replicas"]), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_run_on_three_nodes_fetches_weights_once_per_node_and_survives_the_loss_of_one(
+    nodes: ThreeNodes, tmp_path: Path
+) -> None:
+    keys = (*ENDLESS, f"ray.address={nodes.address}")
+
+    # Two replicas spread over two nodes; their driver is killed, and Serve keeps them.
+    killed = start(tmp_path, *keys, "rollout.num_replicas=2", run_dir=tmp_path / "killed")
+    killed.wait_for("step 1/", 500)
+    assert nodes_of(killed, "queue", "store", "rollouter", "trainer", "rank").keys() == {nodes.head_id}
+    assert nodes_of(killed, "replica") == dict.fromkeys(nodes.rollout_ids, 1)
+    killed.process.kill()
+    killed.process.wait()
+    code, printed = asyncrl("clean", "--dry-run", "--address", nodes.address)
+    assert (code, printed.count("would remove the Serve application asyncrl-killed-")) == (0, 1), printed
+
+    # Three replicas have room only if the next launch removes these two.
+    run = start(tmp_path, *keys, "rollout.num_replicas=3")
+    run.wait_for("step 2/", 500)
+    where = nodes_of(run, "replica")
+    assert sorted(where.values()) == [1, 2] and set(where) == set(nodes.rollout_ids)
+    (crowded,) = (node for node, number in where.items() if number == 2)
+
+    # The two replicas of a node share one copy of each version.
+    first, before = versions(run), {node: nodes.created_bytes(node) for node in nodes.rollout_ids}
+    run.wait_until(lambda: versions(run) >= first + VERSIONS, f"{VERSIONS} versions", 300)
+    fetched = {node: nodes.created_bytes(node) - before[node] for node in nodes.rollout_ids}
+    passed = versions(run) - first
+    weights = (Path(resolve("asyncrl://quickstart")) / "model.safetensors").stat().st_size
+    for node, num_bytes in fetched.items():
+        assert 0.5 * passed <= num_bytes / weights <= passed + 2, (node, fetched, weights, passed)
+
+    # The loss of the node with two replicas leaves room for one of them, until another node is added.
+    nodes.kill(crowded)
+    run.wait_until(lambda: bool(run.state()["pending_demands"]), "pending demand", 200)
+    assert run.state()["pending_demands"] == ["1 x engine replica: 1 CPUs on one node"]
+    run.wait_until(lambda: len(serving(run)) == 2, "replica on the remaining node", 300)
+    added = nodes.add()
+    run.wait_until(lambda: added in serving(run).values(), "replica on the new node", 300)
+    step = run.state()["step"]
+    run.wait_until(lambda: run.state()["step"] > step + 2, "steps with the new replica", 200)
+    assert not run.state()["pending_demands"]
+    run.interrupt()
+    assert run.wait(120) == 130, run.output()
+    summary = run.summary()
+    assert balanced(summary["samples"]) and trained_once(run)
+    dropped = {reason for reason, number in summary["samples"]["dropped"].items() if number}
+    assert dropped <= {"stale", "shutdown"}, "no sample is lost with the node"
+    assert asyncrl("clean", "--address", nodes.address) == (0, "nothing is left of launches that have ended\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cluster_without_room_or_without_its_token_is_refused_in_a_line(tmp_path: Path) -> None:
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    with ExitStack() as stack:
+        stack.enter_context(environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN))
+        head = subprocess.Popen(
+            [
+                BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
+                "--num-cpus=6", "--labels=pool=train", "--include-dashboard=false", "--disable-usage-stats",
+                "--object-store-memory=100000000", f"--temp-dir=/tmp/token-{os.getpid()}",
+                f"--dashboard-agent-listen-port={free_port()}",
+            ]
+        )  # fmt: skip
+        stack.callback(head.wait, 60)
+        stack.callback(head.terminate)
+        keys = ("launch", "fully_async", "quickstart", f"run_dir={tmp_path / 'run'}", f"ray.address={address}")
+        until = 10
+        while (drawn := asyncrl(*keys, "--dry-run"))[0] != 0:
+            until -= 1
+            assert until and head.poll() is None, drawn
+        assert "pool=train" in drawn[1]
+        assert "driver, queue, weight store, Rollouter, Trainer, 1 policy rank, 1 engine replica" in drawn[1]
+
+        for dry_run in (["--dry-run"], []):
+            code, printed = asyncrl(*keys, "rollout.num_replicas=9", *dry_run)
+            assert code == 2, printed
+            assert "rollout.num_replicas" in printed and "9 CPUs" in printed and "6 CPUs on 1 node" in printed, printed
+            assert "there is room for 6 of 9" in " ".join(printed.split()), printed
+        code, printed = asyncrl(*keys, "rollout.num_replicas=9", "--dry-run", "--json")
+        assert code == 2 and json.loads(printed)["placement"]["lacks"]
+
+        stack.enter_context(environment(RAY_AUTH_MODE=None, RAY_AUTH_TOKEN=None, HOME=str(tmp_path)))
+        for arguments in ([*keys, "--dry-run"], keys, ("clean", "--address", address)):
+            code, printed = asyncrl(*arguments)
+            assert code == 1, printed
+            (line,) = [line for line in printed.splitlines() if "RAY_AUTH_MODE" in line]
+            assert "export RAY_AUTH_MODE=token" in line and "Traceback" not in printed, printed

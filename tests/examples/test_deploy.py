@@ -1,0 +1,141 @@
+"""The examples of deployments: the Slurm script with stand-ins for Slurm's commands, and the Kubernetes manifest."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config.compose import check_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "deploy"
+SCRIPT = EXAMPLES / "slurm.sh"
+MACHINE = {"trainer.strategy", "model.path", "run_dir", "trainer.checkpoint_dir"}
+"""Keys whose problems depend on the machine of the test."""
+
+STAND_IN = r"""#!/bin/bash
+echo "$(basename "$0") $*" >> "$CALLS"
+case "$(basename "$0")" in
+  scontrol) printf 'node%s\n' 1 2 3 ;;
+  srun)
+    while [[ $1 == --* ]]; do shift; done
+    exec "$@" ;;
+  hostname) echo '10.0.0.1 10.1.0.1' ;;
+  ray) if [[ $1 == start ]]; then exec sleep 30; fi ;;
+  asyncrl)
+    echo "token mode ${RAY_AUTH_MODE} ${#RAY_AUTH_TOKEN}" >> "$CALLS"
+    [[ -n ${ENDS_WITH-} ]] && exit "$ENDS_WITH"
+    trap 'sleep 1; echo saved >> "$CALLS"; exit 130' TERM
+    while :; do sleep 0.1; done ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a job of three nodes."""
+    bin_dir = tmp_path / "venv" / "bin"
+    bin_dir.mkdir(parents=True)
+    (bin_dir / "activate").write_text(f"export PATH={bin_dir}:$PATH\n", encoding="utf-8")
+    for name in ("scontrol", "srun", "hostname", "ray", "asyncrl"):
+        (bin_dir / name).write_text(STAND_IN, encoding="utf-8")
+        (bin_dir / name).chmod(0o755)
+    return {
+        **os.environ,
+        "CALLS": str(tmp_path / "calls"),
+        "ASYNCRL_VENV": str(tmp_path / "venv"),
+        "ASYNCRL_SHARED": "/shared",
+        "SLURM_JOB_NAME": "grpo",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "node[1-3]",
+        "SLURM_CPUS_ON_NODE": "96",
+        "SLURM_TMPDIR": "/local",
+    }
+
+
+def calls(slurm: dict[str, str]) -> list[str]:
+    file = Path(slurm["CALLS"])
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def launch_of(lines: list[str]) -> list[str]:
+    (launch,) = [line for line in lines if line.startswith("asyncrl launch")]
+    return launch.split()[3:]
+
+
+def test_the_slurm_script_starts_a_cluster_and_returns_the_exit_code_of_the_run(slurm: dict[str, str]) -> None:
+    assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
+    done = subprocess.run(
+        ["bash", SCRIPT, "my.yaml", "rollout.n=16"], env={**slurm, "ENDS_WITH": "3"}, timeout=60, check=False
+    )
+    lines = calls(slurm)
+    assert done.returncode == 3, lines
+    starts = [line for line in lines if line.startswith("ray start")]
+    assert [("--head" in line, line.split("--labels=")[1].split()[0]) for line in starts].count(
+        (True, "pool=train")
+    ) == 1
+    assert sum("--labels=pool=rollout" in line and "--address=10.0.0.1:6379" in line for line in starts) == 2
+    assert "token mode token 64" in lines
+    given = launch_of(lines)
+    assert given[:2] == ["my.yaml", "rollout.n=16"]
+    assert {"run_dir=/local/asyncrl-grpo-17", "trainer.checkpoint_dir=/shared/grpo", "rollout.nnodes=2"} <= set(given)
+
+
+def test_the_slurm_script_lets_the_run_write_its_checkpoint_before_the_job_ends(slurm: dict[str, str]) -> None:
+    job = subprocess.Popen(["bash", SCRIPT, "my.yaml"], env=slurm, start_new_session=True)
+    try:
+        until = time.monotonic() + 60
+        while not any(line.startswith("asyncrl launch") for line in calls(slurm)):
+            assert time.monotonic() < until and job.poll() is None
+            time.sleep(0.1)
+        time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 130
+        assert "saved" in calls(slurm)
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+
+
+def test_the_slurm_script_wants_shared_storage(slurm: dict[str, str]) -> None:
+    del slurm["ASYNCRL_SHARED"]
+    done = subprocess.run(["bash", SCRIPT], env=slurm, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0 and "ASYNCRL_SHARED" in done.stderr and not calls(slurm)
+
+
+def manifest() -> dict[str, Any]:
+    return yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text(encoding="utf-8"))
+
+
+def test_the_launch_of_the_manifest_is_valid_and_its_pools_have_pods() -> None:
+    spec = manifest()["spec"]
+    words = shlex.split(spec["entrypoint"])
+    assert words[:3] == ["asyncrl", "launch", "fully_async"]
+    overrides = [word for word in words[4:] if not word.startswith("run_dir=")]
+    checked = check_config("quickstart", (*overrides, "trainer.strategy=fsdp2"))
+    assert {problem.key for problem in checked.problems if problem.severity == "error"} <= MACHINE
+    config = checked.config
+    assert config is not None
+    groups = {group["labels"]["pool"]: group for group in spec["rayClusterSpec"]["workerGroupSpecs"]}
+    for pool in (config.trainer, config.rollout):
+        group = groups[pool.node_labels["pool"]]
+        (container,) = group["template"]["spec"]["containers"]
+        assert group["maxReplicas"] == pool.nnodes
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == pool.n_gpus_per_node
+
+
+@pytest.mark.parametrize("group", ["headGroupSpec", "workerGroupSpecs"])
+def test_every_pod_of_the_manifest_has_the_volumes_that_it_mounts(group: str) -> None:
+    found = manifest()["spec"]["rayClusterSpec"][group]
+    for one in found if isinstance(found, list) else [found]:
+        pod = one["template"]["spec"]
+        for container in pod["containers"]:
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted <= {volume["name"] for volume in pod["volumes"]}
+        assert "labels" not in one["rayStartParams"], "KubeRay takes labels from the group"
