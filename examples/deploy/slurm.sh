@@ -17,6 +17,7 @@ set -euo pipefail
 : "${ASYNCRL_SHARED:?export ASYNCRL_SHARED=<a directory that all nodes see>, where checkpoints go}"
 : "${ASYNCRL_VENV:=$PWD/.venv}"
 port=${RAY_PORT:-6379}
+gpus=${SLURM_GPUS_ON_NODE:-8}
 name=${ASYNCRL_RUN:-$SLURM_JOB_NAME}  # the run, which all jobs of this name continue
 
 source "$ASYNCRL_VENV/bin/activate"
@@ -33,7 +34,7 @@ start_node() { # HOST LABELS ARGUMENT...
   local host=$1 labels=$2
   shift 2
   srun --nodes=1 --ntasks=1 --nodelist="$host" --overlap \
-    ray start "$@" --labels="$labels" --num-gpus="${SLURM_GPUS_ON_NODE:-8}" --num-cpus="$SLURM_CPUS_ON_NODE" --block &
+    ray start "$@" --labels="$labels" --num-gpus="$gpus" --num-cpus="$SLURM_CPUS_ON_NODE" --block &
 }
 
 start_node "$head_node" pool=train --head --node-ip-address="$head_address" --port="$port" --include-dashboard=false
@@ -50,8 +51,8 @@ srun --nodes=1 --ntasks=1 --nodelist="$head_node" --overlap \
   asyncrl launch fully_async "$@" \
   ray.address="$head_address:$port" ray.autoscaling=true \
   run_dir="${SLURM_TMPDIR:-/tmp}/asyncrl-$name-$SLURM_JOB_ID" trainer.checkpoint_dir="$ASYNCRL_SHARED/$name" resume=auto \
-  trainer.nnodes=1 trainer.n_gpus_per_node=8 'trainer.node_labels={pool: train}' \
-  rollout.nnodes=$((${#nodes[@]} - 1)) rollout.n_gpus_per_node=8 'rollout.node_labels={pool: rollout}' &
+  trainer.nnodes=1 trainer.n_gpus_per_node="$gpus" 'trainer.node_labels={pool: train}' \
+  rollout.nnodes=$((${#nodes[@]} - 1)) rollout.n_gpus_per_node="$gpus" 'rollout.node_labels={pool: rollout}' &
 run=$!
 trap 'kill -TERM "$run"' TERM INT
 status=0
