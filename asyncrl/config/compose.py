@@ -526,10 +526,9 @@ def _count_processes(tree: Tree, user_values: Mapping[str, Any]) -> None:
         target, path = values, f"{section}.{key}"
         if isinstance(scaling, dict) and scaling.get("enable") is True:
             target, path, key = scaling, f"{section}.autoscaling.max_replicas", "max_replicas"
-        nodes, per_node = values.get("nnodes"), values.get("n_gpus_per_node")
-        each = values.get("tensor_parallel_size", 1)  # a rank has one GPU
-        if isinstance(nodes, int) and isinstance(per_node, int) and isinstance(each, int) and each > 0:
-            if path not in user_values:
+        # A rank has one GPU.
+        match values.get("nnodes"), values.get("n_gpus_per_node"), values.get("tensor_parallel_size", 1):
+            case int(nodes), int(per_node), int(each) if each > 0 and path not in user_values:
                 target[key] = max(1, nodes * per_node // each)
 
 

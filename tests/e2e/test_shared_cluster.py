@@ -150,7 +150,6 @@ def test_engines_of_killed_drivers_are_removed_by_the_next_launch_and_by_clean(
     code, printed = asyncrl("clean", "--address", nodes.address)
     assert (code, printed.count("removed the Serve application asyncrl-second-")) == (0, 1), printed
     assert asyncrl("clean", "--address", nodes.address) == (0, "nothing is left of launches that have ended\n")
-    assert second.survivors() == []
 
 
 @pytest.mark.slow
