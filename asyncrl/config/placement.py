@@ -226,11 +226,11 @@ def lacks(wanted: Sequence[Gang], nodes: Sequence[NodeResources]) -> Iterator[Co
     gangs of different sizes may leave gaps that are too small."""
     usable = [node for node in nodes if any(node.matches(gang.node_labels) for gang in wanted)]
     for unit in UNITS:
-        needing = [gang for gang in wanted if gang.total(unit)]
+        needing = sorted((gang for gang in wanted if gang.total(unit)), key=lambda gang: -gang.total(unit))
         total, has = sum(gang.total(unit) for gang in needing), _total(usable, unit)
         if total > has + 1e-6:
             parts = ", ".join(f"{gang.total(unit):g} for the {gang.name}s" for gang in needing)
-            key, number = _number_of(max(needing, key=lambda gang: gang.total(unit)))
+            key, number = _number_of(needing[0])
             consequence = f"the run needs {total:g} {unit} ({parts}), the cluster has {has:g}"
             yield ConfigProblem(key, number, consequence, _fix([gang.section for gang in needing]))
     for gang in wanted:
@@ -271,7 +271,10 @@ def _lacking(gang: Gang, nodes: Sequence[NodeResources]) -> ConfigProblem | None
         f"the {gang.name}s need {total}{where}, the cluster has {has} on {len(usable)} node{'s' * (len(usable) != 1)}"
         f"{labelled}, at most {largest} on each: there is room for {possible} of {needed}"
     )
-    return ConfigProblem(key, number, consequence, _fix([gang.section]))
+    fix = _fix([gang.section])
+    if gang.strategy == "STRICT_PACK" and gang.num_bundles > 1:
+        fix += "; rollout.nnodes and rollout.n_gpus_per_node let a replica span nodes"
+    return ConfigProblem(key, number, consequence, fix)
 
 
 def _number_of(gang: Gang) -> tuple[str, int]:
@@ -286,8 +289,7 @@ def _number_key(section: str) -> str:
 
 def _fix(sections: Sequence[str]) -> str:
     keys = dict.fromkeys(map(_number_key, sections))
-    spanning = "; rollout.nnodes and rollout.n_gpus_per_node let a replica span nodes" if "rollout" in sections else ""
-    return f"lower {' or '.join(keys)}, add nodes, or set ray.autoscaling=true if the cluster adds them{spanning}"
+    return f"lower {' or '.join(keys)}, add nodes, or set ray.autoscaling=true if the cluster adds them"
 
 
 def _selects(selected: str, value: str | None) -> bool:

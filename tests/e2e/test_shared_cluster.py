@@ -207,7 +207,7 @@ def test_a_cluster_without_room_or_without_its_token_is_refused_in_a_line(tmp_pa
         )  # fmt: skip
         stack.callback(head.wait, 60)
         stack.callback(head.terminate)
-        keys = ("launch", "fully_async", "quickstart", f"run_dir={tmp_path / 'run'}", f"ray.address={address}")
+        keys = ("launch", "fully_async", "quickstart", f"ray.address={address}")
         until = 10
         while (drawn := asyncrl(*keys, "--dry-run"))[0] != 0:
             until -= 1
@@ -216,17 +216,21 @@ def test_a_cluster_without_room_or_without_its_token_is_refused_in_a_line(tmp_pa
         assert "driver, queue, weight store, Rollouter, Trainer, 1 policy rank, 1 engine replica" in drawn[1]
 
         for dry_run in (["--dry-run"], []):
-            code, printed = asyncrl(*keys, "rollout.num_replicas=9", *dry_run)
+            code, printed = asyncrl(*keys, f"run_dir={tmp_path / 'full'}", "rollout.num_replicas=9", *dry_run)
             assert code == 2, printed
             assert "rollout.num_replicas = 9" in printed, printed
-            assert "the run needs 10 CPUs (1 for the policy ranks, 9 for the engine replicas), the cluster has 6" in (
+            assert "the run needs 10 CPUs (9 for the engine replicas, 1 for the policy ranks), the cluster has 6" in (
                 " ".join(printed.split())
             ), printed
         code, printed = asyncrl(*keys, "rollout.num_replicas=9", "--dry-run", "--json")
         assert code == 2 and json.loads(printed)["placement"]["lacks"]
 
         stack.enter_context(environment(RAY_AUTH_MODE=None, RAY_AUTH_TOKEN=None, HOME=str(tmp_path)))
-        for arguments in ([*keys, "--dry-run"], keys, ("clean", "--address", address)):
+        for arguments in (
+            [*keys, "--dry-run"],
+            [*keys, f"run_dir={tmp_path / 'run'}"],
+            ("clean", "--address", address),
+        ):
             code, printed = asyncrl(*arguments)
             assert code == 1, printed
             (line,) = [line for line in printed.splitlines() if "RAY_AUTH_MODE" in line]

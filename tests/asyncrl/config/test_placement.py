@@ -103,7 +103,7 @@ def test_problems_of_room_have_the_numbers() -> None:
     (problem,) = place(gangs(config, gpus=False), [node("head", 2), node("a", 4)]).lacks
     assert (problem.key, problem.value) == ("rollout.num_replicas", 9)
     assert problem.consequence == (
-        "the run needs 10 CPUs (1 for the policy ranks, 9 for the engine replicas), the cluster has 6"
+        "the run needs 10 CPUs (9 for the engine replicas, 1 for the policy ranks), the cluster has 6"
     )
     pools = ("trainer.node_labels={pool: train}", "rollout.node_labels={pool: rollout}", "rollout.num_replicas=4")
     nodes = [node("head", 8, pool="train"), node("a", 2, pool="rollout")]

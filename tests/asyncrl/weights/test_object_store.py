@@ -13,6 +13,7 @@ import anyio
 import numpy as np
 import pytest
 import ray
+from ray._private.internal_api import node_stats
 
 from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedError, InfraError
 from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsVersion
@@ -138,6 +139,22 @@ async def test_delivered_versions_are_kept_while_newer_ones_arrive(store: Any) -
     await feed.latest()
     await publish(store, 6)
     assert await held(store) == {4, 5, 6}
+
+
+async def test_kept_versions_that_exceed_the_object_store_are_spilled_and_read_back(store: Any) -> None:
+    feed, publisher = ObjectStoreFeed(store, call_s=60), ObjectStorePublisher(store, call_s=60, lineage=0)
+    num_values = STORE_BYTES // 2 // 4  # two of the three kept versions fill the object store
+    for version in (1, 2, 3):
+        values = np.full(num_values, version, dtype=np.float32)
+        await publisher.publish(version, version, {"model.layers.0.w": values}, validate=False)
+        await feed.latest()
+    (node,) = ray.nodes()
+    stats = await anyio.to_thread.run_sync(node_stats, node["NodeManagerAddress"], node["NodeManagerPort"], False)
+    assert stats.store_stats.spilled_bytes_total >= STORE_BYTES // 2
+    for version in (1, 2, 3):
+        (chunk,) = await anyio.to_thread.run_sync(lambda v=version: ray.get(ray.get(store.tensors.remote(plain(v)))))
+        assert (chunk["model.layers.0.w"] == version).all()
+        del chunk
 
 
 async def test_the_validation_of_a_replaced_version_passes_to_the_next_version(store: Any) -> None:
