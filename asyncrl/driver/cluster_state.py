@@ -95,7 +95,9 @@ def _describe(group: Mapping[str, Any]) -> str:
     total: Counter[str] = Counter()
     for bundle in bundles:
         total.update(bundle)
-    amounts = " and ".join(f"{amount:g} {name}s" for name, amount in sorted(total.items(), reverse=True))
+    amounts = " and ".join(
+        f"{amount:g} {name}{'s' * (amount != 1)}" for name, amount in sorted(total.items(), reverse=True)
+    )
     where = {"STRICT_PACK": " on one node", "STRICT_SPREAD": f" on {len(bundles)} nodes"}.get(group["strategy"], "")
     never = group["stats"]["scheduling_state"] == "INFEASIBLE"
     return f"{amounts}{where}{', which no node has' if never else ''}"

@@ -176,7 +176,7 @@ def test_a_run_on_three_nodes_fetches_weights_once_per_node_and_survives_the_los
     nodes.kill(crowded)
     run.wait_until(lambda: bool(run.state()["pending_demands"]), "pending demand", 200)
     run.wait_until(lambda: len(serving(run)) == 2, "replica on the remaining node", 300)
-    assert run.state()["pending_demands"] == ["1 x engine replica: 1 CPUs on one node"]
+    assert run.state()["pending_demands"] == ["1 x engine replica: 1 CPU on one node"]
     added = nodes.add()
     run.wait_until(lambda: added in serving(run).values(), "replica on the new node", 300)
     step = run.state()["step"]
@@ -226,11 +226,8 @@ def test_a_cluster_without_room_or_without_its_token_is_refused_in_a_line(tmp_pa
         assert code == 2 and json.loads(printed)["placement"]["lacks"]
 
         stack.enter_context(environment(RAY_AUTH_MODE=None, RAY_AUTH_TOKEN=None, HOME=str(tmp_path)))
-        for arguments in (
-            [*keys, "--dry-run"],
-            [*keys, f"run_dir={tmp_path / 'run'}"],
-            ("clean", "--address", address),
-        ):
+        run_dir = f"run_dir={tmp_path / 'run'}"
+        for arguments in ([*keys, "--dry-run"], [*keys, run_dir], ["clean", "--address", address]):
             code, printed = asyncrl(*arguments)
             assert code == 1, printed
             (line,) = [line for line in printed.splitlines() if "RAY_AUTH_MODE" in line]
