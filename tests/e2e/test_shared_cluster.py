@@ -134,7 +134,8 @@ def test_engines_of_killed_drivers_are_removed_by_the_next_launch_and_by_clean(
     keys = (*ENDLESS, f"ray.address={nodes.address}")
     first = start(tmp_path, *keys, "rollout.num_replicas=2", run_dir=tmp_path / "first")
     first.wait_for("step 1/", 300)
-    assert nodes_of(first, "rollouter", "trainer", "rank") == {nodes.head_id: 3}
+    parts = ("rollouter", "trainer", "rank")
+    first.wait_until(lambda: nodes_of(first, *parts) == {nodes.head_id: 3}, "parts on the driver's node", 20)
     assert nodes_of(first, "replica") == dict.fromkeys(nodes.rollout_ids, 1), "replicas spread over the nodes"
     first.process.kill()
     first.process.wait()
