@@ -124,14 +124,17 @@ def replica_gang(config: Config, *, gpus: bool) -> Gang:
     return Gang(name, "rollout", rollout.num_replicas, size, 1.0, 1.0, strategy, rollout.node_labels)
 
 
-def gangs(config: Config, *, gpus: bool) -> tuple[Gang, ...]:
+def gangs(config: Config, *, gpus: bool, trains: bool = True) -> tuple[Gang, ...]:
     """Return everything for which a run reserves resources on a shared cluster when it starts.
 
     Engines that recorded samples may replace are left out (`skip.async_rollout.engines=auto`).
 
     Args:
         gpus: whether the cluster has GPUs.
+        trains: whether it is a run; otherwise there are only engines (`asyncrl serve`).
     """
+    if not trains:
+        return (replica_gang(config, gpus=gpus),)
     trainer, rollout = config.trainer, config.rollout
     labels = trainer.node_labels
 

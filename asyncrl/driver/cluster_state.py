@@ -6,13 +6,13 @@ All functions block, and need a connection to the cluster.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
 
-from asyncrl.config.placement import UNITS, NodeResources, Placement, gangs, place
+from asyncrl.config.placement import UNITS, Gang, NodeResources, Placement, gangs, place
 from asyncrl.config.problems import format_problems
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
@@ -41,31 +41,36 @@ def cluster_nodes() -> list[NodeResources]:
 def plan_placement(config: Config) -> Placement:
     """Return the plan of a run's processes on this cluster, as if no other run used it."""
     nodes = cluster_nodes()
-    return place(gangs(config, gpus=any(node.gpus for node in nodes)), nodes)
+    return place(_gangs(config, nodes), nodes)
 
 
-def check_room(config: Config) -> str:
-    """Check that the run has room on this cluster, if no other run uses it.
+def _gangs(config: Config, nodes: Sequence[NodeResources], *, trains: bool = True) -> tuple[Gang, ...]:
+    return gangs(config, gpus=any(node.gpus for node in nodes), trains=trains)
+
+
+def check_room(config: Config, *, trains: bool = True) -> str:
+    """Check that a run, or engines alone, have room on this cluster, if no other run uses it.
 
     Returns:
-        Why the run may have to wait, in a sentence; empty if it has room.
+        Why it may have to wait, in a sentence; empty if it has room.
 
     Raises:
         ConfigError: it can never have room, and the cluster adds no nodes (`ray.autoscaling`).
     """
-    placement = plan_placement(config)
+    nodes = cluster_nodes()
+    wanted = _gangs(config, nodes, trains=trains)
+    placement = place(wanted, nodes)
     if placement.lacks and not config.ray.autoscaling:
         raise ConfigError(format_problems(placement.lacks))
     if placement.lacks:
         return f"the cluster has to add nodes: {'; '.join(problem.consequence for problem in placement.lacks)}"
     free = ray.available_resources()
-    wanted = gangs(config, gpus=any(node.gpus for node in placement.nodes))
     for unit in UNITS:
         needed, has = sum(gang.total(unit) for gang in wanted), free.get(unit.removesuffix("s"), 0.0)
         if needed > has:
             return (
-                f"the run needs {needed:g} {unit}, and {has:g} of the cluster's are free: it waits for others to end, "
-                f"for up to timeouts.start_s={config.timeouts.start_s:g} s"
+                f"{needed:g} {unit} are needed, and {has:g} of the cluster's are free: this launch waits for others to "
+                f"end, for up to timeouts.start_s={config.timeouts.start_s:g} s"
             )
     if placement.unplaced:
         names = ", ".join(f"{count} {name}" for name, count in placement.unplaced.items())

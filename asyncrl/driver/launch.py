@@ -175,7 +175,8 @@ def serve(config: Config) -> int:
 
     Raises:
         InfraError: the engines, Ray or the HTTP server cannot start.
-        ConfigError: the address asks for an API key and the variable is not set.
+        ConfigError: the address asks for an API key and the variable is not set, or the cluster at `ray.address` can
+            never have room.
     """
     click.echo(f"starting {config.rollout.num_replicas} engine(s) for {config.model.path}; Ctrl-C stops", err=True)
     try:
@@ -192,8 +193,13 @@ async def _serve(config: Config) -> int:
             await group.start(interrupts.listen)
             async with cluster(config, "serve") as namespace:
                 # Imported here, because Ray reads the environment that the cluster has set.
+                from asyncrl.driver.cluster_state import check_room
                 from rollouter.serving.app import start_app, stop_app
 
+                if config.ray.address is not None:
+                    room = functools.partial(check_room, config, trains=False)
+                    if delay := await to_thread.run_sync(room, abandon_on_cancel=True):
+                        click.echo(f"warning: {delay}", err=True)
                 await start_app(config, namespace=namespace, http=True)
                 stop = anyio.Event()
                 interrupts.on_first = functools.partial(_set, stop)

@@ -223,6 +223,8 @@ def test_a_cluster_without_room_or_without_its_token_is_refused_in_a_line(tmp_pa
             assert "the run needs 10 CPUs (9 for the engine replicas, 1 for the policy ranks), the cluster has 6" in (
                 " ".join(printed.split())
             ), printed
+        code, printed = asyncrl("serve", "quickstart", f"ray.address={address}", "rollout.num_replicas=7")
+        assert code == 2 and "the run needs 7 CPUs (7 for the engine replicas), the cluster has 6" in printed, printed
         code, printed = asyncrl(*keys, "rollout.num_replicas=9", "--dry-run", "--json")
         assert code == 2 and json.loads(printed)["placement"]["lacks"]
 

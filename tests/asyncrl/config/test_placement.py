@@ -122,6 +122,7 @@ def test_engines_that_records_may_replace_are_not_required() -> None:
     assert [gang.name for gang in gangs(auto, gpus=False)] == ["policy rank"]
     always = configured(*recorded, "skip.async_rollout.engines=always")
     assert [gang.name for gang in gangs(always, gpus=False)] == ["policy rank", "engine replica"]
+    assert [gang.name for gang in gangs(auto, gpus=False, trains=False)] == ["engine replica"]
 
 
 @pytest.mark.parametrize(
