@@ -32,7 +32,11 @@ _REFERENCE = re.compile(r"([\w./~-]+):[A-Za-z_][\w.]*")
 
 def own_code(names: Iterable[str]) -> list[Path]:
     """Return the files and packages of the user's code that `names` refer to and that lie outside the environment:
-    `path/file.py:name`, and `module:name`, `module.name` or `module` in the working directory."""
+    `path/file.py:name`, and `module:name`, `module.name` or `module` in the working directory.
+
+    Raises:
+        ConfigError: two of them have the same name, by which processes on other nodes import them.
+    """
     found: dict[Path, None] = {}
     for name in names:
         reference = _REFERENCE.fullmatch(name)
@@ -42,10 +46,18 @@ def own_code(names: Iterable[str]) -> list[Path]:
             candidates = [path]
         elif all(part.isidentifier() for part in place.split(".")):
             top = Path.cwd() / place.partition(".")[0]
-            candidates = [top.with_suffix(".py"), top if (top / "__init__.py").is_file() else top / "__init__.py"]
+            file = top.with_suffix(".py")
+            candidates = [top, file] if (top / "__init__.py").is_file() else [file, top]  # Python's order
         else:
             continue
-        found |= dict.fromkeys([one for one in candidates if one.exists()][:1])
+        found |= dict.fromkeys([one for one in candidates if one.is_dir() or (one.suffix and one.is_file())][:1])
+    first: dict[str, Path] = {}
+    for path in found:
+        if (other := first.setdefault(path.stem, path)) != path:
+            raise ConfigError(
+                f"{other} and {path}: the configuration names both, and processes on other nodes can import "
+                f"only one module {path.stem}; rename one of the two"
+            )
     return list(found)
 
 

@@ -211,7 +211,7 @@ def _runtime_env(config: Config) -> dict[str, Any] | None:
 
     Its nodes may lack the user's files: Ray sends them, and every process of the run can import them.
     """
-    found = texts(config.model_dump(mode="json"))
+    found = texts(config.model_dump(mode="json", exclude={"ray"}))
     names = [text for at, text in found if ":" in text or at[-1] == "class_name" or at[:2] == ("skip", "modules")]
     given, code = config.ray.runtime_env, [str(path) for path in own_code(names)]
     return {**given, **({"py_modules": [*given.get("py_modules", ()), *code]} if code else {})} or None

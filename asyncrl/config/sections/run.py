@@ -142,8 +142,8 @@ class RayConfig(ConfigSection):
     `timeouts.start_s`; otherwise it is refused at once."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's `runtime_env` of the run's processes: `env_vars`, `py_modules`, `pip`, and others. On a cluster, the Python
-    files that the configuration names travel to the nodes anyway (docs/extending.md). With `working_dir`, relative paths
-    in the configuration mean files in it."""
+    files that the configuration names travel to the nodes anyway. With `working_dir`, relative paths in the
+    configuration mean files in it."""
     object_store_memory_bytes: Positive | None = None
     """Size of a private cluster's object store; null: Ray decides."""
 
