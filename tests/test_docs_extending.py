@@ -213,7 +213,7 @@ class Raises(Silent):
         ("reward.manager", "Raises", "KeyError: 'lost'"),
         ("weight_sync.backend", "Loses", "get returned another tensor 'a'"),
         ("weight_sync.backend", "Unfinished", "it has no method get"),
-        ("data.dataset", "no_prompt", "mine.py:no_prompt train, row 0: field 'prompt'"),
+        ("data.dataset", "no_prompt", "mine.py:no_prompt train, row 0: there is no field 'prompt'"),
     ],
 )
 def test_a_function_that_cannot_work_is_an_error_with_its_place(
