@@ -21,6 +21,7 @@ import asyncrl
 from asyncrl.config.foreign_keys import VERL_SECTION
 from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
 from asyncrl.config.keys import advice, all_keys, choices, leaves, unknown_keys
+from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import Scope, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
@@ -111,7 +112,7 @@ def _check(
     user_values = {**base.values, **overridden}
     unknown = list(_remove_unknown(tree))
     problems += [*unknown, *_of_verl(base, unknown)]
-    _count_processes(tree, user_values)
+    count_processes(tree, user_values)
     if "mode" in user_values and tree.get("mode") != mode:
         consequence = f"it contradicts `asyncrl launch {mode}`"
         problems.append(ConfigProblem("mode", tree.get("mode"), consequence, "leave the key out; the command sets it"))
@@ -159,6 +160,10 @@ def value_sources(
     found = sources_of_files(files, CONF, base.folder, {_USER_NODE: places})
     for name in overridden:
         found = {key: place for key, place in found.items() if not key.startswith(f"{name}.")} | {name: COMMAND_LINE}
+    for key in ("trainer.num_workers", "rollout.num_replicas", "rollout.autoscaling.max_replicas"):
+        part = key.partition(".")[0]
+        if f"{part}.nnodes" in found:  # see count_processes
+            found.setdefault(key, f"{part}.nnodes x {part}.n_gpus_per_node")
     if mode == "sync":
         before = leaves(load_config(source, overrides).public_values())
         found |= {key: SYNC for key, value in leaves(config.public_values()).items() if before[key] != value}
@@ -513,23 +518,6 @@ def _remove(tree: Tree, path: Sequence[str]) -> None:
         _remove(tree[name], rest)
     if not rest or not tree[name]:
         del tree[name]
-
-
-def _count_processes(tree: Tree, user_values: Mapping[str, Any]) -> None:
-    """Let `nnodes` and `n_gpus_per_node` set the number of ranks and of replicas, unless these are given too. With
-    autoscaling, they set the maximum number of replicas."""
-    for section, key in (("trainer", "num_workers"), ("rollout", "num_replicas")):
-        values = tree.get(section)
-        if not isinstance(values, dict):
-            continue
-        scaling = values.get("autoscaling")
-        target, path = values, f"{section}.{key}"
-        if isinstance(scaling, dict) and scaling.get("enable") is True:
-            target, path, key = scaling, f"{section}.autoscaling.max_replicas", "max_replicas"
-        # A rank has one GPU.
-        match values.get("nnodes"), values.get("n_gpus_per_node"), values.get("tensor_parallel_size", 1):
-            case int(nodes), int(per_node), int(each) if each > 0 and path not in user_values:
-                target[key] = max(1, nodes * per_node // each)
 
 
 def _validate(tree: Tree) -> tuple[Config | None, list[ConfigProblem]]:

@@ -124,6 +124,23 @@ def replica_gang(config: Config, *, gpus: bool) -> Gang:
     return Gang(name, "rollout", rollout.num_replicas, size, 1.0, 1.0, strategy, rollout.node_labels)
 
 
+def count_processes(tree: dict[str, Any], user_values: Mapping[str, Any]) -> None:
+    """Let `nnodes` and `n_gpus_per_node` set the number of ranks and of replicas, unless these are given too. With
+    autoscaling, they set the maximum number of replicas."""
+    for section, key in (("trainer", "num_workers"), ("rollout", "num_replicas")):
+        values = tree.get(section)
+        if not isinstance(values, dict):
+            continue
+        scaling = values.get("autoscaling")
+        target, path = values, f"{section}.{key}"
+        if isinstance(scaling, dict) and scaling.get("enable") is True:
+            target, path, key = scaling, f"{section}.autoscaling.max_replicas", "max_replicas"
+        # A rank has one GPU.
+        match values.get("nnodes"), values.get("n_gpus_per_node"), values.get("tensor_parallel_size", 1):
+            case int(nodes), int(per_node), int(each) if each > 0 and path not in user_values:
+                target[key] = max(1, nodes * per_node // each)
+
+
 def gangs(config: Config, *, gpus: bool, trains: bool = True) -> tuple[Gang, ...]:
     """Return everything for which a run reserves resources on a shared cluster when it starts.
 

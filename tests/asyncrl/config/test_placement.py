@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.compose import check_config
+from asyncrl.config.compose import changed_values, check_config, value_sources
 from asyncrl.config.placement import Gang, NodeResources, gangs, lacks, node_rows, place
 from asyncrl.config.schema import Config
 
@@ -96,6 +96,21 @@ def test_with_autoscaling_the_pool_sets_the_maximum_of_replicas() -> None:
     rollout = configured(*scaled, "rollout.tensor_parallel_size=4").rollout
     assert (rollout.num_replicas, rollout.autoscaling.max_replicas) == (1, 4)
     assert problems(*scaled, "rollout.autoscaling.max_replicas=3") == ["rollout.autoscaling.max_replicas"]
+
+
+def test_the_source_of_a_number_of_processes_is_the_pool() -> None:
+    overrides = (
+        *CLUSTER,
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=4",
+        "trainer.strategy=ddp",
+        "rollout.num_replicas=3",
+    )
+    config = configured(*overrides[1:])
+    assert changed_values(config)["trainer.num_workers"] == 8
+    sources = value_sources("quickstart", overrides, config)
+    assert sources["trainer.num_workers"] == "trainer.nnodes x trainer.n_gpus_per_node"
+    assert sources["rollout.num_replicas"] == "command line"
 
 
 def test_problems_of_room_have_the_numbers() -> None:
