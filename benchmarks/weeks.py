@@ -96,7 +96,7 @@ class SimulatedRun:
         ids = (await queue.admit(BATCH, timeout_s=0)).sample_ids
         async with anyio.create_task_group() as tasks:
             for sample_id in ids:
-                tasks.start_soon(self._turns.record, sample_id, "0/0", TURN)
+                tasks.start_soon(self._turns.record, sample_id, {"0/0": TURN})
         for sample_id in ids:
             self._note_generation(str(sample_id))
         await queue.call(OfferSamples(tuple(self._queued(ids, step))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
@@ -107,6 +108,8 @@ class RolloutActor:
         sink: RecordSink,
     ) -> None:
         config, call_s = self._config, self._config.timeouts.call_s
+        gc.collect()
+        gc.freeze()  # otherwise half of the CPU time per response goes into collections that search what is loaded
         namespace = ray.get_runtime_context().namespace
         served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
         scorer = CombinedScorer(task.scorer, config, task.decode, served)

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import anyio
 import numpy as np
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from asyncrl.core.failures import BugError, DataError
 from asyncrl.core.ports import (
@@ -74,8 +75,8 @@ class GroupGeneration:
     turns: dict[str, Turn] = field(default_factory=dict)
     """Turns by `turn_key`. Complete ones are not generated again, partial ones are resumed, and new tokens are added as
     the engines report them, so that they survive a cancellation."""
-    record_turn: Callable[[str, Turn], Awaitable[None]] | None = None
-    """Awaited for every turn that is finished here, before its trajectory continues."""
+    record_turns: Callable[[Mapping[str, Turn]], Awaitable[None]] | None = None
+    """Awaited for the turns that are finished here, by their keys, before their trajectories continue."""
     keep_surplus: bool = False
     """Whether trajectories beyond `n` that have ended are used as well."""
 
@@ -94,8 +95,9 @@ class GroupGeneration:
         return [self._ended[key] for key in self._sampling if key in self._ended]
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[AsyncIterator[Trajectory]]:
-        """Generate the group in the background, and yield an iterator over the trajectories as they end.
+    async def running(self) -> AsyncIterator[AsyncIterator[list[Trajectory]]]:
+        """Generate the group in the background, and yield an iterator over the trajectories as they end. Those that
+        end together come together.
 
         Raises:
             InfraError: the fleet failed and has no retries left.
@@ -106,7 +108,7 @@ class GroupGeneration:
         self._events, events = anyio.create_memory_object_stream[Trajectory](math.inf)
         async with self._events, events, task_group() as tasks:
             tasks.start_soon(self._generate)
-            yield events
+            yield _ended_together(events)
 
     async def run(self) -> list[Trajectory]:
         """Generate the group, and return its trajectories. Raises as `running`."""
@@ -139,23 +141,27 @@ class GroupGeneration:
             return
         started = time.perf_counter()
         unfinished = dict.fromkeys(requests)
+        finished: dict[str, Turn] = {}
 
-        async def end(key: str, turn: Turn) -> None:
-            with profile.context(trajectory=number_of(key)):
-                await self._record(key, turn)
+        async def end() -> None:
+            turns = dict(finished)
+            finished.clear()
+            await self._record(turns)
+            for key, turn in turns.items():
                 del unfinished[key]
                 trajectory = single_turn(prompt, turn)
                 generate_s = time.perf_counter() - started
                 fields = {**self._event_fields(key, trajectory), "generate_s": round(generate_s, 6)}
-                profile.record_ended("trajectory", generate_s, **fields)
+                profile.record_ended("trajectory", generate_s, trajectory=number_of(key), **fields)
                 self._end(key, trajectory)
 
         try:
-            # Turns that are reported together are recorded together, which is one write.
             async with task_group() as ends, aclosing(self._turns(self.session, requests)) as turns:
                 async for key, turn in turns:
                     if is_complete(turn):
-                        ends.start_soon(end, key, turn)
+                        if not finished:  # turns that are reported together end together, which is one write
+                            ends.start_soon(end)
+                        finished[key] = turn
         except anyio.get_cancelled_exc_class():
             for key in unfinished:
                 turn = self.turns.get(key)
@@ -189,7 +195,7 @@ class GroupGeneration:
                 async with aclosing(self._turns(session, requests)) as turns:
                     async for _, turn in turns:
                         if is_complete(turn):
-                            await self._record(name, turn)
+                            await self._record({name: turn})
                         elif request.progress is not None:
                             request.progress(turn)
             return turn
@@ -234,9 +240,9 @@ class GroupGeneration:
         if unfinished:
             raise BugError(f"{session}: the fleet finished without {len(unfinished)} of {len(keys)} turns")
 
-    async def _record(self, key: str, turn: Turn) -> None:
-        if self.record_turn is not None:
-            await self.record_turn(key, turn)
+    async def _record(self, turns: Mapping[str, Turn]) -> None:
+        if self.record_turns is not None:
+            await self.record_turns(turns)
 
     def _end(self, key: str, trajectory: Trajectory) -> None:
         if not self._is_used(key):
@@ -272,6 +278,12 @@ class GroupGeneration:
             "tool_s": round(tool_s, 6),
             "user_s": round(sum(turn.user_s for turn in turns), 6),
         }
+
+
+async def _ended_together(events: MemoryObjectReceiveStream[Trajectory]) -> AsyncIterator[list[Trajectory]]:
+    async for trajectory in events:
+        more = events.statistics().current_buffer_used
+        yield [trajectory, *(events.receive_nowait() for _ in range(more))]
 
 
 def is_complete(turn: Turn | None) -> TypeGuard[Turn]:

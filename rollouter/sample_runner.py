@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -126,6 +126,25 @@ async def score_trajectories(scorer: RewardScorer, prompt: Prompt, trajectories:
         return scores
 
 
+async def score_each(scorer: RewardScorer, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+    """Call the scorer once, and record a call for each trajectory. Raises whatever the scorer raises."""
+    started = time.perf_counter()
+    scores: Sequence[Score | None] = [None] * len(trajectories)
+    error: str | None = None
+    try:
+        scores = found = await scorer.score(prompt, trajectories)
+        return found
+    except BaseException as failure:
+        error = type(failure).__name__
+        raise
+    finally:
+        for trajectory, score in zip(trajectories, scores, strict=True):
+            profile.record_ended(
+                "reward.score", time.perf_counter() - started, trajectory=trajectory.number, trajectories=1,
+                reward=None if score is None else score.reward, error=error,
+            )  # fmt: skip
+
+
 @dataclass(kw_only=True)
 class RolloutParts:
     """The ports of one Rollouter, and the state that its dispatcher, sample runner and validation share."""
@@ -212,7 +231,8 @@ class SampleRunner:
 
         Args:
             progress: The progress to resume from; updated in place.
-            scoring: Scores each trajectory that is generated now, as soon as it has ended. None: nothing is scored yet.
+            scoring: Scores the trajectories that are generated now, as soon as they have ended. None: nothing is scored
+                yet.
 
         Raises:
             SurplusError: enough other samples are done.
@@ -221,9 +241,9 @@ class SampleRunner:
             await self._resume(progress)
             with self._waiting("engine"), self.generation.busy():
                 async with group.running() as ended:
-                    async for trajectory in ended:
+                    async for trajectories in ended:
                         if scoring is not None:
-                            scoring.start_soon(self._score_early, progress, request.prompt, trajectory)
+                            scoring.start_soon(self._score_early, progress, request.prompt, trajectories)
         return Generated(request.prompt, tuple(group.trajectories), progress.generate_s, request.baseline is not None)
 
     @contextmanager
@@ -241,7 +261,7 @@ class SampleRunner:
         ):
             group = GroupGeneration(
                 self._parts.fleet, request, sessions=sessions, agent=self._parts.agent, turns=progress.turns,
-                record_turn=partial(self._record_turn, progress.sample_id), keep_surplus=is_kept,
+                record_turns=partial(self._record_turns, progress.sample_id), keep_surplus=is_kept,
             )  # fmt: skip
             try:
                 yield group
@@ -263,9 +283,10 @@ class SampleRunner:
         self.counts.generate_s += progress.generate_s
         self.counts.max_generate_s = max(self.counts.max_generate_s, progress.generate_s)
 
-    async def _score_early(self, progress: SampleProgress, prompt: Prompt, trajectory: Trajectory) -> None:
-        with self._waiting("reward"), profile.context(trajectory=trajectory.number):
-            (progress.scores[trajectory],) = await score_trajectories(self._parts.scorer, prompt, [trajectory])
+    async def _score_early(self, progress: SampleProgress, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        with self._waiting("reward"):
+            scores = await score_each(self._parts.scorer, prompt, trajectories)
+        progress.scores |= zip(trajectories, scores, strict=True)
 
     async def _resume(self, progress: SampleProgress) -> None:
         """Add the turns that an earlier Rollouter logged, or discard the partial turns of an earlier attempt."""
@@ -277,11 +298,12 @@ class SampleRunner:
                 del progress.turns[key]
         progress.resumed_tokens = progress.num_tokens
 
-    async def _record_turn(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        self.counts.generated_tokens += len(turn.response_ids)
-        # Shielded: the turn counts as complete already, so a sample that is resumed would not log it again.
-        with anyio.CancelScope(shield=True), profile.span("turnlog.write", tokens=len(turn.response_ids)):
-            await self._parts.turns.record(sample_id, key, turn)
+    async def _record_turns(self, sample_id: SampleId, turns: Mapping[str, Turn]) -> None:
+        num_tokens = sum(len(turn.response_ids) for turn in turns.values())
+        self.counts.generated_tokens += num_tokens
+        # Shielded: the turns count as complete already, so a sample that is resumed would not log them again.
+        with anyio.CancelScope(shield=True), profile.span("turnlog.write", tokens=num_tokens):
+            await self._parts.turns.record(sample_id, turns)
 
     async def _score_and_pack(self, progress: SampleProgress, generated: Generated, generated_at: float) -> Sample:
         """Score the group unless its trajectories are scored already; pack and dump the sample."""

@@ -151,7 +151,7 @@ class Validator:
             session = name if attempt == 1 else f"{name}_try_{attempt}"
             group = GroupGeneration(
                 self._parts.fleet, SampleRequest(name, prompt, params, rollout.val.n),
-                session=session, sessions=sessions, agent=self._parts.agent, record_turn=self._count_turn,
+                session=session, sessions=sessions, agent=self._parts.agent, record_turns=self._count_turns,
             )  # fmt: skip
             trajectories = await group.run()
             others = {other for one in trajectories for other in one.versions} - {version}
@@ -160,8 +160,8 @@ class Validator:
         oldest = min(others)
         raise SupersededError(version, oldest if oldest < version else max(others))
 
-    async def _count_turn(self, key: str, turn: Turn) -> None:
-        self.generated_tokens += len(turn.response_ids)
+    async def _count_turns(self, turns: Mapping[str, Turn]) -> None:
+        self.generated_tokens += sum(len(turn.response_ids) for turn in turns.values())
 
     def _example(self, answer: ScoredPrompt) -> Mapping[str, Any]:
         return {

@@ -128,8 +128,8 @@ class PayloadStore(Protocol):
 class TurnLog(Protocol):
     """Keeps completed turns of RUNNING samples, in case the Rollouter dies before their sample is READY."""
 
-    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        """Record a complete turn. `key` names it within the sample, see `rollouter.group.turn_key`."""
+    async def record(self, sample_id: SampleId, turns: Mapping[str, Turn]) -> None:
+        """Record complete turns by their names within the sample, see `rollouter.group.turn_key`."""
 
     async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
         """Return the turns of a sample that earlier incarnations of the Rollouter completed, by key."""

@@ -30,9 +30,11 @@ async def gather(function: Callable[[Item], Awaitable[Result]], items: Iterable[
     """Call `function` with all items at once and return the results in order.
 
     The first failure cancels the other calls, and is raised without an exception group around it. The first call runs
-    in the caller's task, so a single item starts no task.
+    in the caller's task, and a single item starts neither a task nor a task group.
     """
     items = list(items)
+    if len(items) == 1:
+        return [await function(items[0])]
     results: dict[int, Any] = {}
 
     async def call(number: int, item: Item) -> None:

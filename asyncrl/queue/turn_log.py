@@ -84,7 +84,7 @@ async def forget_old_turns(run_dir: Path, incarnation: int, is_done: Callable[[S
 class NoTurns:
     """A `ports.TurnLog` that stores nothing, for runs without a journal."""
 
-    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+    async def record(self, sample_id: SampleId, turns: Mapping[str, Turn]) -> None:
         pass
 
     async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
@@ -104,15 +104,15 @@ class FileTurns:
         self._files = _LogFiles(run_dir / SAMPLES, incarnation, max_log_bytes)
         self._calls: CallBatcher[Callable[[], Any], Any] = CallBatcher(self._run, max_weight=MAX_BATCH_BYTES)
 
-    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        """Write the turn, and return when the kernel has it.
+    async def record(self, sample_id: SampleId, turns: Mapping[str, Turn]) -> None:
+        """Write the turns, and return when the kernel has them.
 
         Raises:
-            BugError: `completed` returned this turn, and it was generated again.
-            DiskFullError, ConfigError, InfraError: it cannot be written.
+            BugError: `completed` returned one of them, and it was generated again.
+            DiskFullError, ConfigError, InfraError: they cannot be written.
         """
-        call = partial(self._files.record, sample_id, key, turn)
-        await self._calls.submit(call, weight=turn.response_ids.nbytes * 2)
+        call = partial(self._files.record, sample_id, turns)
+        await self._calls.submit(call, weight=2 * sum(turn.response_ids.nbytes for turn in turns.values()))
 
     async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
         return await self._calls.submit(partial(self._files.completed, sample_id))
@@ -196,19 +196,18 @@ class _LogFiles:
             except OSError as error:
                 logger.warning("cannot delete %s: %s. It is not needed any more", own.path, error.strerror)
 
-    def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+    def record(self, sample_id: SampleId, turns: Mapping[str, Turn]) -> None:
         live = self.live()
-        if key in self._given.get(sample_id, ()):
+        for key in self._given.get(sample_id, set()) & turns.keys():
             raise BugError(
                 f"turn {key} of {sample_id} was completed by an earlier incarnation of the Rollouter and handed out "
                 "again, and yet it was generated a second time"
             )
         log = self._current()
-        frame = encode_frame(sample_id, key, turn)
-        num_bytes = sum(map(len, frame))
+        frames = {key: encode_frame(sample_id, key, turn) for key, turn in turns.items()}
         descriptor = os.open(log.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            write_all(descriptor, frame)
+            write_all(descriptor, list(itertools.chain.from_iterable(frames.values())))
         except OSError as error:
             # A torn frame would make later ones unreadable.
             with suppress(OSError):
@@ -216,9 +215,11 @@ class _LogFiles:
             raise disk_error(log.path, error) from error
         finally:
             os.close(descriptor)
-        live.setdefault(sample_id, []).append(_FramePosition(log, key, log.num_bytes, num_bytes))
-        log.num_bytes += num_bytes
-        log.num_live += 1
+        for key, frame in frames.items():
+            num_bytes = sum(map(len, frame))
+            live.setdefault(sample_id, []).append(_FramePosition(log, key, log.num_bytes, num_bytes))
+            log.num_bytes += num_bytes
+            log.num_live += 1
 
     def _current(self) -> _LogFile:
         """Return the file to write to; begin a new one if it is full."""

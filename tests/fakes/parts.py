@@ -45,11 +45,11 @@ class MemoryTurns:
         self.recorded = 0
         """Number of turns that were recorded in total."""
 
-    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        turns = self.turns.setdefault(sample_id, {})
-        assert key not in turns, f"turn {key} of {sample_id} was completed twice"
-        turns[key] = turn
-        self.recorded += 1
+    async def record(self, sample_id: SampleId, turns: Mapping[str, Turn]) -> None:
+        known = self.turns.setdefault(sample_id, {})
+        assert not known.keys() & turns.keys(), f"turns of {sample_id} were completed twice"
+        known |= turns
+        self.recorded += len(turns)
 
     async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
         return dict(self.turns.get(sample_id, {}))

@@ -44,9 +44,9 @@ class CountedTurns(MemoryTurns):
         super().__init__()
         self.log: list[CompletedTurn] = []
 
-    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        await super().record(sample_id, key, turn)
-        self.log.append(CompletedTurn(sample_id, key, len(turn.response_ids), turn.spans))
+    async def record(self, sample_id: SampleId, turns: Mapping[str, Turn]) -> None:
+        await super().record(sample_id, turns)
+        self.log += [CompletedTurn(sample_id, key, len(turn.response_ids), turn.spans) for key, turn in turns.items()]
 
 
 class MemoryFiles:

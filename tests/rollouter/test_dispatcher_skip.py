@@ -147,7 +147,7 @@ async def test_a_record_takes_precedence_over_the_turn_log(tmp_path: Path) -> No
     recorded = await run(fast(tmp_path, 1), 1)
     again = idle(tmp_path, 1)
     turn = Turn(np.array([9], np.int32), np.zeros(1, np.float32), (Span(0, 3),), recorded[0].rows[0].finish_reason)
-    await again.turns.record(recorded[0].sample_id, "0", turn)
+    await again.turns.record(recorded[0].sample_id, {"0": turn})
     assert_same_tokens(recorded, await run(again, 1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import anyio
@@ -104,12 +105,12 @@ async def test_a_complete_turn_is_logged_even_if_its_sample_is_cut_meanwhile() -
     logged: list[list[int]] = []
 
     class SlowTurns(MemoryTurns):
-        async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+        async def record(self, sample_id: SampleId, turns: Mapping[str, Turn]) -> None:
             if sample_id.index == 3:
                 logging.set()
                 await gate.wait()
-                logged.append(turn.response_ids.tolist())
-            await super().record(sample_id, key, turn)
+                logged.extend(turn.response_ids.tolist() for turn in turns.values())
+            await super().record(sample_id, turns)
 
     def answer(request: GenerateRequest) -> list[int]:
         return [7, 7] if request.request_id.split("/")[1].startswith("0") else list(range(10, 22))
@@ -161,7 +162,7 @@ async def test_the_first_n_trajectories_count_and_the_others_are_aborted(extra: 
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
     generation = GroupGeneration(fleet, group_request(5 - extra, extra=extra))
     async with generation.running() as events:
-        ended = [one.number async for one in events]
+        ended = [one.number async for together in events for one in together]
     made = generation.trajectories
     assert [one.num_sampled for one in made] == list(range(1, finished + 1))
     assert ended == list(range(finished))

@@ -10,6 +10,7 @@ weight store ◀───── health ◀────────┴───�
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -76,6 +77,8 @@ class RolloutServer(LLMServer):
             # The files of a separately deployed model need not be those with which the run begins.
             await self._weights.follow(store, run, serves_initial=options.namespace is not None)
             await self._weights.start()
+        gc.collect()
+        gc.freeze()  # otherwise collections during a request search all that vLLM has loaded
         self._health.up = True
         self._health.end_update()
         self._health.in_background(self._await_leave())

@@ -407,7 +407,7 @@ async def test_turns_of_a_dead_rollouter_are_kept_for_unfinished_samples(journal
     client, turns = QueueClient(journaled, 60), FileTurns(tmp_path, 1)
     ready, dropped, running = ids = (await client.admit(3, timeout_s=5)).sample_ids
     for sample_id in ids:
-        await turns.record(sample_id, "0", make_turn(1))
+        await turns.record(sample_id, {"0": make_turn(1)})
     await client.offer(meta(ready), FileRef("1-1.safetensors", 0))
     await client.drop(dropped, DropReason.FAILED)
     await client.close()  # a resumed run attaches its Rollouter while the queue is closed

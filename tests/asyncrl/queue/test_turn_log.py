@@ -40,9 +40,9 @@ async def test_the_next_incarnation_receives_completed_turns(tmp_path: Path) -> 
     )
     empty = Turn(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.STOP)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(first.record, ONE, "0", whole)
-        tasks.start_soon(first.record, ONE, "baseline", empty)
-        tasks.start_soon(first.record, TWO, "0", make_turn(7))
+        tasks.start_soon(first.record, ONE, {"0": whole})
+        tasks.start_soon(first.record, ONE, {"baseline": empty})
+        tasks.start_soon(first.record, TWO, {"0": make_turn(7)})
     assert await first.completed(ONE) == {}, "an incarnation does not receive its own turns"
 
     second = FileTurns(tmp_path, 2)
@@ -55,23 +55,23 @@ async def test_the_next_incarnation_receives_completed_turns(tmp_path: Path) -> 
 
 
 async def test_a_received_turn_may_not_be_recorded_again(tmp_path: Path) -> None:
-    await FileTurns(tmp_path, 1).record(ONE, "0", make_turn(1))
+    await FileTurns(tmp_path, 1).record(ONE, {"0": make_turn(1)})
     second = FileTurns(tmp_path, 2)
     assert await keys(second, ONE) == {"0"}
     with pytest.raises(BugError, match="turn 0 of sample_0_1 was completed by an earlier incarnation"):
-        await second.record(ONE, "0", make_turn(1))
-    await second.record(ONE, "1", make_turn(1))
+        await second.record(ONE, {"0": make_turn(1)})
+    await second.record(ONE, {"1": make_turn(1)})
     await second.forget(ONE)
     # The payload of the sample was lost, so the sample is fed again.
     assert await keys(second, ONE) == set()
-    await second.record(ONE, "0", make_turn(1))
+    await second.record(ONE, {"0": make_turn(1)})
 
 
 async def test_disk_use_stays_bounded(tmp_path: Path) -> None:
     turns = FileTurns(tmp_path, 1, max_log_bytes=2000)
-    await turns.record(THREE, "straggler", make_turn(5))
+    await turns.record(THREE, {"straggler": make_turn(5)})
     for index in range(10, 110):
-        await turns.record(SampleId(0, index), "0", make_turn(1, tokens=50))
+        await turns.record(SampleId(0, index), {"0": make_turn(1, tokens=50)})
         await turns.forget(SampleId(0, index))
         assert len(logs(tmp_path)) <= 2
     assert logs(tmp_path)[0] == "turns-1-1.log", "the log of the straggler is still needed"
@@ -87,7 +87,7 @@ async def test_a_torn_or_damaged_log_has_the_turns_before_the_damage(
     ends = []
     path = tmp_path / "samples" / "turns-1-1.log"
     for index in (1, 2, 3):
-        await first.record(SampleId(0, index), "0", make_turn(index))
+        await first.record(SampleId(0, index), {"0": make_turn(index)})
         ends.append(path.stat().st_size)
     whole = path.read_bytes()
 
@@ -108,18 +108,18 @@ async def test_a_torn_or_damaged_log_has_the_turns_before_the_damage(
 async def test_a_log_damaged_after_it_was_read_loses_only_the_damaged_turn(tmp_path: Path) -> None:
     first = FileTurns(tmp_path, 1)
     for sample_id in (ONE, TWO):
-        await first.record(sample_id, "0", make_turn(1))
+        await first.record(sample_id, {"0": make_turn(1)})
     second = FileTurns(tmp_path, 2)
     assert await keys(second, ONE) == {"0"}
     path = tmp_path / "samples" / "turns-1-1.log"
     path.write_bytes(path.read_bytes()[:-1])
     assert await keys(second, TWO) == set()
-    await second.record(TWO, "0", make_turn(1))
+    await second.record(TWO, {"0": make_turn(1)})
 
 
 async def test_a_full_disk_leaves_no_torn_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = FileTurns(tmp_path, 1)
-    await turns.record(ONE, "0", make_turn(1))
+    await turns.record(ONE, {"0": make_turn(1)})
 
     def half(descriptor: int, buffers: Sequence[memoryview]) -> int:
         os.write(descriptor, buffers[1][:10])
@@ -128,31 +128,31 @@ async def test_a_full_disk_leaves_no_torn_frame(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as broken:
         broken.setattr("asyncrl.storage.segments.os.writev", half)
         with pytest.raises(DiskFullError, match=r"turns-1-1\.log"):
-            await turns.record(TWO, "0", make_turn(2))
-    await turns.record(THREE, "0", make_turn(3))
+            await turns.record(TWO, {"0": make_turn(2)})
+    await turns.record(THREE, {"0": make_turn(3)})
     assert [turn.sample_id for turn in read_turns(tmp_path)] == [ONE, THREE]
 
 
 async def test_two_logs_of_one_incarnation_are_a_bug(tmp_path: Path) -> None:
-    await FileTurns(tmp_path, 1).record(ONE, "0", make_turn(1))
+    await FileTurns(tmp_path, 1).record(ONE, {"0": make_turn(1)})
     with pytest.raises(BugError, match="two processes log turns as incarnation 1"):
-        await FileTurns(tmp_path, 1).record(ONE, "1", make_turn(1))
+        await FileTurns(tmp_path, 1).record(ONE, {"1": make_turn(1)})
 
 
 async def test_an_unwritable_directory_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot write"):
-        await FileTurns(tmp_path, 1).record(ONE, "0", make_turn(1))
+        await FileTurns(tmp_path, 1).record(ONE, {"0": make_turn(1)})
 
 
 async def test_all_turns_on_disk_are_read_in_order(tmp_path: Path) -> None:
     assert list(read_turns(tmp_path)) == []
     first = FileTurns(tmp_path, 9, max_log_bytes=1)
-    await first.record(ONE, "0", make_turn(1, tokens=3))
-    await first.record(TWO, "baseline", make_turn(1, tokens=5))
+    await first.record(ONE, {"0": make_turn(1, tokens=3)})
+    await first.record(TWO, {"baseline": make_turn(1, tokens=5)})
     second = FileTurns(tmp_path, 10)
-    await second.record(ONE, "1", make_turn(1, tokens=0))
-    await second.record(THREE, "0", make_turn(1, tokens=1))
+    await second.record(ONE, {"1": make_turn(1, tokens=0)})
+    await second.record(THREE, {"0": make_turn(1, tokens=1)})
     await second.forget(THREE)
     assert [(frame.sample_id, frame.key, len(frame.turn.response_ids)) for frame in read_turns(tmp_path)] == [
         (ONE, "0", 3),
@@ -166,23 +166,23 @@ async def test_an_ended_run_leaves_no_turns_that_it_no_longer_needs(tmp_path: Pa
     turns = FileTurns(tmp_path, 1)
     await turns.aclose()
     for sample_id in (ONE, TWO):
-        await turns.record(sample_id, "0", make_turn(1))
+        await turns.record(sample_id, {"0": make_turn(1)})
         await turns.forget(sample_id)
     assert logs(tmp_path) == ["turns-1-1.log"], "the run may still record turns"
     await turns.aclose()
     assert logs(tmp_path) == []
     stopped = FileTurns(tmp_path, 2)
-    await stopped.record(ONE, "0", make_turn(1))
+    await stopped.record(ONE, {"0": make_turn(1)})
     await stopped.aclose()
     assert await keys(FileTurns(tmp_path, 3), ONE) == {"0"}, "a resumed run can use the turn"
 
 
 async def test_unneeded_turns_of_a_dead_rollouter_are_deleted(tmp_path: Path) -> None:
     first, second = FileTurns(tmp_path, 1, max_log_bytes=1), FileTurns(tmp_path, 2)
-    await first.record(ONE, "0", make_turn(1))
-    await first.record(TWO, "0", make_turn(2))
-    await second.record(ONE, "1", make_turn(3))
-    await second.record(THREE, "0", make_turn(4))
+    await first.record(ONE, {"0": make_turn(1)})
+    await first.record(TWO, {"0": make_turn(2)})
+    await second.record(ONE, {"1": make_turn(3)})
+    await second.record(THREE, {"0": make_turn(4)})
     await forget_old_turns(tmp_path, 2, lambda sample_id: sample_id == TWO)
     assert logs(tmp_path) == ["turns-1-1.log", "turns-2-1.log"]
     await forget_old_turns(tmp_path, 3, lambda sample_id: sample_id == ONE)
@@ -193,7 +193,7 @@ async def test_unneeded_turns_of_a_dead_rollouter_are_deleted(tmp_path: Path) ->
 
 async def test_a_link_and_a_pipe_are_no_turn_logs(tmp_path: Path) -> None:
     """Forgetting a turn writes to its log, and opening a pipe would wait forever."""
-    await FileTurns(tmp_path / "other", 1).record(ONE, "0", make_turn(1))
+    await FileTurns(tmp_path / "other", 1).record(ONE, {"0": make_turn(1)})
     theirs = tmp_path / "other" / "samples" / "turns-1-1.log"
     before = theirs.read_bytes()
     (tmp_path / "samples").mkdir()
@@ -215,7 +215,7 @@ async def test_a_failure_to_delete_turns_is_logged(tmp_path: Path, caplog: pytes
 
 async def test_without_a_journal_no_turn_is_stored(tmp_path: Path) -> None:
     turns = NoTurns()
-    await turns.record(ONE, "0", make_turn(1))
+    await turns.record(ONE, {"0": make_turn(1)})
     assert await turns.completed(ONE) == {}
     await turns.forget(ONE)
 
@@ -241,7 +241,7 @@ def test_any_order_of_records_and_restarts_keeps_the_turns_that_are_not_forgotte
             sample_id = SampleId(0, index)
             if kind == "record" and (sample_id, key) not in expected:
                 seed += 1
-                await turns.record(sample_id, key, make_turn(seed))
+                await turns.record(sample_id, {key: make_turn(seed)})
                 expected[sample_id, key] = seed
             elif kind == "forget":
                 await turns.forget(sample_id)
@@ -271,7 +271,7 @@ async def write():
     turns = FileTurns(Path(sys.argv[1]), 1)
     async def keep_recording(index):
         for number in range(100_000):
-            await turns.record(SampleId(0, index), str(number), make_turn(number))
+            await turns.record(SampleId(0, index), {str(number): make_turn(number)})
             os.write(1, f"{index} {number}\\n".encode())
             if number == 40 and index == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
