@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError
 from asyncrl.core.records import RecordSink, RunRecord, stream_records
+from asyncrl.core.tasks import task_group
 from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.queue.actor import QueueClient
@@ -37,6 +38,8 @@ from rollouter.serving.options import rollout_app
 from rollouter.serving.reward_model import ServedRewardModel
 from rollouter.trajectory_dump import make_dump
 from rollouter.weight_updates import RolloutStart
+from rollouter.workers.actor import ActorLink, start_link
+from rollouter.workers.pool import WorkerPool
 from skip import SkipManager
 
 MAX_CONCURRENCY = 16
@@ -56,6 +59,7 @@ class RolloutActor:
         self._run_dir: Path | None = None
         self._rollouter: Rollouter | None = None
         self._stopped = False
+        self._links: list[ActorLink] = []
         self._health = ProcessMonitor("rollouter") if ray.is_initialized() else None
 
     async def prepare(self, run_dir: str) -> Mapping[str, int]:
@@ -69,7 +73,11 @@ class RolloutActor:
         """
         profile.configure("rollouter", ProfilerSettings.of(self._config.profiler, Path(run_dir)))
         await to_thread.run_sync(SkipManager.init, self._config)
-        task = await to_thread.run_sync(load_task, self._config, Path(run_dir) / "cache")
+        self._links = [ActorLink(self._config, place) for place in range(self._config.rollout.num_workers)]
+        async with task_group() as tasks:
+            for link in self._links:
+                tasks.start_soon(link.load)
+            task = await to_thread.run_sync(load_task, self._config, Path(run_dir) / "cache")
         self._task, self._run_dir = task, Path(run_dir)
         return {
             "num_prompts": len(task.prompts),
@@ -116,6 +124,11 @@ class RolloutActor:
         if isinstance(task.agent, ExternalAgent) and start.has_engines:
             url = await to_thread.run_sync(endpoint_url, rollout_app(config, namespace), abandon_on_cancel=True)
             task.agent.serve_at(url, self._incarnation)
+        async with task_group() as starting:
+            for link in self._links:
+                starting.start_soon(partial(link.start, has_engines=start.has_engines))
+        start_worker = partial(start_link, config, has_engines=start.has_engines)
+        pool = WorkerPool(self._links, start_worker, limit_s=config.timeouts.probe_s) if self._links else None
         turns: FileTurns | NoTurns = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
         self._rollouter = Rollouter(
             config,
@@ -128,6 +141,7 @@ class RolloutActor:
             sink=sink,
             start=start,
             dump=make_dump(config, run_dir, task.decode),
+            workers=pool,
         )
         SkipManager.watch(self._rollouter.waits.waiting)
         if self._stopped:

@@ -11,15 +11,15 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import anyio
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from asyncrl.core.failures import BugError, DataError
+from asyncrl.core.failures import BugError, DataError, EngineCrashError
 from asyncrl.core.ports import (
     Accepted,
     EngineCrashed,
@@ -42,6 +42,18 @@ SURPLUS = "surplus"
 """In events, the finish reason of a complete trajectory that is not used, because enough others had ended before."""
 
 
+class GroupSessions(Protocol):
+    """See `SampleSessions`, which decides. A worker has a stand-in that asks for the decisions."""
+
+    def generating(self, session: str) -> AbstractContextManager[None]: ...
+
+    def place(self, session: str, replica: str) -> None: ...
+
+    async def wait_until_allowed(self, session: str, error: EngineCrashError) -> None: ...
+
+    def end(self, session: str) -> None: ...
+
+
 def own_sessions() -> SampleSessions:
     """Return the sessions of a group that shares its crash isolation with no other group."""
     return SampleSessions(CrashIsolation(max_crashes=2, waits=WaitBoard()), TimeLimit(anyio.CancelScope()))
@@ -60,18 +72,17 @@ def turn_key(trajectory: str, number: int, context: TokenIds, prompt: Prompt) ->
 
 
 @dataclass
-class GroupGeneration:
-    """The generation of one group. It runs once, and ends when all or enough trajectories have ended."""
+class TrajectoryGroup:
+    """The generation of one group. It runs once, and ends when all or enough trajectories have ended. Subclasses decide
+    where it is generated."""
 
-    fleet: EngineFleet
     request: SampleRequest
     _: KW_ONLY
     session: str = ""
     """The session's name; empty: that of the sample. The requests are `name/k` and `name/baseline`; with an agent, each
     of them is a session."""
-    sessions: SampleSessions = field(default_factory=own_sessions)
+    sessions: GroupSessions = field(default_factory=own_sessions)
     """Decides after a crash when requests are tried again."""
-    agent: ConversationAgent | None = None
     turns: dict[str, Turn] = field(default_factory=dict)
     """Turns by `turn_key`. Complete ones are not generated again, partial ones are resumed, and new tokens are added as
     the engines report them, so that they survive a cancellation."""
@@ -79,6 +90,8 @@ class GroupGeneration:
     """Awaited for the turns that are finished here, by their keys, before their trajectories continue."""
     keep_surplus: bool = False
     """Whether trajectories beyond `n` that have ended are used as well."""
+    ended: dict[str, Trajectory] = field(default_factory=dict)
+    """The trajectories that have ended, by key. Those with which a group begins are not generated again."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -86,13 +99,17 @@ class GroupGeneration:
         self._sampling = {str(k): request.sampling for k in range(request.n + request.extra)}
         if request.baseline is not None:
             self._sampling[BASELINE] = request.baseline
-        self._ended: dict[str, Trajectory] = {}
         self._scope = anyio.CancelScope()
+
+    @property
+    def missing(self) -> dict[str, Mapping[str, Any]]:
+        """The sampling parameters of the trajectories that have not ended, by key."""
+        return {key: sampling for key, sampling in self._sampling.items() if key not in self.ended}
 
     @property
     def trajectories(self) -> list[Trajectory]:
         """The trajectories that have ended and are used, ordered by number, with the baseline last."""
-        return [self._ended[key] for key in self._sampling if key in self._ended]
+        return [self.ended[key] for key in self._sampling if key in self.ended]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[AsyncIterator[list[Trajectory]]]:
@@ -118,19 +135,54 @@ class GroupGeneration:
         return self.trajectories
 
     async def _generate(self) -> None:
+        """Generate the group: call `_end` for each trajectory, and close `_events` at the end."""
+        raise NotImplementedError
+
+    async def _record(self, turns: Mapping[str, Turn]) -> None:
+        if self.record_turns is not None:
+            await self.record_turns(turns)
+
+    def _end(self, key: str, trajectory: Trajectory) -> None:
+        if not self._is_used(key):
+            return
+        self.ended[key] = trajectory = replace(trajectory, number=number_of(key))
+        self._events.send_nowait(trajectory)
+        if self._has_enough():
+            self._scope.cancel()
+
+    def _is_used(self, key: str) -> bool:
+        """Return whether this trajectory, which has just ended, is used."""
+        return key == BASELINE or self.keep_surplus or len(self.ended.keys() - {BASELINE}) < self.request.n
+
+    def _has_enough(self) -> bool:
+        sample = self.request
+        needed = sample.n + (sample.baseline is not None)
+        has_baseline = sample.baseline is None or BASELINE in self.ended
+        return sample.extra > 0 and has_baseline and len(self.ended) >= needed
+
+
+@dataclass
+class GroupGeneration(TrajectoryGroup):
+    """A group that is generated in this process."""
+
+    _: KW_ONLY
+    fleet: EngineFleet
+    agent: ConversationAgent | None = None
+
+    async def _generate(self) -> None:
         with self._events:
             async with anyio.create_task_group() as tasks:
                 self._scope = tasks.cancel_scope
                 if self.agent is None:
                     await self._generate_single_turns()
                 else:
-                    for key, sampling in self._sampling.items():
+                    for key, sampling in self.missing.items():
                         tasks.start_soon(self._hold_conversation, self.agent, key, sampling)
 
     async def _generate_single_turns(self) -> None:
         prompt = self.request.prompt
         requests = {}
-        for key, sampling in self._sampling.items():
+        for key, sampling in self.missing.items():
             turn = self.turns.get(key)
             if is_complete(turn):
                 self._end(key, single_turn(prompt, turn))
@@ -239,28 +291,6 @@ class GroupGeneration:
         self.sessions.end(session)
         if unfinished:
             raise BugError(f"{session}: the fleet finished without {len(unfinished)} of {len(keys)} turns")
-
-    async def _record(self, turns: Mapping[str, Turn]) -> None:
-        if self.record_turns is not None:
-            await self.record_turns(turns)
-
-    def _end(self, key: str, trajectory: Trajectory) -> None:
-        if not self._is_used(key):
-            return
-        self._ended[key] = trajectory = replace(trajectory, number=number_of(key))
-        self._events.send_nowait(trajectory)
-        if self._has_enough():
-            self._scope.cancel()
-
-    def _is_used(self, key: str) -> bool:
-        """Return whether this trajectory, which has just ended, is used."""
-        return key == BASELINE or self.keep_surplus or len(self._ended.keys() - {BASELINE}) < self.request.n
-
-    def _has_enough(self) -> bool:
-        sample = self.request
-        needed = sample.n + (sample.baseline is not None)
-        has_baseline = sample.baseline is None or BASELINE in self._ended
-        return sample.extra > 0 and has_baseline and len(self._ended) >= needed
 
     def _event_fields(self, key: str, trajectory: Trajectory) -> dict[str, Any]:
         if not profile.records("trajectory"):

@@ -50,13 +50,27 @@ def load_task(config: Config, cache_dir: Path) -> RolloutTask:
     Raises:
         ConfigError, DataError, UserCodeError: a reward function, the tokenizer or the data is unusable.
     """
+    scorer, decode, agent, tokenizer = load_scoring(config)
+    loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else ())
+    return RolloutTask(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
+
+
+class Scoring(NamedTuple):
+    """What a process needs in order to hold and score conversations."""
+
+    scorer: RewardScorer
+    decode: Decode
+    agent: BuiltInAgent | ExternalAgent | None
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_scoring(config: Config) -> Scoring:
+    """Load reward functions, tokenizer and agent. Blocking; raises as `load_task`."""
     functions = load_reward_functions(config.reward)
     tokenizer = load_tokenizer(config.model)
     agent = load_agent(config, tokenizer)
-    loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else ())
     decode = decoder(tokenizer)
-    scorer = load_scorer(config, functions, decode)
-    return RolloutTask(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
+    return Scoring(load_scorer(config, functions, decode), decode, agent, tokenizer)
 
 
 def load_agent(config: Config, tokenizer: PreTrainedTokenizerBase) -> BuiltInAgent | ExternalAgent | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import Any
 
 import anyio
@@ -31,6 +32,7 @@ from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
 from rollouter.validation import Validator
 from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
+from rollouter.workers.pool import WorkerGroup, WorkerPool, WorkerScorer
 
 
 class Rollouter:
@@ -49,12 +51,14 @@ class Rollouter:
         sink: RecordSink,
         start: RolloutStart,
         dump: TrajectoryDump | None = None,
+        workers: WorkerPool | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._scope = anyio.CancelScope()
         self._config = config
-        self._agent = task.agent
+        self._workers = workers
+        self._agent = task.agent if workers is None else None
         parts = RolloutParts(
             config=config,
             prompts=task.prompts,
@@ -62,7 +66,8 @@ class Rollouter:
             payloads=payloads,
             turns=turns,
             fleet=fleet,
-            scorer=task.scorer,
+            scorer=task.scorer if workers is None else WorkerScorer(workers, task.scorer),
+            make_group=None if workers is None else partial(WorkerGroup, pool=workers),
             served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
             agent=task.agent,
             dump=dump,
@@ -70,8 +75,10 @@ class Rollouter:
             wall_clock=wall_clock,
         )
         self.waits = parts.waits
-        if task.agent is not None:
-            task.agent.watch(self.waits.waiting)
+        if self._agent is not None:
+            self._agent.watch(self.waits.waiting)
+        if workers is not None:
+            workers.waits = self.waits
         self._dispatcher = Dispatcher(parts)
         self._validator = Validator(parts, task.val_prompts, task.decode) if task.val_prompts is not None else None
         self._versions = WeightUpdateLoop(parts, start, feed=feed, sink=sink, validator=self._validator)
@@ -88,6 +95,8 @@ class Rollouter:
                 async with AsyncExitStack() as stack:
                     if isinstance(self._agent, AbstractAsyncContextManager):  # tool servers run while the agent is open
                         await stack.enter_async_context(self._agent)
+                    if self._workers is not None:
+                        await stack.enter_async_context(self._workers.running())
                     group = await stack.enter_async_context(anyio.create_task_group())
                     await group.start(self._versions.run, name="versions")
                     await self._dispatcher.run()
@@ -102,6 +111,8 @@ class Rollouter:
     def _agent_status(self) -> Mapping[str, float]:
         """Return cumulative counts by metric name (`rollouter/…`)."""
         counts: dict[str, float] = dict(self._agent.status()) if self._agent is not None else {}
+        if self._workers is not None:
+            counts |= self._workers.agent_status()
         over = self._config.rollout.over_sample
         if over.samples or over.trajectories:
             counts["surplus_tokens"] = self._dispatcher.runner.counts.surplus_tokens
@@ -119,6 +130,7 @@ class Rollouter:
             "val_generated_tokens": self._validator.generated_tokens if self._validator else 0,
             "version": self._versions.weights_version.version,
             "lineage": self._versions.weights_version.lineage,
-            "waits": self.waits.snapshot(),
+            "waits": [*self.waits.snapshot(), *(self._workers.open_waits() if self._workers is not None else ())],
+            **(self._workers.status() if self._workers is not None else {}),
             "waited_s": {"permit": self.waits.total_s("permit")},
         }

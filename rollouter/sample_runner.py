@@ -38,7 +38,7 @@ from asyncrl.queue.sample_queue import SampleQueue
 from rollouter.agent.conversation import ConversationAgent
 from rollouter.crash_isolation import SETTLE_S, CrashIsolation, time_limit
 from rollouter.drop_policy import DropPolicy
-from rollouter.group import GroupGeneration, is_complete
+from rollouter.group import GroupGeneration, TrajectoryGroup, is_complete
 from rollouter.requests import greedy, sampling_params
 from rollouter.slots import BusyMeter, GenerationSlot, GenerationSlots, SurplusError, SurplusMonitor
 from rollouter.trajectory_dump import TrajectoryDump
@@ -157,6 +157,8 @@ class RolloutParts:
     fleet: EngineFleet
     scorer: RewardScorer
     served_version: Callable[[], ServedVersion]
+    make_group: Callable[..., TrajectoryGroup] | None = None
+    """Makes a `TrajectoryGroup` of its fields; None: groups are generated in this process."""
     agent: ConversationAgent | None = None
     """Holds conversations; None if every trajectory is a single turn."""
     dump: TrajectoryDump | None = None
@@ -165,11 +167,13 @@ class RolloutParts:
     """See `CrashIsolation`."""
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
+    groups: Callable[..., TrajectoryGroup] = field(init=False)
     waits: WaitBoard = field(init=False)
     drops: DropPolicy = field(init=False)
     isolation: CrashIsolation = field(init=False)
 
     def __post_init__(self) -> None:
+        self.groups = self.make_group or partial(GroupGeneration, fleet=self.fleet, agent=self.agent)
         self.waits = WaitBoard(self.clock)
         self.drops = DropPolicy(self.config.reward, num_prompts=len(self.prompts))
         self.isolation = CrashIsolation(
@@ -249,7 +253,7 @@ class SampleRunner:
     @contextmanager
     def _attempt(
         self, request: SampleRequest, progress: SampleProgress, slot: GenerationSlot
-    ) -> Iterator[GroupGeneration]:
+    ) -> Iterator[TrajectoryGroup]:
         """Limit and measure one attempt at generating a group, and free the slot."""
         name, started, is_kept = str(request.sample_id), self._parts.clock(), self._unfinished != "drop"
         with (
@@ -259,9 +263,9 @@ class SampleRunner:
             profile.span("sample.generate", trajectories=request.n + request.extra) as span,
             self._parts.isolation.sample(limit) as sessions,
         ):
-            group = GroupGeneration(
-                self._parts.fleet, request, sessions=sessions, agent=self._parts.agent, turns=progress.turns,
-                record_turns=partial(self._record_turns, progress.sample_id), keep_surplus=is_kept,
+            group = self._parts.groups(
+                request, sessions=sessions, turns=progress.turns, keep_surplus=is_kept,
+                record_turns=partial(self._record_turns, progress.sample_id),
             )  # fmt: skip
             try:
                 yield group

@@ -18,7 +18,6 @@ from asyncrl.core.types import FinishReason, Prompt, Turn
 from asyncrl.profiling import profile
 from rollouter.crash_isolation import SampleSessions, time_limit
 from rollouter.drop_policy import is_permanent
-from rollouter.group import GroupGeneration
 from rollouter.prompts.chat_template import Decode
 from rollouter.requests import sampling_params
 from rollouter.sample_runner import RolloutParts, score_trajectories
@@ -149,10 +148,8 @@ class Validator:
         )
         for attempt in range(1, rollout.max_attempts + 1):
             session = name if attempt == 1 else f"{name}_try_{attempt}"
-            group = GroupGeneration(
-                self._parts.fleet, SampleRequest(name, prompt, params, rollout.val.n),
-                session=session, sessions=sessions, agent=self._parts.agent, record_turns=self._count_turns,
-            )  # fmt: skip
+            request = SampleRequest(name, prompt, params, rollout.val.n)
+            group = self._parts.groups(request, session=session, sessions=sessions, record_turns=self._count_turns)
             trajectories = await group.run()
             others = {other for one in trajectories for other in one.versions} - {version}
             if not others:

@@ -20,7 +20,7 @@ from asyncrl.core.process_health import EngineLoad, ProcessHealth
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Media, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
 
-PartName = Literal["rollouter", "trainer", "queue", "store", "replica"]
+PartName = Literal["rollouter", "worker", "trainer", "queue", "store", "replica"]
 """Parts that can be restarted while the others continue. If a rank dies, the whole Trainer is restarted."""
 
 # ------------------------------------------------------------------------------------------------ sample queue

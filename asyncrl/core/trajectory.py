@@ -70,7 +70,7 @@ class TokenRow:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Trajectory:
     """One conversation."""
 

@@ -5,6 +5,7 @@ queue      permit      free permits: the staleness gate, or the run's total
 Rollouter  permit      an admission          slot        a place in generation
            engine      turns from replicas   isolation   inside `engine`: finding out which sample crashes engines
            tool, user, agent     inside `engine`: a tool, a simulated user, an external agent's program
+           worker      a worker process (`rollout.num_workers`), while none is up
            surplus     storage of surplus samples that were aborted    dump    files of trajectories
            reward      scores                weights     the next publication; delays nothing
            records     files of recorded stages (`skip`), also in the Trainer

@@ -184,6 +184,13 @@ class SupervisedRollouter(_SupervisedActor):
     prepared: Mapping[str, int] = field(default_factory=dict, init=False)
     """The answer of `RolloutActor.prepare`."""
 
+    def _list_processes(self, status: ActorStatus) -> list[ProcessInfo]:
+        workers = [
+            ProcessInfo("worker", f"worker {one['worker']}", one["pid"], one["node_id"])
+            for one in status.get("workers", ())
+        ]
+        return [*super()._list_processes(status), *workers]
+
     async def release_samples(self, incarnation: int) -> str:
         """Requeue the samples that were RUNNING and, without a journal, also those that were READY."""
         with attribute_failure_to("queue"):

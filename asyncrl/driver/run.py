@@ -47,7 +47,7 @@ from asyncrl.driver.service_watch import PART_TITLES, UNLIMITED, ServiceWatch
 from asyncrl.driver.stall_watchdog import StallError, Watchdog
 from asyncrl.driver.supervision import TICK_S, RestartBudget, Supervisor, probe
 from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.status.run_status import ProcessInfo
+from asyncrl.observe.status.run_status import ProcessInfo, Restart
 from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to
 from asyncrl.observe.status.why import write_stall
 from asyncrl.observe.terminal.live import ALREADY_SHOWN, View
@@ -90,6 +90,8 @@ class Run:
         self._trainer_ended = False
         self._excused_crashes = 0
         """Engine crashes that the current Rollouter blames on a prompt."""
+        self._lost_workers: dict[tuple[int, int], Any] = {}
+        """The losses of workers, by the Rollouter's incarnation and their numbers."""
         self._validated: WeightsVersion | None = None
         """Newest version whose validation this process has recorded."""
         self._watchdog = Watchdog(config.timeouts.watchdog_s, start_s=config.timeouts.start_s)
@@ -382,6 +384,26 @@ class Run:
             explained = status["crash_isolation"]["explained"]
             self._budgets["replica"].excuse(max(0, explained - self._excused_crashes))
             self._excused_crashes = explained
+            self._count_lost_workers(status)
+
+    def _count_lost_workers(self, status: Any) -> None:
+        """Record the workers that the Rollouter has lost and replaced.
+
+        Raises:
+            InfraError: the budget of restarts is spent.
+        """
+        for lost in status.get("lost_workers", ()):
+            key = (status["incarnation"], lost.number)
+            if self._lost_workers.get(key) == lost:
+                continue
+            is_new = key not in self._lost_workers
+            self._lost_workers[key] = lost
+            number = 1 + list(self._lost_workers).index(key) + 1
+            detail = f"worker {lost.worker}; its samples go on with all turns that it had reported"
+            self._recorder.record_restart(Restart("worker", number, lost.at, lost.cause, lost.recovered_at, detail))
+            if is_new:
+                with attribute_failure_to("worker"):
+                    self._budgets["worker"].spend(time.monotonic(), InfraError(lost.cause))
 
     def _on_trainer_status(self, status: Any) -> None:
         self._status.trainer = status

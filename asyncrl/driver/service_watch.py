@@ -35,6 +35,7 @@ from rollouter.serving.options import rollout_app
 
 PART_TITLES: dict[PartName, str] = {
     "rollouter": "Rollouter",
+    "worker": "Rollouter's workers",
     "trainer": "Trainer",
     "queue": "sample queue",
     "store": "weight store",

@@ -40,6 +40,9 @@ CLOSE_S = 5.0
 MAX_DRAINED = 5_000
 """Largest number of events in one answer."""
 
+ForwardedEvents = tuple[str, Sequence[Mapping[str, Any]], int | None]
+"""The arguments of `Profiler.ingest`."""
+
 _context: ContextVar[Mapping[str, Any]] = ContextVar("profile_context", default={})  # noqa: B039  never mutated
 
 
@@ -383,6 +386,7 @@ class Profiler:
         self._enabled: frozenset[str] = frozenset()
         self._buffer = EventBuffer()
         self._writer: _EventWriter | None = None
+        self._forwarded: deque[ForwardedEvents] = deque(maxlen=MAX_DRAINED)
 
     def configure(self, part: str, settings: ProfilerSettings) -> None:
         """Start recording as `part`, the name of its file. Calling it again discards the previous state."""
@@ -481,12 +485,22 @@ class Profiler:
             lines.append(report)
         return [line.event for line in lines]
 
+    def drain_forwarded(self) -> list[ForwardedEvents]:
+        """Remove the events that other processes have forwarded to this one, in a process that does not write files."""
+        forwarded = list(self._forwarded)
+        self._forwarded.clear()
+        return forwarded
+
     def ingest(self, part: str, events: Sequence[Mapping[str, Any]], *, sent: int | None = None) -> None:
-        """Write events that `part` forwarded. Those without a step or a version get the current ones.
+        """Write events that `part` forwarded. Those without a step or a version get the current ones. A process that
+        does not write files keeps them for `drain_forwarded`.
 
         `sent`: the total that `part` has forwarded, including these. Events that never arrive are counted and reported.
         """
-        if not self._enabled or self._writer is None:
+        if not self._enabled:
+            return
+        if self._writer is None:
+            self._forwarded.append((part, events, sent))
             return
         step, version = self.place
         buffer = self._buffer

@@ -149,7 +149,7 @@ async def _generate(fleet: RecitingFleet, prompt: Prompt, groups: int, agent: Bu
 
     async def one(index: int) -> None:
         request = SampleRequest(SampleId(0, index), prompt, {"max_tokens": MAX_MODEL_LEN}, N)
-        made.extend(await GroupGeneration(fleet, request, agent=agent).run())
+        made.extend(await GroupGeneration(request, fleet=fleet, agent=agent).run())
 
     async with anyio.create_task_group() as tasks:
         for index in range(1, groups + 1):

@@ -42,8 +42,9 @@ def measure(options: argparse.Namespace) -> dict[str, Table]:
         from benchmarks.scale.glue import GlueWork, measure_glue
 
         works = [
-            GlueWork(options.samples, options.group, options.tokens, options.concurrent, replicas)
+            GlueWork(options.samples, options.group, options.tokens, options.concurrent, replicas, workers)
             for replicas in options.replicas
+            for workers in options.workers
         ]
         found["glue"] = measure_glue(works)
     if "queue" in only:
@@ -70,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "--replicas", type=_numbers, default=(1,), metavar="N,…", help="numbers of replicas of `glue` (default 1)"
     )
     parser.add_argument(
+        "--workers", type=_counts, default=(0,), metavar="N,…", help="values of rollout.num_workers (default 0)"
+    )
+    parser.add_argument(
         "--simulated", type=_numbers, default=(16, 1024), metavar="N,…", help="those of `dispatch` (default 16,1024)"
     )
     parser.add_argument("--rounds", type=positive, default=3, help="rounds of `queue` (default 3)")
@@ -82,6 +86,10 @@ def _names(text: str) -> tuple[str, ...]:
         if name not in ASPECTS:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ASPECTS)}")
     return names
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(0 if number == "0" else positive(number) for number in text.split(","))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

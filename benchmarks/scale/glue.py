@@ -47,6 +47,8 @@ class GlueWork:
     concurrent: int = 64
     """`rollout.max_concurrent_samples`."""
     replicas: int = 1
+    workers: int = 0
+    """`rollout.num_workers`."""
 
     @property
     def warm_up(self) -> int:
@@ -58,6 +60,7 @@ class GlueWork:
             f"rollout.response_length={self.tokens}",
             f"rollout.num_replicas={self.replicas}",
             f"rollout.max_concurrent_samples={self.concurrent}",
+            f"rollout.num_workers={self.workers}",
         )
         return check_config(None, overrides).require()
 
@@ -66,8 +69,8 @@ def measure_glue(works: Sequence[GlueWork]) -> Table:
     """Return a row for each measurement, each on a new Ray cluster and a new run directory."""
     rows = []
     for work in works:
-        print_progress(f"glue, {work.replicas} replicas")
-        namespace = f"bench-scale-{work.replicas}"
+        print_progress(f"glue, {work.replicas} replicas, {work.workers} workers")
+        namespace = f"bench-scale-{work.replicas}-{work.workers}"
         with (
             tempfile.TemporaryDirectory(prefix="scale-benchmark-") as directory,
             local_ray(namespace, num_cpus=work.replicas + 1),
@@ -103,6 +106,7 @@ async def _measure(work: GlueWork, directory: Path, namespace: str) -> dict[str,
         assert status is not None
         parts = {
             "Rollouter": [status["pid"]],
+            "workers": [worker["pid"] for worker in status.get("workers", ())],
             "replicas": replicas,
             "queue": [(await queue.status()).pid],
         }
@@ -121,7 +125,7 @@ async def _measure(work: GlueWork, directory: Path, namespace: str) -> dict[str,
             async for _ in rollouter.run():
                 pass
     await rollouter.kill()
-    return {"replicas": work.replicas, **found}
+    return {"replicas": work.replicas, "workers": work.workers, **found}
 
 
 async def _take(queue: QueueClient, taken: int, until: int) -> None:

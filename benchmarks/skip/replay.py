@@ -43,7 +43,7 @@ class EngineStage:
         self.calls += 1
         started = time.perf_counter()
         name = f"{request.sample_id}-{next(self._numbers)}"
-        made = await GroupGeneration(self._fleet, request, session=name).run()
+        made = await GroupGeneration(request, fleet=self._fleet, session=name).run()
         return Generated(request.prompt, tuple(made), time.perf_counter() - started)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import anyio
@@ -28,6 +28,7 @@ from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, ListPrompts, ManualClock, MemoryPayloads, MemoryTurns, make_prompt
+from tests.fakes.workers import LocalWorkers
 
 NUM_PROMPTS = 100
 Error = TypeVar("Error", bound=Exception)
@@ -71,6 +72,7 @@ class DispatcherRig:
         over_sample: OverSampleConfig | None = None,
         agent: ConversationAgent | None = None,
         dump: TrajectoryDump | None = None,
+        num_workers: int = 0,
     ) -> None:
         self.config = Config(
             mode=mode,
@@ -95,6 +97,8 @@ class DispatcherRig:
         self.fleet = fleet or FakeFleet(hold=True)
         self.clock = ManualClock()
         self.served_version = ServedVersion(0, 0)
+        scorer = scorer or FakeScorer()
+        self.workers = LocalWorkers(num_workers, self.fleet, lambda: scorer, lambda: agent) if num_workers else None
         self.parts = rollout_parts(
             self.config,
             prompts=prompts,
@@ -102,22 +106,29 @@ class DispatcherRig:
             fleet=self.fleet,
             clock=self.clock,
             turns=self.turns,
-            scorer=scorer or FakeScorer(),
+            scorer=self.workers.scorer if self.workers is not None else scorer,
+            make_group=self.workers.make_group if self.workers is not None else None,
             served_version=lambda: self.served_version,
             agent=agent,
             dump=dump,
         )
         self.drops, self.waits = self.parts.drops, self.parts.waits
+        if self.workers is not None:
+            self.workers.pool.waits = self.waits
         self.dispatcher = Dispatcher(self.parts)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[DispatcherRig]:
         """Run the dispatcher during the block. Then close the queue, upon which the dispatcher has to end."""
         with anyio.fail_after(20):
-            async with anyio.create_task_group() as group:
-                group.start_soon(self.dispatcher.run)
-                yield self
-                await self.queue.close()
+            async with self._with_workers():
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self.dispatcher.run)
+                    yield self
+                    await self.queue.close()
+
+    def _with_workers(self) -> AbstractAsyncContextManager[None]:
+        return self.workers.running() if self.workers is not None else nullcontext()
 
     async def run(self, num_samples: int) -> list[int]:
         """Run until this many samples are leased, and return their indices."""
@@ -138,7 +149,8 @@ class DispatcherRig:
     async def fails(self, kind: type[Error]) -> Error:
         """Run until the dispatcher fails, and return the first failure."""
         with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
-            await self.dispatcher.run()
+            async with self._with_workers():
+                await self.dispatcher.run()
         error = first_failure(caught.value)
         assert isinstance(error, kind)
         return error

@@ -323,7 +323,7 @@ async def test_a_wait_for_a_replica_does_not_count_against_the_time_limit() -> N
     sessions = SampleSessions(CrashIsolation(3, waits=WaitBoard(), settle_s=0.0), TimeLimit(scope))
     with anyio.fail_after(10):
         async with anyio.create_task_group() as group:
-            group.start_soon(GroupGeneration(fleet, group_request(1), sessions=sessions).run)
+            group.start_soon(GroupGeneration(group_request(1), fleet=fleet, sessions=sessions).run)
             for _ in ("no replica is up", "the only replica has crashed"):
                 await anyio.wait_all_tasks_blocked()
                 assert scope.deadline == math.inf

@@ -351,14 +351,14 @@ def finishes(events_dir: Path) -> dict[int, tuple[str, int]]:
 
 
 async def test_the_baseline_has_a_separate_trajectory_event(events_dir: Path) -> None:
-    await GroupGeneration(FakeFleet(), group_request(2, baseline={"max_tokens": 4})).run()
+    await GroupGeneration(group_request(2, baseline={"max_tokens": 4}), fleet=FakeFleet()).run()
     assert finishes(events_dir) == {-1: ("stop", 2), 0: ("stop", 2), 1: ("stop", 2)}
 
 
 async def test_logged_turns_record_no_second_event(events_dir: Path) -> None:
     turns: dict[str, Turn] = {}
-    await GroupGeneration(FakeFleet(), group_request(2), turns=turns).run()
-    await GroupGeneration(FakeFleet(), group_request(2), turns={"0": turns["0"]}).run()
+    await GroupGeneration(group_request(2), fleet=FakeFleet(), turns=turns).run()
+    await GroupGeneration(group_request(2), fleet=FakeFleet(), turns={"0": turns["0"]}).run()
     assert sorted(one["trajectory"] for one in of(written(events_dir), "trajectory")) == [0, 1, 1]
 
 
@@ -487,7 +487,7 @@ class Shielded(OneTurn):
 @pytest.mark.parametrize("kept", [False, True])
 async def test_trajectories_beyond_n_are_recorded_as_surplus(events_dir: Path, agent: Any, kept: bool) -> None:
     """All trajectories end at once, before any of them can be cut."""
-    made = await GroupGeneration(FakeFleet(), group_request(2, extra=2), keep_surplus=kept, agent=agent).run()
+    made = await GroupGeneration(group_request(2, extra=2), fleet=FakeFleet(), keep_surplus=kept, agent=agent).run()
     recorded = finishes(events_dir)
     counted = {number for number, (reason, _) in recorded.items() if reason == "stop"}
     assert counted == {one.number for one in made} and len(counted) == (4 if kept else 2)
@@ -498,7 +498,7 @@ async def test_trajectories_that_end_during_the_baseline_are_surplus(events_dir:
     """Surplus trajectories are neither reported nor scored."""
     fleet = FakeFleet(answer=lambda request: [5] * (9 if "baseline" in request.request_id else 1), chunk_tokens=1)
     group = group_request(2, baseline={"max_tokens": 16}, extra=1)
-    generation = GroupGeneration(fleet, group)
+    generation = GroupGeneration(group, fleet=fleet)
     async with generation.running() as events:
         ended = [one.number async for together in events for one in together]
     made = generation.trajectories
@@ -512,7 +512,7 @@ async def test_a_complete_trajectory_that_is_cut_while_it_is_logged_is_surplus(e
     async def record_slowly(turns: Mapping[str, Turn]) -> None:
         await anyio.lowlevel.checkpoint()
 
-    (one,) = await GroupGeneration(FakeFleet(), group_request(1, extra=1), record_turns=record_slowly).run()
+    (one,) = await GroupGeneration(group_request(1, extra=1), fleet=FakeFleet(), record_turns=record_slowly).run()
     assert one.number == 0 and finishes(events_dir) == {0: ("stop", 2), 1: ("surplus", 2)}
 
 
@@ -646,7 +646,7 @@ async def test_users_programs_record_their_turns(events_dir: Path) -> None:
 
     group = SampleRequest(SampleId(0, 1), rig.prompt(), {"max_tokens": 50}, 3)
     with profile.context(sample="sample_0_1"):
-        await GroupGeneration(rig.fleet("12"), group, record_turns=record, agent=rig.made(rig.talk)).run()
+        await GroupGeneration(group, fleet=rig.fleet("12"), record_turns=record, agent=rig.made(rig.talk)).run()
     events = written(events_dir)
     for number in range(3):
         one = the(events, "trajectory", trajectory=number)

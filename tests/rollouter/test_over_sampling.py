@@ -160,7 +160,7 @@ def lengths(request: GenerateRequest) -> list[int]:
 @pytest.mark.parametrize(("extra", "finished"), [(0, 5), (2, 3)])
 async def test_the_first_n_trajectories_count_and_the_others_are_aborted(extra: int, finished: int) -> None:
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
-    generation = GroupGeneration(fleet, group_request(5 - extra, extra=extra))
+    generation = GroupGeneration(group_request(5 - extra, extra=extra), fleet=fleet)
     async with generation.running() as events:
         ended = [one.number async for together in events for one in together]
     made = generation.trajectories
@@ -174,10 +174,10 @@ async def test_logged_trajectories_count_before_new_ones(logged: list[int], used
     """A Rollouter died, and its successor finds these complete trajectories of four in the turn log."""
     log = FakeFleet(answer=lengths)
     turns: dict[str, Turn] = {}
-    await GroupGeneration(log, group_request(4), turns=turns).run()
+    await GroupGeneration(group_request(4), fleet=log, turns=turns).run()
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
     logged_turns = {str(number): turns[str(number)] for number in logged}
-    made = await GroupGeneration(fleet, group_request(2, extra=2), turns=logged_turns).run()
+    made = await GroupGeneration(group_request(2, extra=2), fleet=fleet, turns=logged_turns).run()
     assert [one.number for one in made] == used
     assert bool(fleet.requests) == (len(logged) < 2), "no engine is called if the log has enough trajectories"
 
@@ -258,9 +258,9 @@ async def test_logged_turns_are_used_only_in_the_same_context(answer: int, num_r
     """A Rollouter died after the second of three turns. The tools of its successor return the same result or another
     one."""
     turns: dict[str, Turn] = {}
-    await GroupGeneration(FakeFleet(), group_request(1), agent=ScriptedConverser(2), turns=turns).run()
+    await GroupGeneration(group_request(1), fleet=FakeFleet(), agent=ScriptedConverser(2), turns=turns).run()
     fleet = FakeFleet()
-    await GroupGeneration(fleet, group_request(1), agent=ScriptedConverser(3, answer), turns=turns).run()
+    await GroupGeneration(group_request(1), fleet=fleet, agent=ScriptedConverser(3, answer), turns=turns).run()
     assert len(fleet.requests) == num_requests
 
 

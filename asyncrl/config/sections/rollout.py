@@ -266,6 +266,9 @@ class RolloutConfig(NodePool):
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     tensor_parallel_size: Positive = 1
     """Number of GPUs (or CPU processes) of one engine."""
+    num_workers: NonNegative = 0
+    """Number of worker processes, on any node, that hold the conversations, run tools, your code and rewards, and call
+    the engines. 0: all of this runs in the Rollouter's process, and its event loop limits the responses per second."""
     max_concurrent_samples: Positive = 64
     """Maximum number of samples in generation at the same time, over all replicas."""
     max_num_seqs: Positive = 256
@@ -495,6 +498,15 @@ RULES: tuple[RuleFunction, ...] = (
                lambda c: c.rollout.agent.enabled and c.rollout.agent.timeout_s > c.timeouts.sample_s,
                "timeouts.sample_s = {c.timeouts.sample_s:g} s drops the sample first, so no agent gets that long",
                "lower it, or raise timeouts.sample_s to {c.rollout.agent.timeout_s:g} or more"),
+    ConfigRule("rollout.num_workers", lambda c: c.rollout.num_workers and c.rollout.agent.enabled,
+               "requests of your agent (rollout.agent) reach only the Rollouter's process, and its conversations would be "
+               "in the workers", "set it to 0"),
+    ConfigRule("rollout.num_workers", lambda c: c.rollout.num_workers and c.skip.tool.enable,
+               "tools run in the workers, and the records of skip.tool belong to the Rollouter's process",
+               "set it to 0, or skip.tool.enable=false"),
+    ConfigRule("rollout.num_workers", lambda c: c.rollout.num_workers and c.skip.reward.enable,
+               "workers score what they generate at once, and the records of skip.reward belong to the Rollouter's "
+               "process", "set it to 0, or skip.reward.enable=false"),
     ConfigRule("rollout.over_sample.samples",
                lambda c: c.rollout.over_sample.samples and c.async_training.deterministic,
                "async_training.deterministic trains samples in feed order, and over-sampling drops the slow ones",

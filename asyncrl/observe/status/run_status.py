@@ -57,7 +57,7 @@ class Restart:
 class ProcessInfo(NamedTuple):
     """One process of the run."""
 
-    part: Literal["driver", "queue", "store", "rollouter", "trainer", "rank", "replica", "engine"]
+    part: Literal["driver", "queue", "store", "rollouter", "worker", "trainer", "rank", "replica", "engine"]
     name: str
     """`queue`, `rank actor/0`, `replica abc123`, …"""
     pid: int

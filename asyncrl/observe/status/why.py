@@ -79,6 +79,7 @@ _INSIDE_ENGINE_WAIT = {
     "tool": "tool calls",
     "user": "answers of users or environments",
     "agent": "programs of agents",
+    "worker": "waits for the start of a worker",
 }
 """Work that happens while a sample waits for engines."""
 _REPLICA_PHASES = {

@@ -105,7 +105,7 @@ _SAMPLE_GROUPS: dict[str, tuple[str, str]] = {
     "sample.cut": ("lost", "trouble"),
 }
 _GROUP_ORDER = list(dict.fromkeys(group for group, _ in (*_PART_GROUPS.values(), *_SAMPLE_GROUPS.values())))
-_BLOCK_ORDER = ("trainer", "rank-", "rollouter", "replica-", SAMPLES, TRAJECTORIES, "queue", "driver")
+_BLOCK_ORDER = ("trainer", "rank-", "rollouter", "worker-", "replica-", SAMPLES, TRAJECTORIES, "queue", "driver")
 
 
 class TrackPlace(NamedTuple):

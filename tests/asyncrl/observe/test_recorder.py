@@ -286,7 +286,7 @@ def test_the_start_and_the_end_of_a_restart_are_shown_and_recorded_once() -> Non
         ("", "the queue is back after 500 ms (killed)"),
     ]
     summary = recorder.summary("completed", None)
-    assert summary["restarts"] == {"rollouter": 0, "trainer": 1, "queue": 1, "store": 0, "replica": 0}
+    assert summary["restarts"] == {"rollouter": 0, "worker": 0, "trainer": 1, "queue": 1, "store": 0, "replica": 0}
     assert [(each["part"], each["incarnation"], each["recovered_s"]) for each in summary["recovery"]] == [
         ("trainer", 2, pytest.approx(8.4)),
         ("queue", 2, pytest.approx(0.5)),

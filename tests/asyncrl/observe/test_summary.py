@@ -116,7 +116,7 @@ def test_the_summary_of_a_complete_run() -> None:
                 {"step": 2, "version": 2, "reward": 0.6},
             ],
         },
-        "restarts": {"rollouter": 0, "trainer": 0, "queue": 0, "store": 0, "replica": 0},
+        "restarts": {"rollouter": 0, "worker": 0, "trainer": 0, "queue": 0, "store": 0, "replica": 0},
         "recovery": [],
     }
 

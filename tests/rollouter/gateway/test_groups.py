@@ -20,7 +20,7 @@ async def test_each_trajectory_is_a_run_of_the_agent() -> None:
     rig = GatewayRig()
     fleet, turns = rig.fleet("12"), dict[str, Turn]()
     agent = rig.made(lambda task: rig.talk(task))
-    made = await GroupGeneration(fleet, group(rig, n=3), agent=agent, turns=turns).run()
+    made = await GroupGeneration(group(rig, n=3), fleet=fleet, agent=agent, turns=turns).run()
     assert [one.scores["agent"] for one in made] == [0.0, 1.0, 2.0]
     assert [len(one.turns) for one in made] == [2, 2, 2] and len({task.api_key for task in rig.tasks}) == 3
     assert sorted(fleet.sessions) == sorted(f"sample_0_1/{k}" for k in range(3) for _ in range(2))
@@ -32,9 +32,9 @@ async def test_logged_turns_are_not_generated_again() -> None:
     rig = GatewayRig()
     turns, fleet = dict[str, Turn](), rig.fleet("12")
     agent = rig.made(lambda task: rig.talk(task))
-    (first,) = await GroupGeneration(fleet, group(rig, n=1), agent=agent, turns=turns).run()
+    (first,) = await GroupGeneration(group(rig, n=1), fleet=fleet, agent=agent, turns=turns).run()
     idle = rig.fleet("99")
-    (again,) = await GroupGeneration(idle, group(rig, n=1), agent=agent, turns=turns).run()
+    (again,) = await GroupGeneration(group(rig, n=1), fleet=idle, agent=agent, turns=turns).run()
     assert idle.requests == []
     assert again.rows[0].response_ids.tolist() == first.rows[0].response_ids.tolist()
 
@@ -54,7 +54,7 @@ async def test_agents_of_surplus_trajectories_are_ended() -> None:
 
     agents = rig.made(agent)
     with anyio.fail_after(10):
-        made = await GroupGeneration(rig.fleet("12"), group(rig, n=2, extra=1), agent=agents).run()
+        made = await GroupGeneration(group(rig, n=2, extra=1), fleet=rig.fleet("12"), agent=agents).run()
     assert [one.scores["agent"] for one in made] == [0.0, 2.0] and ended == [1]
     late = await agents.gateway.answer(rig.tasks[1].api_key, "models", {})
     assert late.status == 409

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.core.failures import BugError, UserCodeError
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import Prompt
+from rollouter.workers.pool import WorkerPool
+from rollouter.workers.worker import WorkerReport
+from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
+from tests.fakes.engine import FakeFleet
+from tests.fakes.parts import FakeScorer
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_workers=st.integers(1, 3),
+    conversations=st.booleans(),
+    whole_group=st.booleans(),
+)
+def test_dying_workers_cost_no_sample_and_no_complete_turn(
+    seed: int, num_workers: int, conversations: bool, whole_group: bool
+) -> None:
+    anyio.run(live_through_deaths, seed, num_workers, conversations, whole_group)
+
+
+async def live_through_deaths(seed: int, num_workers: int, conversations: bool, whole_group: bool) -> None:
+    chance = random.Random(seed)
+    deaths = chance.randrange(6)
+
+    async def pace(_: object) -> None:
+        nonlocal deaths
+        for _ in range(chance.randrange(8)):
+            await anyio.lowlevel.checkpoint()
+        if deaths and chance.random() < 0.05:
+            deaths -= 1
+            chance.choice(workers.links[-num_workers:]).die()
+
+    agent = ScriptedConverser(2) if conversations else None
+    fleet = FakeFleet(pace=pace, chunk_tokens=1, num_replicas=2)
+    scorer = FakeScorer(gate=pace, whole_group=whole_group)
+    rig = DispatcherRig(permits=6, total=12, n=3, fleet=fleet, scorer=scorer, agent=agent, num_workers=num_workers)
+    assert rig.workers is not None
+    workers = rig.workers
+    async with rig.running():
+        samples = []
+        for version in range(2):
+            samples += leased_samples(await rig.lease(6, trainer_version=version))
+            await rig.queue.set_applied_version(version + 1)
+    assert sorted(sample.sample_id.index for sample in samples) == list(range(1, 13))
+    for sample in samples:
+        assert [row.reward for row in sample.rows] == [len(row.response_ids) for row in sample.rows]
+        assert len(sample.rows) == 3
+    # `MemoryTurns` refuses a turn that is recorded twice.
+    assert rig.turns.recorded == 12 * 3 * (2 if conversations else 1)
+    lost = workers.pool.status()["lost_workers"]
+    assert [one.number for one in lost] == list(range(1, len(lost) + 1))
+
+
+async def test_tokens_that_a_lost_worker_reported_are_not_generated_again() -> None:
+    stop = anyio.Event()
+    paces = 0
+
+    async def pace(session: str) -> None:
+        nonlocal paces
+        paces += 1
+        if paces == 3:
+            stop.set()
+            await anyio.sleep_forever()
+
+    fleet = FakeFleet(pace=pace, chunk_tokens=2, answer=lambda request: [7] * 6)
+    rig = DispatcherRig(permits=1, n=1, fleet=fleet, num_workers=2)
+    assert rig.workers is not None
+    async with rig.running():
+        await stop.wait()
+        await anyio.wait_all_tasks_blocked()
+        next(link for link in rig.workers.links if link.commands).die()
+        (sample,) = leased_samples(await rig.lease(1))
+    (first, second) = fleet.requests
+    assert first.so_far is None
+    assert second.so_far is not None and second.so_far.response_ids.tolist() == [7] * 4
+    assert sample.rows[0].response_ids.tolist() == [7] * 6 and fleet.generated_tokens == 6
+
+
+async def test_samples_wait_while_no_worker_is_up() -> None:
+    rig = DispatcherRig(permits=2, n=1, num_workers=1)
+    assert rig.workers is not None
+    rig.workers.can_start = anyio.Event()
+    async with rig.running():
+        await rig.fleet.until_in_flight(sample_name(1), sample_name(2))
+        rig.workers.links[0].die()
+        await anyio.wait_all_tasks_blocked()
+        assert ("worker", 2) in [(wait.edge, wait.count) for wait in rig.waits.snapshot()]
+        status = rig.workers.pool.status()
+        assert status["workers"] == [] and status["lost_workers"][0].recovered_at is None
+        rig.fleet.hold = False
+        rig.workers.can_start.set()
+        assert len((await rig.lease(2)).samples) == 2
+        assert rig.workers.pool.status()["lost_workers"][0].recovered_at is not None
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+async def test_a_worker_that_dies_while_it_scores_costs_the_scores_alone(whole_group: bool) -> None:
+    scoring, calls = anyio.Event(), 0
+
+    async def gate(prompt: Prompt) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            scoring.set()
+            await anyio.sleep_forever()
+
+    fleet = FakeFleet()
+    rig = DispatcherRig(
+        permits=1, n=2, fleet=fleet, scorer=FakeScorer(gate=gate, whole_group=whole_group), num_workers=2
+    )
+    assert rig.workers is not None
+    async with rig.running():
+        await scoring.wait()
+        await anyio.wait_all_tasks_blocked()
+        next(link for link in rig.workers.links if link.commands).die()
+        (sample,) = leased_samples(await rig.lease(1))
+    assert fleet.sessions == [sample_name(1)] and calls == 2
+    assert [row.reward for row in sample.rows] == [len(row.response_ids) for row in sample.rows]
+
+
+async def test_a_worker_that_does_not_answer_is_replaced() -> None:
+    rig = DispatcherRig(permits=1, n=1, num_workers=1)
+    assert rig.workers is not None
+    rig.workers.pool._limit_s = 0.2
+    (silent,) = rig.workers.links
+
+    async def hang() -> WorkerReport:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async with rig.running():
+        await rig.fleet.until_in_flight(sample_name(1))
+        silent.take = hang  # type: ignore[method-assign]
+        rig.fleet.hold = False
+        assert len((await rig.lease(1)).samples) == 1
+    assert silent.dead.is_set()
+    assert "did not answer within 0.2 s (timeouts.probe_s)" in rig.workers.pool.status()["lost_workers"][0].cause
+
+
+async def test_a_cancelled_sample_is_cancelled_in_its_worker() -> None:
+    rig = DispatcherRig(permits=1, n=2, sample_s=0.2, num_workers=1)
+    async with rig.running():
+        await rig.until_dropped(1)
+        await rig.fleet.until(lambda fleet: sample_name(1) in fleet.cancelled)
+    assert rig.drops.counts["took too long"] >= 1
+
+
+class Failing(FakeScorer):
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        raise UserCodeError("no")
+
+
+class Short(FakeScorer):
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        return (await super().score(prompt, trajectories))[1:]
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+async def test_failures_in_a_worker_stop_the_run_like_those_in_the_rollouter(whole_group: bool) -> None:
+    rig = DispatcherRig(fleet=FakeFleet(), scorer=Failing(whole_group=whole_group), num_workers=2)
+    assert (await rig.fails(UserCodeError)).message.endswith(": no")
+    rig = DispatcherRig(fleet=FakeFleet(), scorer=Short(whole_group=whole_group), num_workers=2)
+    assert "the scorer failed in a worker with ValueError" in (await rig.fails(BugError)).message
+
+
+async def test_a_worker_that_fails_as_a_whole_ends_the_run() -> None:
+    class Broken:
+        async def take(self) -> WorkerReport:
+            raise UserCodeError("its tool server does not start")
+
+        async def post(self, commands: object) -> None: ...
+
+        async def kill(self) -> None: ...
+
+    async def start(place: int) -> Broken:
+        raise AssertionError
+
+    with pytest.raises(UserCodeError, match="tool server"):
+        async with WorkerPool([Broken()], start, limit_s=60).running():
+            await anyio.sleep(10)
