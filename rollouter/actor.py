@@ -29,6 +29,7 @@ from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncover
 from rollouter.gateway.external import ExternalAgent
 from rollouter.gateway.protocol import GatewayResponse
 from rollouter.gateway.session import AgentGateway
+from rollouter.group_workers.pool import WorkerPool
 from rollouter.loading import RolloutTask, load_task
 from rollouter.rewards.scorer import CombinedScorer
 from rollouter.rollouter import Rollouter
@@ -38,8 +39,7 @@ from rollouter.serving.options import rollout_app
 from rollouter.serving.reward_model import ServedRewardModel
 from rollouter.trajectory_dump import make_dump
 from rollouter.weight_updates import RolloutStart
-from rollouter.workers.actor import ActorLink, start_link
-from rollouter.workers.pool import WorkerPool
+from rollouter.worker_actor import ActorLink, start_link
 from skip import SkipManager
 
 MAX_CONCURRENCY = 16

@@ -27,12 +27,12 @@ from asyncrl.core.ports import (
 from asyncrl.core.records import RecordSink
 from asyncrl.queue.sample_queue import SampleQueue
 from rollouter.dispatcher import Dispatcher
+from rollouter.group_workers.pool import WorkerGroup, WorkerPool, WorkerScorer
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
 from rollouter.validation import Validator
 from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
-from rollouter.workers.pool import WorkerGroup, WorkerPool, WorkerScorer
 
 
 class Rollouter:

@@ -121,11 +121,10 @@ class DispatcherRig:
     async def running(self) -> AsyncIterator[DispatcherRig]:
         """Run the dispatcher during the block. Then close the queue, upon which the dispatcher has to end."""
         with anyio.fail_after(20):
-            async with self._with_workers():
-                async with anyio.create_task_group() as group:
-                    group.start_soon(self.dispatcher.run)
-                    yield self
-                    await self.queue.close()
+            async with self._with_workers(), anyio.create_task_group() as group:
+                group.start_soon(self.dispatcher.run)
+                yield self
+                await self.queue.close()
 
     def _with_workers(self) -> AbstractAsyncContextManager[None]:
         return self.workers.running() if self.workers is not None else nullcontext()

@@ -12,9 +12,10 @@ import anyio
 
 from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import EngineFleet, RewardScorer
+from asyncrl.core.tasks import task_group
 from rollouter.agent.conversation import ConversationAgent
-from rollouter.workers.pool import WorkerGroup, WorkerPool, WorkerScorer
-from rollouter.workers.worker import Command, GroupWorker, WorkerReport
+from rollouter.group_workers.pool import WorkerGroup, WorkerPool, WorkerScorer
+from rollouter.group_workers.worker import Command, GroupWorker, WorkerReport
 
 
 def travelled(value: Any) -> Any:
@@ -107,10 +108,15 @@ class LocalWorkers:
         self.scorer = WorkerScorer(self.pool, scorer())
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as self._tasks:
+    async def processes(self) -> AsyncIterator[None]:
+        """Run the workers without the pool, which a Rollouter runs itself."""
+        async with task_group() as self._tasks:
             for link in self.links:
                 self._tasks.start_soon(link.run)
-            async with self.pool.running():
-                yield
+            yield
             self._tasks.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self.processes(), self.pool.running():
+            yield

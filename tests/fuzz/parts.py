@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from rollouter.loading import RolloutTask
 from rollouter.rollouter import Rollouter
 from skip import SkipManager
 from tests.fakes.parts import FakeScorer, ListPrompts, make_prompt
+from tests.fakes.workers import LocalWorkers
 from tests.fuzz.files import MemoryFiles, MemoryTrainedSteps
 from tests.fuzz.fleet import FuzzFleet
 from tests.fuzz.process import Process
@@ -36,6 +38,10 @@ from trainer.schedule import LoopSettings
 
 if TYPE_CHECKING:
     from tests.fuzz.launch import LaunchOfRun
+
+
+WORKER_DEATHS = 0.002
+"""Probability that a worker dies, for each message between it and the Rollouter."""
 
 
 class FuzzPart:
@@ -125,6 +131,18 @@ class RolloutPart(FuzzPart):
         if world.records is not None:
             SkipManager.skip_instances = {"async_rollout": FuzzRecords(world, world.records, process.gate)}
         feed = ObjectStoreFeed(launch.store_host.handle(process.gate), call_s=world.setup.call_s)
+        fleet = gated(FuzzFleet(launch.config, launch.engines, feed, world.watched[-1]))
+        workers = None
+        if num_workers := launch.config.rollout.num_workers:
+
+            async def pause() -> None:
+                await process.gate.passing()
+                await world.pause()
+                if workers is not None and world.rng.random() < WORKER_DEATHS:
+                    world.log("a worker dies")
+                    world.rng.choice(workers.links[-num_workers:]).die()
+
+            workers = LocalWorkers(num_workers, fleet, lambda: task.scorer, lambda: agent, pause=pause, limit_s=PROBE_S)
         rollouter = Rollouter(
             launch.config,
             task,
@@ -132,7 +150,8 @@ class RolloutPart(FuzzPart):
             payloads=gated(MemoryFiles(files, world.pause)),
             turns=gated(files.turns),
             feed=feed,
-            fleet=gated(FuzzFleet(launch.config, launch.engines, feed, world.watched[-1])),
+            fleet=fleet,
+            workers=workers.pool if workers is not None else None,
             sink=process,
             start=launch.rollout_start(),
             clock=anyio.current_time,
@@ -140,7 +159,8 @@ class RolloutPart(FuzzPart):
         )
         self.board = rollouter.waits
         process.stops_by(rollouter.stop)
-        await rollouter.run()
+        async with workers.processes() if workers is not None else nullcontext():
+            await rollouter.run()
 
 
 class TrainPart(FuzzPart):

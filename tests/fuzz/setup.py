@@ -98,6 +98,7 @@ class FuzzSetup:
             f"{self.max_turns} turns{' in rows' if self.forks else ''}, "
             f"{'no' if self.num_recorded is None else self.num_recorded} records, "
             f"{self.num_replicas} replicas{', attached' if self.attaches else ''}, "
+            f"{self.config.rollout.num_workers} workers, "
             f"calls of {self.call_s:g} s, poison {self.poison}, validation every "
             f"{training.test_freq if self.config.has_validation else 'never'}; {faults}"
         )
@@ -142,6 +143,7 @@ def draw(seed: int) -> FuzzSetup:
             "n": rng.randint(1, 2),
             "max_concurrent_samples": rng.randint(1, 6),
             "response_length": 8,
+            "num_workers": random.Random(f"workers {seed}").choice([0, 0, 1, 2]),
             "attach": "servers" if random.Random(f"attach {seed}").random() < 0.2 else None,
         },
         "async_training": {

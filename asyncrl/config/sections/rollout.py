@@ -499,8 +499,8 @@ RULES: tuple[RuleFunction, ...] = (
                "timeouts.sample_s = {c.timeouts.sample_s:g} s drops the sample first, so no agent gets that long",
                "lower it, or raise timeouts.sample_s to {c.rollout.agent.timeout_s:g} or more"),
     ConfigRule("rollout.num_workers", lambda c: c.rollout.num_workers and c.rollout.agent.enabled,
-               "requests of your agent (rollout.agent) reach only the Rollouter's process, and its conversations would be "
-               "in the workers", "set it to 0"),
+               "requests of your agent (rollout.agent) reach the Rollouter's process only, and its conversations would "
+               "be in the workers", "set it to 0"),
     ConfigRule("rollout.num_workers", lambda c: c.rollout.num_workers and c.skip.tool.enable,
                "tools run in the workers, and the records of skip.tool belong to the Rollouter's process",
                "set it to 0, or skip.tool.enable=false"),

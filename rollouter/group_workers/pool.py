@@ -32,8 +32,7 @@ from asyncrl.core.types import Prompt
 from asyncrl.core.waits import Wait, WaitBoard
 from asyncrl.profiling import profile
 from rollouter.group import GroupSessions, TrajectoryGroup, is_complete
-from rollouter.requests import BASELINE, number_of
-from rollouter.workers.worker import (
+from rollouter.group_workers.worker import (
     AllowSession,
     Command,
     EndGroup,
@@ -52,6 +51,7 @@ from rollouter.workers.worker import (
     WorkerState,
     number_in_group,
 )
+from rollouter.requests import BASELINE, number_of
 
 logger = logging.getLogger(__name__)
 
@@ -246,10 +246,10 @@ class WorkerPool:
     async def running(self) -> AsyncIterator[None]:
         """Keep the workers running during the block, and then end them.
 
-        Raises:
+        Raises (inside an exception group):
             BugError, ConfigError, UserCodeError: a worker failed, and another one would fail, too.
         """
-        async with task_group() as tasks:
+        async with anyio.create_task_group() as tasks:
             for place, link in enumerate(self._links):
                 tasks.start_soon(self._keep, place, link)
             yield

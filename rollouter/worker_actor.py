@@ -18,11 +18,11 @@ from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraEr
 from asyncrl.core.worker_threads import keep_worker_threads
 from asyncrl.profiling import ProfilerSettings, profile
 from rollouter.coverage import UnavailableFleet
+from rollouter.group_workers.worker import Command, GroupWorker, WorkerReport
 from rollouter.loading import load_scoring
 from rollouter.rewards.scorer import CombinedScorer
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.reward_model import ServedRewardModel
-from rollouter.workers.worker import Command, GroupWorker, WorkerReport
 
 KILL_S = 5.0
 """Time limit for Ray to accept that a worker is ended."""

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.core.failures import BugError, UserCodeError
+from asyncrl.core.failures import BugError, UserCodeError, first_failure
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
-from rollouter.workers.pool import WorkerPool
-from rollouter.workers.worker import WorkerReport
+from rollouter.group_workers.pool import WorkerPool
+from rollouter.group_workers.worker import WorkerReport
 from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer
@@ -189,6 +189,7 @@ async def test_a_worker_that_fails_as_a_whole_ends_the_run() -> None:
     async def start(place: int) -> Broken:
         raise AssertionError
 
-    with pytest.raises(UserCodeError, match="tool server"):
+    with pytest.raises(ExceptionGroup) as caught:
         async with WorkerPool([Broken()], start, limit_s=60).running():
             await anyio.sleep(10)
+    assert str(first_failure(caught.value)) == "its tool server does not start"
