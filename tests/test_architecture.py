@@ -25,7 +25,7 @@ SAMPLE = [
     WalkStep("permit", "asyncrl.queue.operations:PermitsGranted.apply",
              "If pacing allows it, the queue grants a permit with a sample id."),
     WalkStep("ask", "rollouter.sample_runner:ask_for", "The runner builds the request for the sample's trajectories."),
-    WalkStep("generate", "rollouter.group:GroupGeneration.running",
+    WalkStep("generate", "rollouter.group:TrajectoryGroup.running",
              "The group generates its trajectories as single turns or as conversations."),
     WalkStep("call", "rollouter.serving.client:generate",
              "The client calls replicas, again after an abort or a crash, until every turn is complete."),

@@ -147,7 +147,7 @@ class DispatcherRig:
 
     async def fails(self, kind: type[Error]) -> Error:
         """Run until the dispatcher fails, and return the first failure."""
-        with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
+        with anyio.fail_after(20), pytest.raises((ExceptionGroup, kind)) as caught:
             async with self._with_workers():
                 await self.dispatcher.run()
         error = first_failure(caught.value)
