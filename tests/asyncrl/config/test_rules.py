@@ -39,6 +39,7 @@ OVER: Changes = {"rollout.over_sample.samples": 0.5}
 RECORD: Changes = {"skip.async_rollout.enable": True, "skip.async_rollout.steps": "all"}
 RECORD_BATCHES: Changes = {"skip.rollout.enable": True, "skip.rollout.steps": "all", "mode": "sync"}
 RECORD_TOOLS: Changes = {"skip.tool.enable": True, "skip.tool.steps": "all"}
+RECORD_REWARDS: Changes = {"skip.reward.enable": True, "skip.reward.steps": "all"}
 OWN_ROLE: Changes = {"skip.modules": ["sums"], "skip.roles": {"sums": {"enable": True, "steps": "all"}}}
 NSYS: Changes = {"profiler.tool": "nsys", "profiler.steps": [1]}
 
@@ -57,6 +58,9 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("data.train_files", {"data.train_files": []}, "no prompts"),
     ("data.train_files", {"data.reasoning_gym": {"task": "chain_sum"}}, "chain_sum generates the prompts"),
     ("rollout.attach", {"rollout.attach": "servers"}, "a cluster of its own"),
+    ("rollout.num_workers", AGENT | {"rollout.num_workers": 2}, "reach the Rollouter's process only"),
+    ("rollout.num_workers", RECORD_TOOLS | TOOLS | {"rollout.num_workers": 2}, "the records of skip.tool"),
+    ("rollout.num_workers", RECORD_REWARDS | {"rollout.num_workers": 2}, "score what they generate"),
     ("rollout.autoscaling.max_replicas", {"rollout.autoscaling": {"enable": True}}, "no other number"),
     (
         "rollout.num_replicas",

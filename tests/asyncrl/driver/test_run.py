@@ -26,6 +26,7 @@ from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View
 from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.storage.run_dir import RunDir
+from rollouter.group_workers.pool import LostWorker
 from rollouter.weight_updates import RolloutStart
 from tests.fakes.parts import ManualClock
 from tests.fakes.run_states import queue_status, report
@@ -291,6 +292,24 @@ async def test_crashes_caused_by_a_prompt_are_not_charged_to_the_replicas(tmp_pa
     assert budget.spend(3.0, died) == 1
     with pytest.raises(InfraError, match="failed 2 times"):
         budget.spend(4.0, died)
+
+
+async def test_lost_workers_are_recorded_once_and_charged_to_their_budget(tmp_path: Path) -> None:
+    driver = RunRig(tmp_path, recovery={"max_restarts": 2})
+
+    def report_lost(*lost: LostWorker, incarnation: int = 1) -> list[tuple[str, int, float | None]]:
+        status = {"waits": [], "crash_isolation": {"explained": 0}, "incarnation": incarnation}
+        driver.run._on_rollouter_status({**status, "lost_workers": list(lost)})
+        return [(one.part, one.incarnation, one.recovered_at) for one in driver.recorder.dashboard.restarts]
+
+    first = LostWorker(1, 0, at=5.0, cause="it died")
+    for _ in range(3):
+        assert report_lost(first) == [("worker", 2, None)]
+    assert report_lost(first._replace(recovered_at=7.0)) == [("worker", 2, 7.0)]
+    # A new Rollouter counts from 1 again.
+    assert report_lost(first._replace(at=9.0), incarnation=2) == [("worker", 2, 7.0), ("worker", 3, None)]
+    with pytest.raises(InfraError, match="the Rollouter's workers failed 3 times"):
+        report_lost(LostWorker(2, 1, at=10.0, cause="again"), incarnation=2)
 
 
 async def test_messages_about_records_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
