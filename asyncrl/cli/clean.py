@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import click
 
@@ -27,6 +28,7 @@ def clean(address: str, dry_run: bool, as_json: bool) -> int:
     with connected(address):
         from asyncrl.driver.leftovers import find_leftovers, remove_leftovers
 
+        logging.getLogger("ray.serve").setLevel("ERROR")  # its import has set another level
         apps = find_leftovers() if dry_run else remove_leftovers()
     if as_json:
         click.echo(json.dumps({"applications": list(apps), "removed": not dry_run}, indent=2))

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -73,10 +74,7 @@ def connected(address: str) -> Iterator[None]:
         os.environ.setdefault(name, value)
     import ray
 
-    for name in ("ray", "ray.serve"):
-        logging.getLogger(name).setLevel("ERROR")
     _init(address)
-
     try:
         yield
     finally:
@@ -189,14 +187,15 @@ def _start(config: Config, namespace: str) -> None:
     private = config.ray.address is None
     for name, value in {**worker_environment(config), **(_PRIVATE if private else {})}.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("ray").setLevel("DEBUG" if config.logging.level == "debug" else "ERROR")
+    debug = config.logging.level == "debug"
     if not private:
-        _init(config.ray.address, namespace=namespace, runtime_env=_runtime_env(config))
+        _init(config.ray.address, debug=debug, namespace=namespace, runtime_env=_runtime_env(config))
         return
     # Logical slots, one for each thread of the engines; the operating system shares the cores.
     slots = config.rollout.max_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
     _init(
         None,
+        debug=debug,
         namespace=namespace,
         num_cpus=max(os.cpu_count() or 1, slots + 1),
         object_store_memory=config.ray.object_store_memory_bytes,
@@ -217,7 +216,7 @@ def _runtime_env(config: Config) -> dict[str, Any] | None:
     return {**given, **({"py_modules": [*given.get("py_modules", ()), *code]} if code else {})} or None
 
 
-def _init(address: str | None, **options: Any) -> None:
+def _init(address: str | None, *, debug: bool = False, **options: Any) -> None:
     """Connect to the cluster at `address`; None: start one.
 
     Raises:
@@ -225,27 +224,57 @@ def _init(address: str | None, **options: Any) -> None:
     """
     import ray
 
+    logging.getLogger("ray").setLevel("DEBUG" if debug else "ERROR")  # the import has set another level
     _redirect_messages(ray)
+    # Without `local` Ray would join a running cluster that it finds on this machine.
+    connect = partial(ray.init, address=address or "local", log_to_driver=False, configure_logging=False, **options)
+    given = f"ray.address={address or 'null'}"
     try:
-        # Without `local` Ray would join a running cluster that it finds on this machine.
-        ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **options)
+        if address is None or not _connected_at_once(connect):
+            connect()
     except Exception as error:  # noqa: BLE001  Ray raises many types here, and all mean that there is no cluster
-        raise InfraError.wrap(
-            f"ray.address={address or 'null'}: Ray did not start, so nothing runs: {error}; {_fix(address, error)}",
-            error,
-        ) from None
+        if _wants_token(error):
+            raise InfraError(
+                f"{given}: the cluster requires its token, so nothing runs: `export RAY_AUTH_MODE=token` and "
+                "`export RAY_AUTH_TOKEN=...` (or put the token into ~/.ray/auth_token, or the path of its file into "
+                "RAY_AUTH_TOKEN_PATH); `ray get-auth-token` prints it on the head node"
+            ) from None
+        if address is None:
+            logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+            fix = f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
+        else:
+            fix = "check the address, or leave it null for a private cluster on this machine"
+        raise InfraError.wrap(f"{given}: Ray did not start, so nothing runs: {error}; {fix}", error) from None
 
 
-def _fix(address: str | None, error: Exception) -> str:
-    if "InvalidAuthToken" in str(error) or type(error).__name__ == "AuthenticationError":
-        return (
-            "the cluster wants its token: `export RAY_AUTH_MODE=token` and `export RAY_AUTH_TOKEN=...` (or put it into "
-            "~/.ray/auth_token, or its path into RAY_AUTH_TOKEN_PATH); `ray get-auth-token` prints it on the head node"
-        )
-    if address is None:
-        logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
-        return f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
-    return "check the address, or leave it null for a private cluster on this machine"
+def _connected_at_once(connect: Callable[[], object]) -> bool:
+    """Try to connect once, because Ray tries for 20 s even if the cluster refuses its token.
+
+    Returns:
+        Whether the cluster answered.
+
+    Raises:
+        ConnectionError: it requires its token.
+        Others: the errors of Ray after the connection.
+    """
+    limit = "RAY_gcs_server_port_wait_time_s"
+    if limit in os.environ:
+        return False
+    os.environ[limit] = "1"
+    try:
+        connect()
+    except ConnectionError as error:
+        if _wants_token(error):
+            raise
+        return False
+    finally:
+        del os.environ[limit]
+    return True
+
+
+def _wants_token(error: Exception) -> bool:
+    text = "".join(traceback.format_exception(error))  # Ray wraps the error several times
+    return "InvalidAuthToken" in text or "AuthenticationError" in text
 
 
 def _redirect_messages(ray: Any) -> None:
