@@ -23,7 +23,7 @@ from asyncrl.config.import_path import own_code
 from asyncrl.config.interpolation import texts
 from asyncrl.config.plan import MachineResources
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import DeadlineError, InfraError
+from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 from asyncrl.driver import processes
 from asyncrl.storage.run_dir import RAY_LOGS
 
@@ -38,6 +38,9 @@ _QUIET = {
 }
 _PRIVATE = {"RAY_raylet_start_wait_time_s": "120"}
 """Environment of a private cluster: on a busy machine, its node starts late."""
+_SHARED = {"RAY_gcs_server_port_wait_time_s": "1"}
+"""Environment of a driver on a shared cluster: one attempt to connect, which may take 40 s. Ray makes 20, even if the
+cluster refuses its token."""
 # With Ray's defaults, seconds pass before a call to a dead process fails, and before a hung process is killed; and the
 # GCS, which keeps 100,000 finished calls for Ray's dashboard, grows for hours.
 _RAY_SETTINGS = {
@@ -68,9 +71,10 @@ def connected(address: str) -> Iterator[None]:
     """Connect to a running cluster for the block, as a driver of its own. Blocking.
 
     Raises:
-        InfraError: the cluster does not answer.
+        ConfigError: the cluster requires its token.
+        InfraError: it does not answer.
     """
-    for name, value in _QUIET.items():
+    for name, value in {**_QUIET, **_SHARED}.items():
         os.environ.setdefault(name, value)
     import ray
 
@@ -95,7 +99,8 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
         stale: namespace of an earlier driver of this run that has ended.
 
     Raises:
-        InfraError: Ray cannot start, or the cluster at `ray.address` does not answer.
+        ConfigError: the cluster at `ray.address` requires its token.
+        InfraError: Ray cannot start, or the cluster does not answer.
         DeadlineError: leftovers were not removed within `timeouts.start_s`.
     """
     processes.adopt_orphans()
@@ -185,7 +190,7 @@ def link_logs(logs: Path) -> None:
 
 def _start(config: Config, namespace: str) -> None:
     private = config.ray.address is None
-    for name, value in {**worker_environment(config), **(_PRIVATE if private else {})}.items():
+    for name, value in {**worker_environment(config), **(_PRIVATE if private else _SHARED)}.items():
         os.environ.setdefault(name, value)
     debug = config.logging.level == "debug"
     if not private:
@@ -220,21 +225,20 @@ def _init(address: str | None, *, debug: bool = False, **options: Any) -> None:
     """Connect to the cluster at `address`; None: start one.
 
     Raises:
-        InfraError: the reason, with a fix.
+        ConfigError: the cluster requires its token.
+        InfraError: any other reason, with a fix.
     """
     import ray
 
     logging.getLogger("ray").setLevel("DEBUG" if debug else "ERROR")  # the import has set another level
     _redirect_messages(ray)
-    # Without `local` Ray would join a running cluster that it finds on this machine.
-    connect = partial(ray.init, address=address or "local", log_to_driver=False, configure_logging=False, **options)
     given = f"ray.address={address or 'null'}"
     try:
-        if address is None or not _connected_at_once(connect):
-            connect()
+        # Without `local` Ray would join a running cluster that it finds on this machine.
+        ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **options)
     except Exception as error:  # noqa: BLE001  Ray raises many types here, and all mean that there is no cluster
         if _wants_token(error):
-            raise InfraError(
+            raise ConfigError(
                 f"{given}: the cluster requires its token, so nothing runs: `export RAY_AUTH_MODE=token` and "
                 "`export RAY_AUTH_TOKEN=...` (or put the token into ~/.ray/auth_token, or the path of its file into "
                 "RAY_AUTH_TOKEN_PATH); `ray get-auth-token` prints it on the head node"
@@ -245,31 +249,6 @@ def _init(address: str | None, *, debug: bool = False, **options: Any) -> None:
         else:
             fix = "check the address, or leave it null for a private cluster on this machine"
         raise InfraError.wrap(f"{given}: Ray did not start, so nothing runs: {error}; {fix}", error) from None
-
-
-def _connected_at_once(connect: Callable[[], object]) -> bool:
-    """Try to connect once, because Ray tries for 20 s even if the cluster refuses its token.
-
-    Returns:
-        Whether the cluster answered.
-
-    Raises:
-        ConnectionError: it requires its token.
-        Others: the errors of Ray after the connection.
-    """
-    limit = "RAY_gcs_server_port_wait_time_s"
-    if limit in os.environ:
-        return False
-    os.environ[limit] = "1"
-    try:
-        connect()
-    except ConnectionError as error:
-        if _wants_token(error):
-            raise
-        return False
-    finally:
-        del os.environ[limit]
-    return True
 
 
 def _wants_token(error: Exception) -> bool:

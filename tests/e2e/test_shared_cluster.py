@@ -232,5 +232,5 @@ def test_a_cluster_without_room_or_without_its_token_is_refused_in_a_line(tmp_pa
         run_dir = f"run_dir={tmp_path / 'run'}"
         for arguments in ([*keys, "--dry-run"], [*keys, run_dir], ["clean", "--address", address]):
             code, printed = asyncrl(*arguments)
-            assert code == 1, printed
+            assert code == 2, printed
             assert "`export RAY_AUTH_MODE=token`" in " ".join(printed.split()) and "Traceback" not in printed, printed
