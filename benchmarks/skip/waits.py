@@ -120,7 +120,7 @@ class LogTurns(FileJob):
 
     async def by_thread(self, step: int) -> None:
         for number, turn in enumerate(self.turns(step)):
-            await self.log.record(SampleId(0, step + 1), str(number), turn)
+            await self.log.record(SampleId(0, step + 1), {str(number): turn})
         await self.log.forget(SampleId(0, step + 1))
 
     async def by_aiofiles(self, step: int) -> None:
