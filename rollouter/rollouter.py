@@ -27,7 +27,7 @@ from asyncrl.core.ports import (
 from asyncrl.core.records import RecordSink
 from asyncrl.queue.sample_queue import SampleQueue
 from rollouter.dispatcher import Dispatcher
-from rollouter.group_workers.pool import WorkerGroup, WorkerPool, WorkerScorer
+from rollouter.group_workers.pool import RemoteGroup, WorkerPool, WorkerScorer
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
@@ -67,7 +67,7 @@ class Rollouter:
             turns=turns,
             fleet=fleet,
             scorer=task.scorer if workers is None else WorkerScorer(workers, task.scorer),
-            make_group=None if workers is None else partial(WorkerGroup, pool=workers),
+            make_group=None if workers is None else partial(RemoteGroup, pool=workers),
             served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
             agent=task.agent,
             dump=dump,

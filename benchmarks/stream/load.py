@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.core.ports import EngineCrashed, GenerateRequest, TurnFinished, TurnProgress
-from benchmarks.stream.results import Chunk, StreamedResponse
+from benchmarks.stream.results import StreamedChunk, StreamedResponse
 from benchmarks.stream.workload import TracedSession, TracedTurn
 
 if TYPE_CHECKING:
@@ -193,14 +193,14 @@ class LoadGenerator:
     async def _request(
         self, context: NDArray[np.int32], turn: TracedTurn, session: str
     ) -> tuple[StreamedResponse, list[int] | None]:
-        sent, chunks, error = self.now(), list[Chunk](), ""
+        sent, chunks, error = self.now(), list[StreamedChunk](), ""
         ids: list[int] | None = []
         self.in_flight += 1
         try:
             with anyio.fail_after(self._timeout_s):
                 async with aclosing(self._client.stream(context, turn.output_tokens, session=session)) as arrivals:
                     async for arrived in arrivals:
-                        chunks.append(Chunk(self.now(), arrived.tokens))
+                        chunks.append(StreamedChunk(self.now(), arrived.tokens))
                         ids = None if ids is None or arrived.ids is None else [*ids, *arrived.ids]
             if not chunks:
                 error = "the response has no token"

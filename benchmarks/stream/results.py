@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
-class Chunk(NamedTuple):
+class StreamedChunk(NamedTuple):
     at: float
     tokens: int
 
@@ -27,7 +27,7 @@ class StreamedResponse:
     """One measured request."""
 
     sent: float
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StreamedChunk, ...]
     """Those with tokens."""
     error: str = ""
     """Why it failed; its chunks are those that arrived before."""

@@ -1,10 +1,10 @@
 """The Rollouter's side of its workers: chooses one for each group, follows their events, and replaces lost workers.
 
-    SampleRunner, Validator ─▶ WorkerGroup ─▶ WorkerPool ── commands ──▶ worker with the fewest groups
+    SampleRunner, Validator ─▶ RemoteGroup ─▶ WorkerPool ── commands ──▶ worker with the fewest groups
                                ▲ turns, sessions, trajectories, scores ◀── events ──┘
                                └ WorkerLostError: continues on another worker, with all that the lost one had reported
 
-A `WorkerGroup` is a `TrajectoryGroup` like one that is generated in this process: crash isolation, time limits and the
+A `RemoteGroup` is a `TrajectoryGroup` like one that is generated in this process: crash isolation, time limits and the
 turn log are the Rollouter's. A worker may die at any time, which costs its groups the time since its last reports. This
 module knows workers as `WorkerLink`s, without Ray.
 """
@@ -372,7 +372,7 @@ class WorkerScorer:
 
 
 @dataclass
-class WorkerGroup(TrajectoryGroup):
+class RemoteGroup(TrajectoryGroup):
     """A group that a worker generates and scores."""
 
     _: KW_ONLY

@@ -24,9 +24,9 @@ from starlette.routing import Route
 from benchmarks.stream import __main__ as program
 from benchmarks.stream.load import Arrived, LoadGenerator
 from benchmarks.stream.results import (
-    Chunk,
     LatencyBound,
     Round,
+    StreamedChunk,
     StreamedResponse,
     SyncWindow,
     latency,
@@ -105,7 +105,7 @@ def test_a_malformed_trace_is_refused_with_its_line(tmp_path: Path, line: str, w
 
 
 def response(sent: float, *chunks: tuple[float, int], error: str = "") -> StreamedResponse:
-    return StreamedResponse(sent, tuple(Chunk(*chunk) for chunk in chunks), error)
+    return StreamedResponse(sent, tuple(StreamedChunk(*chunk) for chunk in chunks), error)
 
 
 STEADY = response(0.0, (0.5, 1), (0.6, 2), (0.9, 2))
