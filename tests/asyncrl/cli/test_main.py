@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -94,7 +95,8 @@ def test_a_row_that_cannot_be_used_is_refused_before_anything_starts(
     text = json.loads(out)["problems"][0]["consequence"] if "--json" in options else err
     assert f"{file}, line 2: field 'prompt[1]' is a message of the assistant" in text
     if "--json" not in options:
-        assert f"data.train_files = {file}  (command line)" in err and "fix: correct the row, or remove it" in err
+        assert re.search(r"data\.train_files = /.*  \(command line\)", err), "long values are shortened"
+        assert "fix: correct the row, or remove it" in err
 
 
 def test_a_bad_config_is_refused_with_key_value_consequence_and_fix(cli: CommandLine) -> None:

@@ -179,7 +179,7 @@ def test_a_full_disk_is_logged_once_and_does_not_end_the_run(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(Path, "write_text", full)
+        patched.setattr(Path, "open", full)
         for second in range(3):
             file.write_now(later(STUCK, second))
         assert write_stall(tmp_path, STUCK) is None

@@ -117,7 +117,8 @@ def test_more_replicas_never_make_fixed_lengths_slower(mode: str, tokens: int, r
     fewer, more = (
         simulate(fixed, mode=mode, rollout__num_replicas=number).wall_s for number in (replicas, replicas + 1)
     )
-    assert more <= fewer * (1 + 1e-9)
+    # With partial rollouts, the updates interrupt other requests, and each interruption costs a prefill.
+    assert more <= fewer * (1.02 if mode.startswith("d") else 1 + 1e-9)
 
 
 @settings(max_examples=10, deadline=None)

@@ -303,12 +303,16 @@ async def test_sources_score_concurrently() -> None:
 
 
 async def test_functions_share_max_concurrency() -> None:
-    inside, most = 0, 0
+    inside, most, full = 0, 0, anyio.Event()
 
     async def reward(**given: Any) -> float:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
+        if most == 3:
+            full.set()
+        with anyio.move_on_after(5):  # the groups come from threads, one after another
+            await full.wait()
         for _ in range(5):
             await anyio.lowlevel.checkpoint()
         inside -= 1
