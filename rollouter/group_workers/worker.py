@@ -142,7 +142,6 @@ class WorkerState:
     waits: Sequence[Wait]
     agent: Mapping[str, float]
     """Cumulative counts of the agent, see `ConversationAgent.status`."""
-    health: Any = None
 
 
 @dataclass(frozen=True, slots=True)
