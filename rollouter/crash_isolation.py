@@ -366,11 +366,13 @@ class SampleSessions:
         While one of them has a replica, the limit is not paused: its requests may never end, and a replica that waits
         for its running requests accepts no others.
         """
-        self._set_replica(session, False)
+        self._has_replica[session] = False
+        self._update_pause()
         try:
             yield
         finally:
-            self._set_replica(session, None)
+            self._has_replica.pop(session, None)
+            self._update_pause()
 
     def place(self, session: str, replica: str) -> None:
         """Record the replica that now has the session's requests; an empty name means that there is none."""
@@ -399,12 +401,13 @@ class SampleSessions:
             self._isolation.suspend(session)
         self._open.clear()
 
-    def _set_replica(self, session: str, has_replica: bool | None) -> None:
-        """Record whether a replica has the session's requests; None: it is not generating."""
-        if has_replica is None:
-            self._has_replica.pop(session, None)
-        else:
+    def _set_replica(self, session: str, has_replica: bool) -> None:
+        """Record whether a replica has the session's requests. Outside `generating` the session waits for none."""
+        if session in self._has_replica:
             self._has_replica[session] = has_replica
+            self._update_pause()
+
+    def _update_pause(self) -> None:
         self._pause.close()
         if self._has_replica and not any(self._has_replica.values()):
             self._pause.enter_context(self._limit.paused())
