@@ -20,7 +20,7 @@ from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts
 from asyncrl.config.sources import commented_yaml, source_of
-from asyncrl.core.failures import ConfigError
+from asyncrl.core.failures import AsyncRLError
 from asyncrl.driver.cluster import detect_machine
 
 _ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
@@ -121,15 +121,14 @@ def _show_plan(
             num_parameters=num_parameters(config.model.path),
             num_prompts=num_prompts(config),
         )
-    except ConfigError as error:
+        placement = None if config.ray.address is None else _placement(config)
+    except AsyncRLError as error:
         if not as_json:
             raise
         found = [asdict(problem) for problem in outcome.problems]
         click.echo(json.dumps({"error": error.message, "problems": found}, indent=2, default=str))
         return BAD_CONFIG
-    shared = config.ray.address is not None
-    warnings = [*outcome.warnings, *(() if shared else plan.shortages(resources))]
-    placement = _placement(config) if shared else None
+    warnings = [*outcome.warnings, *(plan.shortages(resources) if placement is None else ())]
     code = BAD_CONFIG if placement is not None and placement.lacks and not config.ray.autoscaling else 0
     if as_json:
         answer: dict[str, Any] = {
@@ -167,7 +166,8 @@ def _placement(config: Config) -> Placement:
 
 def _report_room(placement: Placement, config: Config) -> None:
     for problem in placement.lacks:
-        click.echo(f"{'the cluster adds nodes' if config.ray.autoscaling else 'error'}: {problem}", err=True)
+        adds = f"the cluster has to add nodes: {problem.consequence}"
+        click.echo(adds if config.ray.autoscaling else f"error: {problem}", err=True)
     if placement.unplaced and not placement.lacks:
         left = ", ".join(f"{count} {name}" for name, count in placement.unplaced.items())
         click.echo(f"warning: the nodes may have no room for everything (not placed: {left})", err=True)

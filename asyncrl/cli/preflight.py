@@ -33,20 +33,22 @@ def preflight(outcome: CheckedConfig) -> CheckedConfig:
 
     config = outcome.config
     rewards = RewardCheck(config)  # runs beside the other checks
-    found = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S), *check_own_data(config)]
-    found += check_own_transport(config)
+    files = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S)]
+    if config.ray.address is not None:  # the cluster may have other files
+        files = [replace(problem, severity="warning") for problem in files]
+    code = [*check_own_data(config), *check_own_transport(config)]
     if config.reward.manager is not None:
         from rollouter.rewards.scorer import check_own_manager
 
-        found += check_own_manager(config)
+        code += check_own_manager(config)
     if own_functions(config):  # importing torch takes seconds
         from trainer.algorithms.own_functions import check_own_functions
 
-        found += check_own_functions(config)
-    found += rewards.problems()
-    if config.ray.address is not None:  # the cluster may have other files
-        found = [replace(problem, severity="warning") for problem in found]
-    return outcome.with_problems([*found, *_disk(config)])
+        code += check_own_functions(config)
+    code += rewards.problems()
+    if config.ray.runtime_env:  # it may bring what the code needs
+        code = [replace(problem, severity="warning") for problem in code]
+    return outcome.with_problems([*files, *code, *_disk(config)])
 
 
 def _disk(config: Config) -> Iterator[ConfigProblem]:

@@ -37,7 +37,7 @@ resolved. Values come from the defaults, the groups, the recipe, your file and t
 command line a list is written `data.train_files=[a.jsonl,b.jsonl]`, and free text needs no quotes other than the
 shell's.
 `asyncrl launch ... --dry-run` starts nothing. It checks all that a launch checks before it starts Ray (keys, data
-files, files of models, the reward function, disk space), and prints the values that differ from the defaults with
+files, files of models, your own functions, disk space), and prints the values that differ from the defaults with
 their sources, and the resources of the run; with `--full`, all values. An unknown key is answered with the one that
 means it, also if it is a key of another system ([coming-from.md](coming-from.md)).
 Relative paths are relative to the directory in which the command runs. In the tables, `*` means each entry of a list.

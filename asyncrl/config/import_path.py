@@ -27,7 +27,7 @@ _FILE_MODULE = "asyncrl_user_"
 
 SHIPPED = "py_modules_files"
 """Ray's directory on each node for code that a driver sends (`own_code`)."""
-_REFERENCE = re.compile(r"([\w./~-]+):[A-Za-z_][\w.]*")
+_REFERENCE = re.compile(r"([^:\n]+):[A-Za-z_][\w.]*")
 
 
 def own_code(names: Iterable[str]) -> list[Path]:

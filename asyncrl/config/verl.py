@@ -182,7 +182,8 @@ def _check_choice(key: ConfigKey | None, name: str, value: Any) -> None:
     """Refuse a value that is none of the choices of a key."""
     options = choices(key.kind) if key else []
     if options and isinstance(value, str) and value not in options:
-        raise NoCounterpart(f"{name} has no such value; it is one of {', '.join(options)}")
+        own = ", or a function of your own (docs/extending.md)" if "module:name" in (key.kind if key else "") else ""
+        raise NoCounterpart(f"{name} has no such value; it is one of {', '.join(options)}{own}")
 
 
 # ------------------------------------------------------------------------------------------------ derivations

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from asyncrl.config.placement import UNITS, Gang, NodeResources, Placement, gangs, place
@@ -78,8 +79,9 @@ def check_room(config: Config, *, trains: bool = True) -> str:
     return ""
 
 
-def pending_demands(namespace: str, app: str) -> tuple[str, ...]:
-    """Return what a run waits for, such as `2 x engine replica: 8 GPUs and 8 CPUs on one node`.
+def pending_demands(namespace: str, app: str) -> tuple[str, ...] | None:
+    """Return what a run waits for, such as `2 x engine replica: 8 GPUs and 8 CPUs on one node`; None: Ray did not
+    answer.
 
     Args:
         namespace: the run's Ray namespace.
@@ -87,7 +89,11 @@ def pending_demands(namespace: str, app: str) -> tuple[str, ...]:
     """
     ranks, replicas = f"{namespace}/ranks/", f"SERVE_REPLICA::{app}#"
     waiting: Counter[str] = Counter()
-    for group in placement_group_table().values():
+    try:
+        groups = placement_group_table()
+    except RayError:  # the run does not depend on the answer
+        return None
+    for group in groups.values():
         name = group["name"]
         if name.startswith((ranks, replicas)) and group["state"] in _WAITING:
             part = "ranks" if name.startswith(ranks) else "engine replica"

@@ -207,7 +207,12 @@ class Run:
         """Report what the run waits for on a shared cluster, whenever it changes."""
         shown: tuple[str, ...] = ()
         while True:
-            waiting = await to_thread.run_sync(pending_demands, namespace, app, abandon_on_cancel=True)
+            waiting = None
+            with anyio.move_on_after(self._config.timeouts.call_s):
+                waiting = await to_thread.run_sync(pending_demands, namespace, app, abandon_on_cancel=True)
+            if waiting is None:
+                await anyio.sleep(DEMANDS_S)
+                continue
             before, self._status.pending_demands = self._status.pending_demands, waiting
             if waiting != shown and waiting == before:  # a bundle that is just being placed waits for a moment, too
                 text = f"waiting for room on the cluster: {'; '.join(waiting)}" if waiting else "the cluster has room"

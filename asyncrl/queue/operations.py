@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop
 from itertools import islice
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self
 
-from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, BugError, FencedError
 from asyncrl.core.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
 from asyncrl.core.staleness import Pacing, StaleAction, action_for_staleness
@@ -30,6 +29,9 @@ from asyncrl.queue.state import (
     QueueState,
     ReversibleEnd,
 )
+
+if TYPE_CHECKING:  # `asyncrl status` reads operations, and the schema takes half a second to load
+    from asyncrl.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.config.compose import Mode, check_config
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
-from asyncrl.observe.formats import percent, seconds
+from asyncrl.observe.formats import percent
 from asyncrl.simulate.result import SimulationResult
 from asyncrl.simulate.run import simulate_run
 from asyncrl.simulate.trace import Trace
@@ -159,6 +159,9 @@ def simulate_settings(
 def _texts(settings: Settings) -> Iterator[str]:
     for key, value in settings.items():
         yield f"{key}={value}"
+        if key in ("trainer.num_workers", "rollout.num_replicas"):  # they replace those of a pool of nodes
+            section = key.partition(".")[0]
+            yield from (f"{section}.nnodes=null", f"{section}.n_gpus_per_node=null")
 
 
 def _config(source: str | None, overrides: Sequence[str]) -> Config:
@@ -237,8 +240,3 @@ def bottleneck(one: SimulatedSetting) -> str:
 
 def _resources(config: Config) -> int:
     return config.rollout.num_replicas * config.rollout.tensor_parallel_size + config.trainer.num_workers
-
-
-def duration_text(one: SimulatedSetting) -> str:
-    """Return the time of the whole run as text."""
-    return seconds(one.run_s)

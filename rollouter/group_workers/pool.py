@@ -414,6 +414,7 @@ class RemoteGroup(TrajectoryGroup):
                             case TrajectoriesEnded(trajectories):
                                 self._take(trajectories, call)
                             case GroupGenerated(None):
+                                tasks.cancel_scope.cancel()  # sessions that still wait are surplus
                                 return
                             case GroupGenerated(AsyncRLError() as failure):
                                 raise failure

@@ -14,7 +14,7 @@ from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import EngineFleet, RewardScorer
 from asyncrl.core.tasks import task_group
 from rollouter.agent.conversation import ConversationAgent
-from rollouter.group_workers.pool import WorkerGroup, WorkerPool, WorkerScorer
+from rollouter.group_workers.pool import RemoteGroup, WorkerPool, WorkerScorer
 from rollouter.group_workers.worker import Command, GroupWorker, WorkerReport
 
 
@@ -104,7 +104,7 @@ class LocalWorkers:
             return link
 
         self.pool = WorkerPool([new() for _ in range(num_workers)], start, limit_s=limit_s)
-        self.make_group = partial(WorkerGroup, pool=self.pool)
+        self.make_group = partial(RemoteGroup, pool=self.pool)
         self.scorer = WorkerScorer(self.pool, scorer())
 
     @asynccontextmanager

@@ -268,7 +268,8 @@ class RolloutConfig(NodePool):
     """Number of GPUs (or CPU processes) of one engine."""
     num_workers: NonNegative = 0
     """Number of worker processes, on any node, that hold the conversations, run tools, your code and rewards, and call
-    the engines. 0: all of this runs in the Rollouter's process, and its event loop limits the responses per second."""
+    the engines. 0: all of this runs in the Rollouter's process, and its event loop limits the responses per second.
+    Limits of concurrent calls (`max_concurrency`, `max_per_s`) hold in each worker."""
     max_concurrent_samples: Positive = 64
     """Maximum number of samples in generation at the same time, over all replicas."""
     max_num_seqs: Positive = 256
@@ -507,6 +508,10 @@ RULES: tuple[RuleFunction, ...] = (
     ConfigRule("rollout.num_workers", lambda c: c.rollout.num_workers and c.skip.reward.enable,
                "workers score what they generate at once, and the records of skip.reward belong to the Rollouter's "
                "process", "set it to 0, or skip.reward.enable=false"),
+    ConfigRule("rollout.num_workers",
+               lambda c: c.rollout.num_workers and any(role.enable for role in c.skip.roles.values()),
+               "stages of your own (skip.roles) that tools or reward functions call run in the workers, where nothing "
+               "is recorded or replayed", "set it to 0, or enable=false for these roles"),
     ConfigRule("rollout.over_sample.samples",
                lambda c: c.rollout.over_sample.samples and c.async_training.deterministic,
                "async_training.deterministic trains samples in feed order, and over-sampling drops the slow ones",

@@ -72,7 +72,6 @@ class Events:
     """Events with names of asyncrl that this version does not have."""
     own: dict[str, list[NDArray[np.float64]]] = field(default_factory=lambda: defaultdict(list))
     """Durations of the events of the user's code, by name."""
-    """Events whose name this version of asyncrl does not know."""
     num_files: int = 0
     folded: EventSummary | None = None
     """Sums over the oldest events, which were deleted; None: none were."""

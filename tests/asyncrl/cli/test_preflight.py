@@ -61,10 +61,12 @@ def test_the_disk_has_space_for_the_checkpoints(
     assert [one.severity for one in found] == ([severity] if severity else [])
 
 
-def test_on_a_cluster_files_may_be_elsewhere(tmp_path: Path) -> None:
+def test_a_runtime_environment_may_bring_what_the_code_needs(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def score(**row):\n    return missing\n")
     overrides = ["ray.address=auto", f"reward.function={tmp_path}/rewards.py:score"]
     checked = preflight(check_config(None, overrides))
+    assert any("NameError" in one.consequence for one in errors(checked.problems))
+    checked = preflight(check_config(None, [*overrides, "ray.runtime_env={pip: [x]}"]))
     assert errors(checked.problems) == []
     assert any("NameError" in one.consequence for one in checked.warnings)
 

@@ -204,7 +204,7 @@ def test_status_and_why_as_json(run_dir: Path, cli: CommandLine) -> None:
     }  # fmt: skip
     assert answer["balanced"] is True
     assert answer["staleness"]["histogram"] == {"0": 288, "1": 90, "3": 6}
-    assert answer["restarts"] == {"rollouter": 0, "trainer": 1, "queue": 0, "store": 0, "replica": 1}
+    assert answer["restarts"] == {"rollouter": 0, "worker": 0, "trainer": 1, "queue": 0, "store": 0, "replica": 1}
     assert [each["recovered_s"] for each in answer["recovery"]] == [pytest.approx(11.4), None]
     assert [each["step"] for each in answer["checkpoints"]] == [10, 20]
     assert answer["why"]["cause"] == "replica"
