@@ -87,7 +87,8 @@ class TrajectoryGroup:
     """Turns by `turn_key`. Complete ones are not generated again, partial ones are resumed, and new tokens are added as
     the engines report them, so that they survive a cancellation."""
     record_turns: Callable[[Mapping[str, Turn]], Awaitable[None]] | None = None
-    """Awaited for the turns that are finished here, by their keys, before their trajectories continue."""
+    """Awaited for the turns that are finished here, by their keys, before their trajectories continue. On a worker they
+    continue at once, so a tool may have run for a turn that was never recorded."""
     keep_surplus: bool = False
     """Whether trajectories beyond `n` that have ended are used as well."""
     ended: dict[str, Trajectory] = field(default_factory=dict)

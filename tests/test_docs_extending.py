@@ -191,6 +191,12 @@ class Loses:
     def put(self, chunk): return 1
     def get(self, handle): return {}
     def drop(self, handle): pass
+class Widens(Loses):
+    def put(self, chunk): return chunk
+    def get(self, handle): return {name: array.astype("float64") for name, array in handle.items()}
+class Unborn:
+    def __init__(self):
+        raise ValueError("no bucket")
 class Unfinished:
     def put(self, chunk): raise OSError("no room")
 class Raises(Silent):
@@ -213,6 +219,8 @@ class Raises(Silent):
         ("reward.manager", "Raises", "KeyError: 'lost'"),
         ("weight_sync.backend", "Loses", "get returned another tensor 'a'"),
         ("weight_sync.backend", "Unfinished", "it has no method get"),
+        ("weight_sync.backend", "Widens", "get returned another tensor 'a'"),
+        ("weight_sync.backend", "Unborn", "ValueError: no bucket"),
         ("data.dataset", "no_prompt", "mine.py:no_prompt train, row 0: there is no field 'prompt'"),
     ],
 )

@@ -60,7 +60,11 @@ def _transport(backend: str) -> WeightTransport:
     kind = load_function(backend, KEY, {})
     if problem := call_problem(kind):
         raise ConfigError(f"{KEY}: {defined_at(kind)}: it is made without arguments: {problem}")
-    transport: WeightTransport = kind()
+    try:
+        transport: WeightTransport = kind()
+    except Exception as error:
+        place = raised_at(error, source_of(kind)) or backend
+        raise UserCodeError.wrap(f"{KEY}: {place}: {type(error).__name__}: {error}", error) from error
     for method in ("put", "get", "drop"):
         if not callable(getattr(transport, method, None)):
             raise ConfigError(f"{KEY}: {defined_at(kind)}: it has no method {method}; see docs/extending.md")
@@ -88,7 +92,8 @@ def check_own_transport(config: Config) -> Iterator[ConfigProblem]:
         read = stored.get()
         stored.drop()
         for name, array in chunk.items():
-            if name not in read or not np.array_equal(read[name], array):
+            found = read.get(name) if isinstance(read, Mapping) else None
+            if found is None or found.dtype != array.dtype or not np.array_equal(found, array):
                 raise UserCodeError(f"{backend}: get returned another tensor {name!r} than put had stored")
     except AsyncRLError as error:
         yield ConfigProblem(KEY, backend, error.message.removeprefix(f"{KEY}: "), "correct it; see docs/extending.md")

@@ -98,7 +98,7 @@ class SessionEnded(NamedTuple):
 
 
 class TurnReported(NamedTuple):
-    """New tokens of a turn, which may be complete."""
+    """A turn with all its tokens so far; it may be complete."""
 
     key: str
     turn: Turn
