@@ -13,7 +13,7 @@ import click
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def clean(address: str, dry_run: bool, as_json: bool) -> int:
-    """Remove what launches whose driver was killed have left in a Ray cluster: engines that nobody uses any more.
+    """Remove what launches whose driver was killed have left in a Ray cluster: engines that no run uses any more.
 
     Applications of living launches, and those that users have deployed (`serve deploy`), are never removed. The next
     launch on the cluster removes the same.

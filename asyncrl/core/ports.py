@@ -292,7 +292,7 @@ class StoreStatus:
     health: ProcessHealth | None = None
     """Health of the store's process."""
     wanted_replicas: int | None = None
-    """The number of replicas that the driver wants, as it last told the store; None: it has not, see
+    """The number of replicas that the driver wants, as it last reported to the store; None: it has not, see
     `rollout.autoscaling`."""
 
 

@@ -78,7 +78,8 @@ die_with_parent()
 
 def _fetch(weights_version: WeightsVersion, source: tuple[str, str, str], limit_s: float) -> list[WeightChunk]:
     """Return the version's chunks, mapped from the object store without a copy, or read by the user's class. The calls
-    to Ray end within `limit_s`, so that the threads of repeated attempts do not accumulate."""
+    to Ray end within `limit_s`, so that the threads of repeated attempts do not accumulate; the user's class has to end
+    in time by itself."""
     address, namespace, store_name = source
     until = time.monotonic() + limit_s
 
