@@ -151,7 +151,8 @@ class McpServer:
         connection = self._connection
         await connection.settled.wait()
         if connection.error is not None:
-            message = f"{self} is gone, and could not be reached again: {connection.error}"
+            # The model sees the first 200 characters, and the server's name may be a long path.
+            message = f"the server could not be reached again: {connection.error}; it is {self}"
             raise _ConnectionLost(message) from connection.error
         return connection
 

@@ -216,7 +216,8 @@ async def test_a_call_timeout_keeps_the_connection(quick: str) -> None:
 
 
 async def test_a_failed_restart_of_a_server_is_reported_to_the_model(tmp_path: Path) -> None:
-    path = tmp_path / "server.py"
+    path = tmp_path / ("long" * 50) / "server.py"
+    path.parent.mkdir()
     path.write_text(QUICK)
     async with box_of(stdio(str(path))) as toolbox:
         pid = await server_pid(toolbox)
