@@ -8,13 +8,18 @@ takes 7 s on CPU; the driver needs only the functions.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray._private import state
 from ray._private.worker import global_worker
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
@@ -69,6 +74,22 @@ def __getattr__(name: str) -> Any:
     if name not in LLM_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(LLM_MODULES[name]), name)
+
+
+@contextmanager
+def serve_log_stays_open() -> Iterator[None]:
+    """Start an engine inside this context, in the process of a replica.
+
+    vLLM configures logging with `dictConfig`, which closes all existing handlers. Serve's `MemoryHandler` then has no
+    target any more: it writes nothing and keeps every record, about 1 KB per request, until the process ends.
+    """
+    handlers = [one for one in logging.getLogger(SERVE_LOGGER_NAME).handlers if isinstance(one, MemoryHandler)]
+    targets = [handler.target for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, target in zip(handlers, targets, strict=True):
+            handler.setTarget(target)  # its file is opened again by the next record
 
 
 class PlacementRouter(RequestRouter):

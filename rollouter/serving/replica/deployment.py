@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from asyncrl.config.sections.base import ConfigSection
 from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from rollouter.serving.options import ServingOptions
+from rollouter.serving.ray_internals import serve_log_stays_open
 
 METHODS = ("generate_tokens", "apply_version", "attach", "check_health", "record_autoscaling_stats")
 OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "detokenize")
@@ -38,7 +39,8 @@ class RolloutReplica:
         try:
             from rollouter.serving.replica.server import start_server
 
-            server: Any = await start_server(options, openai=openai)
+            with serve_log_stays_open():
+                server: Any = await start_server(options, openai=openai)
         except AsyncRLError:
             raise
         except Exception as error:  # noqa: BLE001  an error of any library, which becomes a typed error

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import ray
 from ray._private.worker import global_worker
 from ray.serve._private.replica import Replica, ReplicaActor
 from ray.serve.context import ServeControllerClient
 from ray.serve.request_router import RequestRouter
 
+from asyncrl.assets import resolve
 from rollouter.serving import ray_internals
 
 WHERE = f"see rollouter/serving/ray_internals.py, which was checked with Ray {ray_internals.CHECKED_RAY}"
@@ -47,3 +52,30 @@ def test_ray_has_everything_that_is_used() -> None:
     if not hasattr(global_worker, "actors"):
         missing.append("ray._private.worker.global_worker.actors")
     assert not missing, f"Ray {ray.__version__} has no {', '.join(missing)}; {WHERE}"
+
+
+def test_serve_keeps_writing_its_log_after_vllm_has_configured_logging(tmp_path: Path) -> None:
+    """In a process of its own, because vLLM configures logging once."""
+    program = """
+import logging, sys
+from ray.serve._private.logging_utils import configure_component_logger
+from ray.serve.schema import LoggingConfig
+from rollouter.serving.ray_internals import SERVE_LOGGER_NAME, serve_log_stays_open
+
+configure_component_logger(
+    component_name="a", component_id="b", logging_config=LoggingConfig(logs_dir=sys.argv[1]),
+    max_bytes=1_000_000, backup_count=1,
+)
+log = logging.getLogger(SERVE_LOGGER_NAME)
+log.warning("before")
+with serve_log_stays_open():
+    from vllm.engine.arg_utils import EngineArgs
+    EngineArgs(model=sys.argv[2], load_format="dummy").create_engine_config()
+log.warning("after")
+print("kept", sum(len(getattr(handler, "buffer", ())) for handler in log.handlers))
+"""
+    arguments = [sys.executable, "-c", program, str(tmp_path), resolve("asyncrl://quickstart")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["kept 0"], done.stderr
+    (file,) = tmp_path.iterdir()
+    assert [line.split()[-1] for line in file.read_text().splitlines()] == ["before", "after"]
