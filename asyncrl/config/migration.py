@@ -17,6 +17,7 @@ import pydantic
 
 from asyncrl.config.foreign_keys import VERL, ForeignKey, foreign_keys, of_verl
 from asyncrl.config.keys import all_keys
+from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.rules import RULES, keys_without_effect
 from asyncrl.config.schema import Config
@@ -100,7 +101,7 @@ def migrate(file: Path | None, overrides: Sequence[str] = (), *, config_name: st
 def _without_idle_keys(done: _Translation) -> Migration:
     """Return the migration without the keys that have no effect in it, and with the problems of the rest."""
     try:
-        config = Config.model_validate_json(json.dumps(_tree(done.keys), default=str), strict=True)
+        config = _config(done.keys)
     except pydantic.ValidationError as error:
         return Migration(done.keys, done.left_out, [_invalid(detail) for detail in error.errors(include_url=False)])
     changed = {name for name, key in done.keys.items() if name in all_keys() and key.value != all_keys()[name].default}
@@ -108,8 +109,14 @@ def _without_idle_keys(done: _Translation) -> Migration:
         key = done.keys.pop(idle.key)
         if key.how != "default":
             done.left_out += [(source, done.run.given.get(source), idle.consequence) for source in key.sources]
-    config = Config.model_validate_json(json.dumps(_tree(done.keys), default=str), strict=True)
-    return Migration(done.keys, done.left_out, [problem for rule in RULES for problem in rule(config)])
+    problems = [problem for rule in RULES for problem in rule(_config(done.keys))]
+    return Migration(done.keys, done.left_out, problems)
+
+
+def _config(keys: Mapping[str, MigratedKey]) -> Config:
+    tree = _tree(keys)
+    count_processes(tree, keys)
+    return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
 
 
 def _invalid(detail: Any) -> ConfigProblem:
@@ -186,6 +193,8 @@ class _Translation:
             self._add("rollout.num_replicas", self.run.num_replicas,
                       ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size"),
                       "the other half of the GPUs")  # fmt: skip
+        if nodes := [name for name in ("trainer.nnodes", "rollout.nnodes") if self.run.number(name, 1) > 1]:
+            self._add("ray.address", "auto", tuple(nodes), "a cluster that `ray start` has started (docs/deploy.md)")
         if self.run.megatron:
             section = f"{ACTOR}.megatron."
             parallel = tuple(name for name in self.run.given if name.startswith(section) and "parallel" in name)

@@ -313,13 +313,8 @@ def _rollout_steps(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 
 
 @_derivation
-def _workers(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
-    return {_to(name): run.gpus if run.asynchronous else max(1, run.gpus // 2)}
-
-
-@_derivation
-def _replicas(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
-    return {_to(name): run.num_replicas}
+def _trainer_gpus(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
+    return {name: value} if run.asynchronous else {"trainer.num_workers": max(1, run.gpus // 2)}
 
 
 @_derivation

@@ -149,7 +149,9 @@ def test_the_fully_asynchronous_trainer_with_dapo(tmp_path: Path) -> None:
     assert found["trainer.total_training_steps"] == 204800 // 32
     assert found["trainer.test_freq"] == 20 * 4 * 4, "verl counts versions"
     assert found["trainer.optim.warmup_steps"] == 10 * 4, "verl's schedule counts leases"
-    assert (found["trainer.num_workers"], found["rollout.num_replicas"]) == (64, 64 // 4)
+    for part in ("trainer", "rollout"):
+        assert (found[f"{part}.nnodes"], found[f"{part}.n_gpus_per_node"]) == (8, 8)
+    assert found["ray.address"] == "auto", "several nodes are a cluster that exists"
     assert found["trainer.ppo_max_token_len"] == 20480 * 4
     assert found["rollout.engine_kwargs.max_num_batched_tokens"] == 10240
     assert (found["reward.overlong_buffer.enable"], found["reward.overlong_buffer.len"]) == (True, 4096)
