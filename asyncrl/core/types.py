@@ -249,6 +249,21 @@ def join_turns(head: Turn | None, tail: Turn) -> Turn:
     )
 
 
+def rest_of_turn(turn: Turn, num_tokens: int) -> Turn:
+    """Return the turn without its first `num_tokens` tokens: what `join_turns` appends to these."""
+    ends = [*(span.first_token for span in turn.spans), len(turn.response_ids)][1:]
+    return Turn(
+        response_ids=turn.response_ids[num_tokens:],
+        rollout_log_probs=turn.rollout_log_probs[num_tokens:],
+        spans=tuple(
+            Span(max(0, span.first_token - num_tokens), span.version)
+            for span, end in zip(turn.spans, ends, strict=True)
+            if end > num_tokens
+        ),
+        finish_reason=turn.finish_reason,
+    )
+
+
 def versions_per_token(spans: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     """Expand spans to int64 `[L]`: the version that sampled each token."""
     versions = np.empty(num_tokens, dtype=np.int64)

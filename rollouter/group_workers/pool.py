@@ -28,7 +28,7 @@ from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError,
 from asyncrl.core.ports import RewardScorer, Score
 from asyncrl.core.tasks import task_group
 from asyncrl.core.trajectory import Trajectory
-from asyncrl.core.types import Prompt
+from asyncrl.core.types import Prompt, join_turns
 from asyncrl.core.waits import Wait, WaitBoard
 from asyncrl.profiling import profile
 from rollouter.group import GroupSessions, TrajectoryGroup, is_complete
@@ -423,10 +423,11 @@ class RemoteGroup(TrajectoryGroup):
                 raise WorkerLostError(f"worker {worker.place} is lost")
 
     async def _take_turns(self, events: Sequence[WorkerEvent]) -> None:
-        reported = {event.key: event.turn for event in events if isinstance(event, TurnReported)}
-        self.turns |= reported
+        reported = [event for event in events if isinstance(event, TurnReported)]
+        for key, rest in reported:
+            self.turns[key] = join_turns(self.turns.get(key), rest)
         # Turns that are reported together are recorded together, which is one write.
-        if complete := {key: turn for key, turn in reported.items() if is_complete(turn)}:
+        if complete := {key: turn for key, _ in reported if is_complete(turn := self.turns[key])}:
             await self._record(complete)
 
     def _take(self, trajectories: Sequence[Trajectory], call: WorkerCall) -> None:

@@ -25,7 +25,7 @@ from asyncrl.core.failures import AsyncRLError, BugError, EngineCrashError
 from asyncrl.core.ports import EngineFleet, RewardScorer, Score
 from asyncrl.core.tasks import task_group
 from asyncrl.core.trajectory import SampleRequest, Trajectory
-from asyncrl.core.types import Prompt, Turn
+from asyncrl.core.types import Prompt, Turn, rest_of_turn
 from asyncrl.core.waits import Wait, WaitBoard
 from asyncrl.profiling import profile
 from rollouter.agent.conversation import ConversationAgent
@@ -98,10 +98,10 @@ class SessionEnded(NamedTuple):
 
 
 class TurnReported(NamedTuple):
-    """A turn with all its tokens so far; it may be complete."""
+    """The tokens of a turn since the last event about it. They may complete the turn."""
 
     key: str
-    turn: Turn
+    rest: Turn
 
 
 class TrajectoriesEnded(NamedTuple):
@@ -159,15 +159,16 @@ class WorkerReport:
 
 
 class ReportedTurns(dict[str, Turn]):
-    """The turns of a group, which reports each new value."""
+    """The turns of a group, which reports what each new value adds."""
 
     def __init__(self, turns: Mapping[str, Turn], group: RunningGroup) -> None:
         super().__init__(turns)
         self._group = group
 
     def __setitem__(self, key: str, turn: Turn) -> None:
+        known = len(self[key].response_ids) if key in self else 0
         super().__setitem__(key, turn)
-        self._group.send(TurnReported(key, turn))
+        self._group.send(TurnReported(key, rest_of_turn(turn, known)))
 
 
 @dataclass(eq=False)
