@@ -71,15 +71,15 @@ TO_THE_ENGINE = [
              "The Rollouter brings every replica to the new version."),
     WalkStep("apply", "rollouter.serving.replica.weights:WeightUpdates.apply",
              "A replica fetches the weights, pauses generation, loads them, resumes and verifies them."),
-    WalkStep("fetch", "rollouter.serving.replica.worker:WeightLoader.fetch_version",
+    WalkStep("fetch", "rollouter.serving.replica.worker:StoreTransfer.fetch",
              "vLLM's workers map the version while they decode."),
     WalkStep("pause", "rollouter.serving.replica.weights:WeightUpdates._begin_pause",
              "The replica holds new requests back and pauses the engine."),
-    WalkStep("load", "rollouter.serving.replica.worker:WeightLoader.load_version",
+    WalkStep("load", "rollouter.serving.replica.worker:StoreTransfer.update_weights",
              "Inside the pause, the weights are loaded in place."),
     WalkStep("resume", "rollouter.serving.replica.weights:WeightUpdates._end_pause",
              "The engine continues under the new version number, and new requests enter it."),
-    WalkStep("verify", "rollouter.serving.replica.worker:WeightLoader.group_checksums",
+    WalkStep("verify", "rollouter.serving.replica.worker:WorkerExtension.group_checksums",
              "The checksums of the loaded weights are compared with those of the published ones."),
 ]  # fmt: skip
 TO_THE_TRAINER = [

@@ -17,7 +17,9 @@ from asyncrl.config.sections.trainer import RewardModelConfig
 
 DEPLOYMENT_NAME = "rollout"
 REWARD_DEPLOYMENT_NAME = "reward-model"
-WORKER_EXTENSION = "rollouter.serving.replica.worker.WeightLoader"
+WORKER_EXTENSION = "rollouter.serving.replica.worker.WorkerExtension"
+WEIGHT_TRANSFER = "asyncrl"
+"""The name of the weight transfer from the run's weight store, in vLLM's registry."""
 ROUTER = "rollouter.serving.routing.SessionRouter"
 SCALING_POLICY = "rollouter.serving.autoscaling:wanted_replicas"
 
@@ -253,6 +255,7 @@ def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
         "max_num_seqs": rollout.max_num_seqs,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "trust_remote_code": config.model.trust_remote_code,
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
         "worker_extension_cls": WORKER_EXTENSION,
         # The log-probs must include the temperature. At temperature 1 the raw log-probs are equal and cost less.
         "logprobs_mode": "raw_logprobs" if rollout.sampling.temperature in (0.0, 1.0) else "processed_logprobs",

@@ -17,6 +17,8 @@ import anyio
 import ray
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
@@ -38,7 +40,7 @@ from rollouter.serving.replica import worker as worker_module
 from rollouter.serving.replica.generation import TokenGeneration
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.weights import WeightUpdates
-from rollouter.serving.replica.worker import WeightLoader
+from rollouter.serving.replica.worker import StoreAddress, StoreTransfer, WorkerExtension
 from rollouter.weight_updates import RolloutStart
 from trainer.engines import dist
 from trainer.trainer import Trainer
@@ -117,10 +119,13 @@ class OneEngine:
         )
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._nothing)
         self.weight_version = "0"
-        self.worker = WeightLoader()
+        self.worker = WorkerExtension()
         model = AutoModelForCausalLM.from_pretrained(path)
         model.load_weights = lambda items: model.load_state_dict(dict(items), strict=False)
-        self.worker.model_runner = SimpleNamespace(model=model, model_config=None)
+        self.worker.model_runner = SimpleNamespace(model=model)
+        config: Any = SimpleNamespace(parallel_config=None, model_config=None)
+        self.transfer = StoreTransfer(WeightTransferConfig(), config, model.device, model)
+        self.worker.weight_transfer_engine = self.transfer
 
     async def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -129,7 +134,14 @@ class OneEngine:
     async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         return [await anyio.to_thread.run_sync(lambda: getattr(self.worker, method)(*args))]
 
-    async def update_weight_version(self, version: str) -> None:
+    async def start_weight_update(self) -> None:
+        self.transfer.start_weight_update()
+
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
+        await anyio.to_thread.run_sync(self.transfer.update_weights, request.update_info)
+
+    async def finish_weight_update(self, version: str) -> None:
+        self.transfer.finish_weight_update()
         self.weight_version = version
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
@@ -162,7 +174,7 @@ class OneReplica:
         self.weights._store, self.weights._run = store, ServedRun.of(config, name="run", namespace=NAMESPACE)
         self.generation = TokenGeneration(self.engine, health, self.weights.gate, self.weights.pauses)  # type: ignore[arg-type]
         health.up = True
-        self.engine.worker._source = ("", NAMESPACE, "store")
+        self.engine.transfer._store = StoreAddress("", NAMESPACE, "store")
         self.generate_tokens = SimpleNamespace(remote=self._stream)
 
     def options(self, **options: Any) -> OneReplica:

@@ -46,6 +46,7 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     ),
     "load_format": "leave it out: weights are read from safetensors, never from a pickle",
     "logprobs_mode": "leave it out: log-probs must be those the loss expects",
+    "weight_transfer_config": "set weight_sync.backend",
     "worker_cls": "leave it out: weight updates need the engine's own worker class",
     "worker_extension_cls": "leave it out: weight updates need asyncrl's extension",
 }

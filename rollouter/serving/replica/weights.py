@@ -13,13 +13,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 import ray
 from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -33,6 +34,7 @@ from asyncrl.weights.transport import OwnChunk
 from rollouter.serving.replica.engine import OpenAIEngine
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.request_phases import EnginePauses
+from rollouter.serving.replica.worker import StoreAddress
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +89,9 @@ class WeightUpdates:
                 run is newer than what the replica serves.
         """
         async with self._lock:
-            source = (ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
-            await self._answered(self._llm.collective_rpc("connect_store", args=source))
+            source = StoreAddress(ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
+            request = WeightTransferInitRequest(asdict(source))
+            await self._answered(self._llm.init_weight_transfer_engine(request))
             # Without an await in between, because the call may be cancelled.
             self._store, self.run, self._verified, self._joining = store, run, False, None
             if not serves_initial:
@@ -268,8 +271,10 @@ class WeightUpdates:
                 started = time.perf_counter()
                 health.enter("loading")
                 with self._span("sync.load", weights_version):
-                    load_s = max(await self._llm.collective_rpc("load_version", args=tuple(weights_version)))
-                await self._llm.update_weight_version(str(weights_version.version))
+                    await self._llm.start_weight_update()
+                    await self._llm.update_weights(WeightTransferUpdateRequest(weights_version._asdict()))
+                    await self._llm.finish_weight_update(str(weights_version.version))
+                load_s = time.perf_counter() - started
                 health.weights_version = weights_version
                 await self._llm.resume_generation()
         except BaseException as error:

@@ -1,13 +1,15 @@
-"""The extension of vLLM's worker processes: maps a published version, loads it in place, and computes checksums of the
-served weights.
+"""vLLM's worker processes: the weight transfer from the run's weight store, and checksums of the served weights.
 
-Most layers compute with the tensors that `load_weights` fills. vLLM rearranges those of other layers after it has
-loaded them (`_is_rearranged`). These layers are updated in vLLM's own way: create the tensors of the model's files
-again, fill them, rearrange them, and copy the result to where the engine reads it.
+    fetch (while decoding) ▸ start_weight_update ▸ update_weights ▸ finish_weight_update ▸ checksums (while decoding)
+
+The transfer is an engine of vLLM's `WeightTransferEngineFactory`. On GPU, it loads all layers with vLLM's layer-wise
+reload. On CPU, most layers compute with the tensors that `load_weights` fills, and are loaded in place. Only layers
+that vLLM rearranges after it has loaded them (`_is_rearranged`) take part in the reload there: create the tensors of
+the model's files again, fill them, rearrange them, and copy the result to where the engine reads it.
 
 vLLM imports this module for its `worker_extension_cls`, before it loads the model. On CPU, the module switches oneDNN
 off. Otherwise vLLM would prepack linear layers for oneDNN and empty their weights, and an update in place would fail
-or, through `reload_weights`, leave stale layers.
+or, through a reload, leave stale layers and report success.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,8 +34,13 @@ import ray
 import torch
 import vllm._custom_ops
 from numpy.typing import NDArray
-from vllm.config import ModelConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -49,15 +57,16 @@ from vllm.platforms import current_platform
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.weights.checksums import MODULUS, add, layer_group
 from asyncrl.weights.transport import OwnChunk
+from rollouter.serving.options import WEIGHT_TRANSFER
 
 if current_platform.is_cpu():
     vllm._custom_ops._supports_onednn = False
 
 _PR_SET_PDEATHSIG = 1
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CONNECTING = threading.Lock()
 """Held while a thread joins the cluster. At a replica's start, two threads may try to join at the same time."""
 WeightChunk = Mapping[str, NDArray[Any]]
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def die_with_parent() -> None:
@@ -76,19 +85,150 @@ def die_with_parent() -> None:
 die_with_parent()
 
 
-def _fetch(weights_version: WeightsVersion, source: tuple[str, str, str], limit_s: float) -> list[WeightChunk]:
+@dataclass
+class StoreAddress(WeightTransferInitInfo):
+    """The Ray cluster, and the namespace and name of the run's weight store."""
+
+    address: str
+    namespace: str
+    store_name: str
+
+
+@dataclass
+class FetchedVersion(WeightTransferUpdateInfo):
+    """The weights version to load, which `fetch` has mapped before."""
+
+    lineage: int
+    version: int
+
+
+class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
+    """Loads versions of the run's weight store into one of vLLM's workers. Every method blocks decoding."""
+
+    init_info_cls = StoreAddress
+    update_info_cls = FetchedVersion
+
+    def init_transfer_engine(self, init_info: StoreAddress) -> None:
+        """Set the store that provides versions, and join its cluster in the background before the first update."""
+        self._store = init_info
+        _in_background(connect, init_info.address, init_info.namespace)
+
+    def fetch(self, weights_version: WeightsVersion, limit_s: float) -> None:
+        """Begin to map this version into this process, with a deadline of `limit_s`. Return at once."""
+        self._version = weights_version
+        self._chunks = _in_background(_fetch, weights_version, self._store, limit_s)
+
+    def await_fetch(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for the version to be mapped, and return whether it is.
+
+        Raises:
+            Exception: the error with which the fetch failed.
+        """
+        if not wait([self._chunks], timeout_s).done:
+            return False
+        self._chunks.result()
+        return True
+
+    def start_weight_update(self) -> None:
+        """Prepare the layers whose tensors are not those of the model's files."""
+        with torch.no_grad():
+            if current_platform.is_cpu():
+                for layer in self._rearranged():
+                    initialize_layerwise_reload(layer)
+                    if isinstance(layer, RoutedExperts):
+                        # vLLM packs experts only when it creates their kernel, so a new kernel is created.
+                        layer.quant_method.moe_kernel = None
+            else:
+                initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the fetched version. Without the `torch.accelerator.synchronize` of vLLM's method where there is none.
+
+        Raises:
+            RuntimeError: the version was not fetched.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: FetchedVersion) -> None:
+        """See `update_weights`."""
+        wanted = WeightsVersion(update_info.lineage, update_info.version)
+        if self._version != wanted or not self.await_fetch(0.0):
+            raise RuntimeError(f"asked to load {wanted}, but {self._version} was fetched")
+        with torch.no_grad():
+            self.model.load_weights(
+                (name, tensor) for chunk in self._chunks.result() for name, tensor in _tensors(chunk)
+            )
+        # Drop the views into the object store, or the store could never free the version.
+        del self._chunks
+
+    def finish_weight_update(self) -> None:
+        """Rearrange the layers that vLLM has to rearrange."""
+        with torch.no_grad():
+            if current_platform.is_cpu():
+                for layer in self._rearranged():
+                    finalize_layerwise_reload(layer, self.model_config)
+            else:
+                finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Do nothing: Ray ends with the process."""
+
+    def _rearranged(self) -> list[torch.nn.Module]:
+        return [layer for layer in self.model.modules() if _is_rearranged(layer)]
+
+
+WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, StoreTransfer)
+
+
+class WorkerExtension:
+    """A mixin of vLLM's worker. Every method is called through `collective_rpc` and blocks decoding while it runs."""
+
+    model_runner: Any
+    weight_transfer_engine: StoreTransfer
+
+    def fetch_version(self, lineage: int, version: int, limit_s: float) -> None:
+        """See `StoreTransfer.fetch`."""
+        self.weight_transfer_engine.fetch(WeightsVersion(lineage, version), limit_s)
+
+    def await_fetch(self, timeout_s: float) -> bool:
+        """See `StoreTransfer.await_fetch`."""
+        return self.weight_transfer_engine.await_fetch(timeout_s)
+
+    def group_sizes(self) -> dict[str, int]:
+        """Return the bytes of this rank's parameters by layer group."""
+        sizes: dict[str, int] = {}
+        for name, parameter in self.model_runner.model.named_parameters():
+            group = layer_group(name)
+            sizes[group] = sizes.get(group, 0) + parameter.nbytes
+        return sizes
+
+    def group_checksums(self, groups: Sequence[str]) -> dict[str, int]:
+        """Return this rank's share of the groups' checksums; the shares of all ranks add up to the published ones.
+
+        Replicated parameters are counted by one rank only.
+        """
+        sums: dict[str, int] = {}
+        wanted = set(groups)
+        for name, tensor in _counted(self.model_runner.model):
+            if (group := layer_group(name)) in wanted:
+                add(sums, group, _bit_sum(tensor))
+        return sums
+
+
+def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float) -> list[WeightChunk]:
     """Return the version's chunks, mapped from the object store without a copy, or read by the user's class. The calls
     to Ray end within `limit_s`, so that the threads of repeated attempts do not accumulate; the user's class has to end
     in time by itself."""
-    address, namespace, store_name = source
     until = time.monotonic() + limit_s
 
     def left_s() -> float:
         return max(0.0, until - time.monotonic())
 
-    connect(address, namespace, limit_s=left_s())
-    store = ray.get_actor(store_name, namespace=namespace)
-    refs = ray.get(store.tensors.remote(weights_version), timeout=left_s())
+    connect(store.address, store.namespace, limit_s=left_s())
+    actor = ray.get_actor(store.store_name, namespace=store.namespace)
+    refs = ray.get(actor.tensors.remote(weights_version), timeout=left_s())
     return [ref.get() if isinstance(ref, OwnChunk) else ray.get(ref, timeout=left_s()) for ref in refs]
 
 
@@ -136,87 +276,6 @@ def _random_from_system() -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
-
-
-class WeightLoader:
-    """A mixin of vLLM's worker. Every method is called through `collective_rpc` and blocks decoding while it runs."""
-
-    model_runner: Any
-
-    def connect_store(self, address: str, namespace: str, store_name: str) -> None:
-        """Set the store that provides versions, and join its cluster in the background before the first update."""
-        self._source = (address, namespace, store_name)
-        _in_background(connect, address, namespace)
-
-    def fetch_version(self, lineage: int, version: int, limit_s: float) -> None:
-        """Begin to map this weights version into this process, with a deadline of `limit_s`. Return at once."""
-        self._fetched_version = WeightsVersion(lineage, version)
-        self._chunks = _in_background(_fetch, self._fetched_version, self._source, limit_s)
-
-    def await_fetch(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the version to be mapped, and return whether it is.
-
-        Raises:
-            Exception: the error with which the fetch failed.
-        """
-        if not wait([self._chunks], timeout_s).done:
-            return False
-        self._chunks.result()
-        return True
-
-    def load_version(self, lineage: int, version: int) -> float:
-        """Load the fetched version in place, during the pause. Return the duration in seconds.
-
-        Raises:
-            RuntimeError: the version was not fetched.
-        """
-        if self._fetched_version != (lineage, version) or not self.await_fetch(0.0):
-            raise RuntimeError(
-                f"asked to load {WeightsVersion(lineage, version)}, but {self._fetched_version} was fetched"
-            )
-        chunks: list[WeightChunk] = self._chunks.result()
-        started = time.perf_counter()
-        runner = self.model_runner
-        with torch.no_grad(), _rearranged_anew(runner.model, runner.model_config):
-            runner.model.load_weights((name, tensor) for chunk in chunks for name, tensor in _tensors(chunk))
-        # Drop the views into the object store, or the store could never free the version.
-        del self._chunks
-        return time.perf_counter() - started
-
-    def group_sizes(self) -> dict[str, int]:
-        """Return the bytes of this rank's parameters by layer group."""
-        sizes: dict[str, int] = {}
-        for name, parameter in self.model_runner.model.named_parameters():
-            group = layer_group(name)
-            sizes[group] = sizes.get(group, 0) + parameter.nbytes
-        return sizes
-
-    def group_checksums(self, groups: Sequence[str]) -> dict[str, int]:
-        """Return this rank's share of the groups' checksums; the shares of all ranks add up to the published ones.
-
-        Replicated parameters are counted by one rank only.
-        """
-        sums: dict[str, int] = {}
-        wanted = set(groups)
-        for name, tensor in _counted(self.model_runner.model):
-            if (group := layer_group(name)) in wanted:
-                add(sums, group, _bit_sum(tensor))
-        return sums
-
-
-@contextmanager
-def _rearranged_anew(model: torch.nn.Module, config: ModelConfig) -> Iterator[None]:
-    """Within the context, `load_weights` also reaches the layers that vLLM has rearranged."""
-    layers = [layer for layer in model.modules() if _is_rearranged(layer)]
-    for layer in layers:
-        initialize_layerwise_reload(layer)
-        if isinstance(layer, RoutedExperts) and current_platform.is_cpu():
-            # On CPU, vLLM packs experts only when it creates their kernel, so a new kernel is created. On GPU, the
-            # kernel has to stay, because CUDA graphs refer to it.
-            layer.quant_method.moe_kernel = None
-    yield
-    for layer in layers:
-        finalize_layerwise_reload(layer, config)
 
 
 def _is_rearranged(layer: torch.nn.Module) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import ray
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import ConfigError, InfraError
@@ -45,16 +46,17 @@ class Updates(WeightUpdates):
 
     def __init__(self, store: Store | None) -> None:
         self.health = ReplicaHealth(replica="one", node_id="node", engine_s=30.0)
-        self.calls: list[tuple[str, Any]] = []
-        engine: Any = SimpleNamespace(client=SimpleNamespace(collective_rpc=self._call_workers), gauges=None)
+        self.stores: list[dict[str, Any]] = []
+        client = SimpleNamespace(init_weight_transfer_engine=self._connect)
+        engine: Any = SimpleNamespace(client=client, gauges=None)
         super().__init__(engine, self.health, "run", TimeoutsConfig())
         self._store = store
         self.loading, self.loaded = anyio.Event(), anyio.Event()
         self.loaded.set()
         self.failure: InfraError | None = None
 
-    async def _call_workers(self, method: str, args: Any) -> None:
-        self.calls.append((method, args))
+    async def _connect(self, request: WeightTransferInitRequest) -> None:
+        self.stores.append(request.init_info)
 
     async def apply(self, publication: Publication, *mode: Any) -> Any:
         if self.failure is not None:
@@ -151,7 +153,7 @@ async def test_a_replica_that_attaches_to_a_run_takes_every_version_of_it() -> N
     updates.health.weights_version = WeightsVersion(3, 7)
     run = ServedRun("runs/b on two", "run-b", verify="first", max_mismatch_kl=0.5)
     await updates.follow(Store(), run, serves_initial=False)
-    assert updates.calls == [("connect_store", ("gcs", "run", STORE_NAME))]
+    assert updates.stores == [{"address": "gcs", "namespace": "run", "store_name": STORE_NAME}]
     assert updates.run is run
     assert updates.health.weights_version < WeightsVersion(0, 0)
     await updates.start()
