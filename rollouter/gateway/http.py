@@ -74,7 +74,7 @@ class TrajectoryKeyMiddleware:
         await response(scope, receive, send)
 
     async def _respond(self, key: str, request: Request) -> Response:
-        path = _path(request.scope)
+        path = path_of(request.scope).removeprefix("/v1/").strip("/")
         method = "POST" if path in _POSTED else "GET" if path.split("/")[0] == "models" else request.method
         if request.method != method:
             raise RequestError(f"/v1/{path} takes {method} requests", status=405, code="method_not_allowed")
@@ -180,7 +180,7 @@ def _bearer(scope: Scope) -> str:
     return key.strip() if kind.lower() == "bearer" else ""
 
 
-def _path(scope: Scope) -> str:
-    """Return the part of the path after `/v1/`, wherever the app is mounted."""
+def path_of(scope: Scope) -> str:
+    """Return the path of a request, wherever the app is mounted."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")).removeprefix("/v1/").strip("/")
+    return path.removeprefix(scope.get("root_path", ""))

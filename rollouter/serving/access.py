@@ -18,9 +18,11 @@ from starlette.websockets import WebSocketClose
 
 from asyncrl.config.sections.run import LOOPBACK, ServeConfig
 from asyncrl.core.failures import ConfigError
-from rollouter.gateway.http import check_json, read_body, refused
+from rollouter.gateway.http import check_json, path_of, read_body, refused
 from rollouter.gateway.protocol import RequestError
 
+HEALTH = "/health"
+"""The path that load balancers probe. They have no API key, and its answer says only whether an engine is ready."""
 _HOST = re.compile(r"(?:\w+://)?(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d+)?")
 """The value of `Host`, or of `Origin`, in lower case."""
 
@@ -77,6 +79,9 @@ def checked_app(app: ASGIApp, access: HttpAccess) -> ASGIApp:
         headers, request = Headers(scope=scope), Request(scope, receive)
         try:
             _check_host(headers, access.hosts)
+            if path_of(scope) == HEALTH:
+                await app(scope, receive, send)
+                return
             _check_key(headers, access.api_key)
             body = await read_body(request)
             if body and "json" in headers.get("content-type", "json").lower():

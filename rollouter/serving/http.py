@@ -10,7 +10,9 @@ module without importing vLLM; only the processes that Serve starts import it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ import anyio
 import ray
 from anyio import to_thread
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
@@ -39,6 +42,10 @@ from rollouter.serving.options import (
 )
 from rollouter.serving.replica.deployment import RolloutReplica
 
+logger = logging.getLogger(__name__)
+
+METRICS_S = 5.0
+"""How long the replicas may take to answer a request of their metrics."""
 MAX_AGENT_REQUESTS = 9_000
 """Maximum number of concurrent requests of agents to the Rollouter. The Rollouter's actor accepts more concurrent calls
 (`rollouter.actor`), so that calls of the driver never wait behind those of agents."""
@@ -125,20 +132,41 @@ class RolloutCalls:
         """
         incarnation = _incarnation(key)
         async with self._places():
-            items = (await self._actor(incarnation)).stream.remote(key, path, body)
-            ended = False
-            try:
-                async for reference in items:
-                    yield await reference
-                ended = True
-            except ray.exceptions.RayError as error:
-                ended = True
-                if isinstance(error, ray.exceptions.RayActorError):
+            for is_known in (True, False) if incarnation in self._actors else (False,):
+                begun = False
+                try:
+                    async with aclosing(self._items(incarnation, key, path, body)) as items:
+                        async for item in items:
+                            begun = True
+                            yield item
+                    return
+                except ray.exceptions.RayActorError as error:
                     self._actors.pop(incarnation, None)
-                raise engines_failed() from error
-            finally:
-                if not ended:
-                    ray.cancel(items)  # the client has disconnected, so the engine stops its turn
+                    if begun:
+                        raise engines_failed() from error
+                    if not is_known:
+                        raise unknown_key() from error
+                # The Rollouter of an earlier run is gone. The request did not reach one of this run.
+
+    async def _items(
+        self, incarnation: int, key: str, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[GatewayResponse | bytes, None]:
+        """Raises `RayActorError` if the Rollouter is gone."""
+        items = (await self._actor(incarnation)).stream.remote(key, path, body)
+        ended = False
+        try:
+            async for reference in items:
+                yield await reference
+            ended = True
+        except ray.exceptions.RayError as error:
+            ended = True
+            gone = isinstance(error, ray.exceptions.RayActorError)
+            if gone and not isinstance(error, ray.exceptions.ActorUnavailableError):  # the latter may be reachable again
+                raise
+            raise engines_failed() from error
+        finally:
+            if not ended:
+                ray.cancel(items)  # the client has disconnected, so the engine stops its turn
 
     def _places(self) -> anyio.Semaphore:
         if self._limit is None:
@@ -184,26 +212,26 @@ def _incarnation(key: str) -> int:
     return incarnation
 
 
-def openai_app(options: ServingOptions, replicas: DeploymentHandle[Any]) -> ASGIApp:
-    """Return the ASGI app of the OpenAI API for the run's replicas, built on Ray's ingress for LLMs.
+class ServedReplicas:
+    """What the HTTP API asks of the replicas besides answers (`openai_app.ReplicaFleet`)."""
 
-    The app does not use Ray's development ingress, which would expose pause, sleep and weight updates over HTTP. It
-    sends no CORS headers, so that a web page in the user's browser cannot reach a server on loopback.
-    """
-    from fastapi import FastAPI
-    from ray.serve.llm import LLMConfig
+    def __init__(self, replicas: DeploymentHandle[Any]) -> None:
+        self._replicas = replicas
 
-    llm_config = LLMConfig(**options.llm_config)
-    model = llm_config.model_id
-    card = ray_internals.to_model_metadata(model, llm_config)
-    ingress = ray_internals.OpenAiIngress(llm_deployments={model: replicas}, model_cards={model: card})
-    app = FastAPI(title="asyncrl")
-    for name, endpoint in ray_internals.DEFAULT_ENDPOINTS.items():
-        endpoint(app)(getattr(ingress, name))
-    # The middleware that was added last runs first.
-    ray_internals.add_exception_handling_middleware(app)
-    app.add_middleware(ray_internals.SetRequestIdMiddleware)
-    return app
+    def count(self) -> int:
+        """Return how many replicas can be sent requests now."""
+        return ray_internals.routable_replicas(self._replicas)
+
+    async def metrics(self) -> Sequence[str]:
+        """Return the metrics of each replica, without those of replicas that fail. Empty if one does not answer."""
+        try:
+            answers = self._replicas.broadcast("engine_metrics").results_async(
+                timeout_s=METRICS_S, return_exceptions=True
+            )
+            return [one for one in await answers if isinstance(one, str)]
+        except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
+            logger.warning("the replicas' metrics are missing: %s", error)
+            return ()
 
 
 class HttpFrontEnd:
@@ -219,7 +247,12 @@ class HttpFrontEnd:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Build the app. Serve calls this once, in the process that serves the app."""
-        app = checked_app(openai_app(self._options, self._replicas), self._access)
+        from ray.serve.llm import LLMConfig
+
+        from rollouter.serving.openai_app import openai_app
+
+        llm_config = LLMConfig(**self._options.llm_config)
+        app = checked_app(openai_app(llm_config, self._replicas, ServedReplicas(self._replicas)), self._access)
         if not self._trajectories:
             return app
         namespace = self._options.namespace or app_namespace(serve.get_replica_context().app_name)

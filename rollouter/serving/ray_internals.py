@@ -23,17 +23,20 @@ from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
+from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from asyncrl.core.failures import InfraError
 
 if TYPE_CHECKING:
-    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
-    from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS, OpenAiIngress
-    from ray.llm._internal.serve.core.ingress.middleware import (
-        SetRequestIdMiddleware,
-        add_exception_handling_middleware,
+    from ray.llm._internal.common.errors import VLLM_CLIENT_ERRORS
+    from ray.llm._internal.serve.core.configs.openai_api_models import (
+        ErrorResponse,
+        OpenAIHTTPException,
+        to_model_metadata,
     )
+    from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS, OpenAiIngress
+    from ray.llm._internal.serve.core.ingress.middleware import SetRequestIdMiddleware
     from ray.llm._internal.serve.core.server.llm_server import LLMServer
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
     from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
@@ -41,9 +44,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_ENDPOINTS",
+    "VLLM_CLIENT_ERRORS",
     "DeploymentHandleSource",
     "DeploymentID",
+    "ErrorResponse",
     "LLMServer",
+    "OpenAIHTTPException",
     "OpenAiIngress",
     "PowerOfTwoChoicesRequestRouter",
     "PrefixCacheAffinityRouter",
@@ -51,7 +57,6 @@ __all__ = [
     "RequestMetadata",
     "SetRequestIdMiddleware",
     "VLLMEngine",
-    "add_exception_handling_middleware",
     "to_model_metadata",
 ]
 
@@ -59,13 +64,15 @@ CHECKED_RAY = "2.60.0"
 """The version of Ray with which the tests of serving have passed."""
 LLM_MODULES = {
     "DEFAULT_ENDPOINTS": "ray.llm._internal.serve.core.ingress.ingress",
+    "ErrorResponse": "ray.llm._internal.serve.core.configs.openai_api_models",
     "LLMServer": "ray.llm._internal.serve.core.server.llm_server",
+    "OpenAIHTTPException": "ray.llm._internal.serve.core.configs.openai_api_models",
     "OpenAiIngress": "ray.llm._internal.serve.core.ingress.ingress",
     "PrefixCacheAffinityRouter": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router",
     "PrefixTree": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree",
     "SetRequestIdMiddleware": "ray.llm._internal.serve.core.ingress.middleware",
+    "VLLM_CLIENT_ERRORS": "ray.llm._internal.common.errors",
     "VLLMEngine": "ray.llm._internal.serve.engines.vllm.vllm_engine",
-    "add_exception_handling_middleware": "ray.llm._internal.serve.core.ingress.middleware",
     "to_model_metadata": "ray.llm._internal.serve.core.configs.openai_api_models",
 }
 
@@ -122,6 +129,12 @@ class PlacementRouter(RequestRouter):
 async def choose_replica(router: RequestRouter, request: PendingRequest) -> RunningReplica:
     """Have a router choose the replica of a call as Serve does, through its queue of pending calls."""
     return await router._choose_replica_for_request(request)
+
+
+def routable_replicas(handle: DeploymentHandle[Any]) -> int:
+    """Return how many replicas this handle can send calls to at this moment."""
+    router = handle._init_router()._asyncio_router._request_router  # None until Serve has told the handle its options
+    return 0 if router is None else len(router.curr_replicas)
 
 
 def asked_to_end() -> bool:

@@ -18,6 +18,8 @@ from rollouter.serving.ray_internals import serve_log_stays_open
 METHODS = ("generate_tokens", "apply_version", "attach", "check_health", "record_autoscaling_stats")
 OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "detokenize")
 """The methods of `LLMServer` that Ray's ingress calls."""
+HTTP_METHODS = (*OPENAI_METHODS, "engine_metrics")
+"""What only replicas behind the HTTP API offer."""
 
 
 class _UserConfig(ConfigSection):
@@ -47,7 +49,7 @@ class RolloutReplica:
             model = options.llm_config["model_loading_config"]["model_source"]
             raise InfraError.wrap(f"the engine for {model} did not start", error) from None
         self._server, self._timeouts = server, options.timeouts
-        for method in METHODS + OPENAI_METHODS * openai:
+        for method in METHODS + HTTP_METHODS * openai:
             setattr(self, method, getattr(server, method))
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:

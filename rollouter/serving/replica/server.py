@@ -28,6 +28,7 @@ from asyncrl.storage.media import restrict_formats
 from asyncrl.weights.object_store import ServedRun, attached_run
 from rollouter.serving.autoscaling import WANTED_REPLICAS
 from rollouter.serving.client import Delta, EventBatch
+from rollouter.serving.http_metrics import engine_metrics
 from rollouter.serving.options import ReplicaFacts, ServingOptions, app_namespace
 from rollouter.serving.ray_internals import LLMServer, asked_to_end
 from rollouter.serving.replica.engine import OpenAIEngine, RolloutEngine
@@ -155,6 +156,10 @@ class RolloutServer(LLMServer):
         await self._join()
         report = await self._weights.apply(publication, mode, clear_kv)
         return replace(report, events=tuple(self._forwarder.take_all()))
+
+    def engine_metrics(self) -> str:
+        """Return this replica's metrics for Prometheus."""
+        return engine_metrics(self._facts.replica, self._health.weights_version.version)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what `rollouter.serving.autoscaling` needs in Serve's controller. Serve calls this method."""
