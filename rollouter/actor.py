@@ -37,7 +37,7 @@ from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.http import endpoint_url, rollouter_name
 from rollouter.serving.options import rollout_app
 from rollouter.serving.reward_model import ServedRewardModel
-from rollouter.trajectory_dump import make_dump
+from rollouter.trajectory_dump import make_files
 from rollouter.weight_updates import RolloutStart
 from rollouter.worker_actor import ActorLink, start_link
 from skip import SkipManager
@@ -140,7 +140,7 @@ class RolloutActor:
             fleet=ServeFleet(config, namespace=namespace) if start.has_engines else UnavailableFleet(),
             sink=sink,
             start=start,
-            dump=make_dump(config, run_dir, task.decode),
+            files=make_files(config, run_dir, task.decode),
             workers=pool,
         )
         SkipManager.watch(self._rollouter.waits.waiting)

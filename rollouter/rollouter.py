@@ -9,7 +9,7 @@ This module depends on Protocols only, so that tests can run it with fakes; `rol
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from rollouter.dispatcher import Dispatcher
 from rollouter.group_workers.pool import RemoteGroup, WorkerPool, WorkerScorer
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
-from rollouter.trajectory_dump import TrajectoryDump
+from rollouter.trajectory_dump import TrajectoryFiles
 from rollouter.validation import Validator
 from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
 
@@ -50,7 +50,7 @@ class Rollouter:
         fleet: EngineFleet,
         sink: RecordSink,
         start: RolloutStart,
-        dump: TrajectoryDump | None = None,
+        files: Sequence[TrajectoryFiles] = (),
         workers: WorkerPool | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -70,7 +70,7 @@ class Rollouter:
             make_group=None if workers is None else partial(RemoteGroup, pool=workers),
             served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
             agent=task.agent,
-            dump=dump,
+            files=files,
             clock=clock,
             wall_clock=wall_clock,
         )

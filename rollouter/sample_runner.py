@@ -41,7 +41,7 @@ from rollouter.drop_policy import DropPolicy
 from rollouter.group import GroupGeneration, TrajectoryGroup, is_complete
 from rollouter.requests import greedy, sampling_params
 from rollouter.slots import BusyMeter, GenerationSlot, GenerationSlots, SurplusError, SurplusMonitor
-from rollouter.trajectory_dump import TrajectoryDump
+from rollouter.trajectory_dump import TrajectoryFiles
 from skip import SkipManager
 
 logger = logging.getLogger(__name__)
@@ -161,8 +161,8 @@ class RolloutParts:
     """Makes a `TrajectoryGroup` of its fields; None: groups are generated in this process."""
     agent: ConversationAgent | None = None
     """Holds conversations; None if every trajectory is a single turn."""
-    dump: TrajectoryDump | None = None
-    """Receives every scored sample of training."""
+    files: Sequence[TrajectoryFiles] = ()
+    """They receive every scored sample of training."""
     settle_s: float = SETTLE_S
     """See `CrashIsolation`."""
     clock: Callable[[], float] = time.monotonic
@@ -326,10 +326,10 @@ class SampleRunner:
         if generated.replayed_from is None:
             await self._note_rewards(sample_id, [score.reward for score in all_scores])
         sample = pack_sample(sample_id, generated, all_scores, reward_s, self._replay_version())
-        if self._parts.dump is not None:
-            scored = trajectories[:-1] if generated.has_baseline else trajectories
-            with self._waiting("dump"), profile.span("dump.write"):
-                await self._parts.dump.write(sample, prompt, scored, all_scores[: len(scored)])
+        scored = trajectories[:-1] if generated.has_baseline else trajectories
+        for files in self._parts.files:
+            with self._waiting("dump"), profile.span(files.span):
+                await files.write(sample, prompt, scored, all_scores[: len(scored)])
         return sample
 
     @SkipManager.annotate(role="reward")

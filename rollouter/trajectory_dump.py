@@ -1,7 +1,8 @@
-"""Writes every scored trajectory of training to readable files (`rollout.dump_dir`).
+"""Writes scored trajectories of training to files: all of them to readable ones (`rollout.dump_dir`), and those that
+`asyncrl show` can show after any run to the run directory (`rollout.kept_samples`).
 
-Samples are written one at a time, and each sample waits until it is written. If the disk fails, only lines of the dump
-are lost. Each kind of error is logged once.
+Samples are written one at a time, and each sample waits until it is written. If the disk fails, only these files are
+incomplete. Each kind of error is logged once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import anyio
 from anyio import to_thread
@@ -18,15 +20,34 @@ from anyio import to_thread
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import TokenRow, Trajectory
-from asyncrl.core.types import Prompt, Row, Sample, Span
+from asyncrl.core.types import Prompt, Row, Sample, Span, TokenIds
+from asyncrl.storage.recent_samples import RecentSamples
+from asyncrl.storage.run_dir import KEPT
 from asyncrl.storage.trajectory_files import PROMPT_ROLE, DumpedTrajectory, VersionedText, append, pieces, to_line
 from rollouter.prompts.chat_template import Decode
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TrajectoryFiles(Protocol):
+    """Files that receive every scored sample."""
+
+    span: str
+    """The name of the event of a write."""
+
+    async def write(
+        self, sample: Sample, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
+    ) -> None:
+        """See `TrajectoryDump.write`."""
 
 
 class TrajectoryDump:
     """The dump of one run."""
+
+    span = "dump.write"
+    _consequence = "is not dumped"
+    _remedy = "Set rollout.dump_dir to another directory"
 
     def __init__(
         self,
@@ -58,16 +79,19 @@ class TrajectoryDump:
             trajectories: The trajectories of the sample's rows, in order, without the baseline.
             scores: One score per trajectory.
         """
-        index = sample.sample_id.index
         async with self._lock:
             try:
-                # A thread cannot be cancelled, only abandoned.
-                data = await to_thread.run_sync(
-                    self.lines, sample, prompt, trajectories, scores, abandon_on_cancel=True, limiter=self._threads
-                )
-                await append(self._directory, index, data, self._mode)
+                await self._save(sample, prompt, trajectories, scores)
             except Exception as error:  # noqa: BLE001  OSError, or any error of a tokenizer or a data set's column
                 self._log_error(sample, error)
+
+    async def _save(self, sample: Sample, *scored: Any) -> None:
+        data = await self._in_thread(self.lines, sample, *scored)
+        await append(self._directory, sample.sample_id.index, data, self._mode)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        # A thread cannot be cancelled, only abandoned.
+        return await to_thread.run_sync(function, *arguments, abandon_on_cancel=True, limiter=self._threads)
 
     def lines(
         self, sample: Sample, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
@@ -84,20 +108,52 @@ class TrajectoryDump:
         self._logged_errors.add(kind)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         logger.warning(
-            "%s is not dumped in %s: %s. It is still trained on; further failures of this kind "
-            "are not logged. Set rollout.dump_dir to another directory",
+            "%s %s in %s: %s. It is still trained on; further failures of this kind are not logged. %s",
             sample.sample_id,
+            self._consequence,
             self._directory,
             reason,
+            self._remedy,
         )
 
 
-def make_dump(config: Config, run_dir: Path, decode: Decode) -> TrajectoryDump | None:
-    """Return the dump for `rollout.dump_dir`, relative to the working directory, or None if that key is null."""
-    if config.rollout.dump_dir is None:
-        return None
-    directory = Path(config.rollout.dump_dir).expanduser().absolute()
-    return TrajectoryDump(directory, run_dir, decode, mode=config.directory_mode)
+class SampleKeeper(TrajectoryDump):
+    """Keeps some samples in the run directory (`asyncrl.storage.recent_samples`), and decodes nothing."""
+
+    span = "kept.write"
+    _consequence = "is not kept for `asyncrl show`"
+    _remedy = "rollout.kept_samples=0 keeps none"
+
+    def __init__(
+        self, run_dir: Path, most: int, wall_clock: Callable[[], float] = time.time, *, mode: int = 0o700
+    ) -> None:
+        """`most`: the largest number of samples."""
+        super().__init__(run_dir / KEPT, run_dir, _never, wall_clock, mode=mode)
+        self._recent = RecentSamples(run_dir / KEPT, most, mode=mode)
+
+    async def _save(self, sample: Sample, *scored: Any) -> None:
+        await self._in_thread(self._keep, sample, *scored)
+
+    def _keep(
+        self, sample: Sample, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
+    ) -> None:
+        kept = describe(sample, prompt, trajectories, scores, None, run=self._run, at=self._wall_clock())
+        self._recent.add(kept, [bool(trajectory.messages) for trajectory in trajectories])
+
+
+def _never(ids: TokenIds) -> str:
+    raise NotImplementedError
+
+
+def make_files(config: Config, run_dir: Path, decode: Decode) -> list[TrajectoryFiles]:
+    """Return the files for `rollout.dump_dir`, relative to the working directory, and `rollout.kept_samples`."""
+    files: list[TrajectoryFiles] = []
+    if config.rollout.dump_dir is not None:
+        directory = Path(config.rollout.dump_dir).expanduser().absolute()
+        files.append(TrajectoryDump(directory, run_dir, decode, mode=config.directory_mode))
+    if config.rollout.kept_samples:
+        files.append(SampleKeeper(run_dir, config.rollout.kept_samples, mode=config.directory_mode))
+    return files
 
 
 def describe(
@@ -105,19 +161,23 @@ def describe(
     prompt: Prompt,
     trajectories: Sequence[Trajectory],
     scores: Sequence[Score],
-    decode: Decode,
+    decode: Decode | None,
     *,
     run: str,
     at: float,
 ) -> list[DumpedTrajectory]:
-    """Return the dump's entry for each trajectory; see `TrajectoryDump.write` for the arguments."""
+    """Return the dump's entry for each trajectory; see `TrajectoryDump.write` for the arguments. Without `decode`, the
+    entries have no texts, and a single turn has the messages of its prompt only."""
     dumped = []
     begin = 0
     for number, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True)):
         end = begin + len(trajectory.rows)
         rows = _with_trained_spans(trajectory.rows, sample.rows[begin:end])
-        texts = tuple(pieces(rows[turn.row], turn, decode) for turn in trajectory.turns)
-        messages = trajectory.messages or _messages(prompt, texts[0], decode)
+        texts: tuple[tuple[VersionedText, ...], ...] = ()
+        messages: tuple[Mapping[str, object], ...] = trajectory.messages or tuple(prompt.messages or ())
+        if decode is not None:
+            texts = tuple(pieces(rows[turn.row], turn, decode) for turn in trajectory.turns)
+            messages = trajectory.messages or _messages(prompt, texts[0], decode)
         dumped.append(
             DumpedTrajectory(
                 sample_id=sample.sample_id,

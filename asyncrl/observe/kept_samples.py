@@ -1,4 +1,5 @@
-"""Find the samples that a run still has in its dump or its run directory, for `asyncrl show` and the timeline.
+"""Find the samples that a run still has: in its dump, in `kept/` of its directory, or as payloads. For `asyncrl show`
+and the timeline.
 
 Blocking; read-only.
 """
@@ -22,7 +23,8 @@ from asyncrl.core.types import FinishReason, Row, Sample, SampleId, TokenIds
 from asyncrl.observe.formats import timestamp
 from asyncrl.queue.journal_reader import SampleRecord, read_queue_state, read_samples
 from asyncrl.storage.array_bytes import DamageError, decode
-from asyncrl.storage.run_dir import JOURNAL, SAMPLES, RunDir, SavedConfig
+from asyncrl.storage.recent_samples import KeptRewards, list_recent, ranked, read_recent, recent_names
+from asyncrl.storage.run_dir import JOURNAL, KEPT, SAMPLES, RunDir, SavedConfig
 from asyncrl.storage.sample_bytes import FileRef, PackedBlob
 from asyncrl.storage.segments import read_segment
 from asyncrl.storage.trained_steps import read_trained, surviving_steps
@@ -45,7 +47,7 @@ class KeptSample(NamedTuple):
 
 
 def find_sample(run: ConfiguredRun, index: int, name: str) -> KeptSample:
-    """Return a sample from the dump, or else from its payload.
+    """Return a sample from the dump, or else from `kept/`, or else from its payload.
 
     Args:
         run: the run to search.
@@ -53,7 +55,7 @@ def find_sample(run: ConfiguredRun, index: int, name: str) -> KeptSample:
         name: the name of the sample in messages.
 
     Raises:
-        ConfigError: the run has neither; the message explains the state of the sample, and how to keep samples.
+        ConfigError: the run has none of them; the message explains the state of the sample, and how to keep samples.
     """
     notes: list[str] = []
     for directory in run.dump_dirs:
@@ -69,6 +71,14 @@ def find_sample(run: ConfiguredRun, index: int, name: str) -> KeptSample:
         notes += found.notes
         if found.trajectories:
             return KeptSample(found.trajectories, notes)
+    for kept in recent_names(run.path / KEPT, {index}):
+        try:
+            recent = read_recent(run.path / KEPT, kept)
+        except (OSError, DamageError, ValueError) as error:
+            notes.append(f"{run.path / KEPT / kept} cannot be read: {error}")
+            continue
+        decode, problems = run.decode()
+        return KeptSample(recent.with_texts(decode), [*notes, *problems])
     payload = read_payload(run.path, index)
     if payload.sample is not None:
         decode, problems = run.decode()
@@ -77,21 +87,47 @@ def find_sample(run: ConfiguredRun, index: int, name: str) -> KeptSample:
     raise ConfigError(_not_kept(run, index, name, [*notes, *([payload.problem] if payload.problem else [])]))
 
 
+def has_samples(run: ConfiguredRun) -> bool:
+    """Return whether the run has anything to show."""
+    if recent_names(run.path / KEPT):
+        return True
+    places = [*run.dump_dirs, run.path / SAMPLES]
+    return any(place.is_dir() and any(place.iterdir()) for place in places)
+
+
+def chosen_sample(run: ConfiguredRun, choice: str) -> KeptRewards:
+    """Return the sample in `kept/` that comes first in a choice of `recent_samples.CHOICES`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        found = list_recent(run.path / KEPT)
+    except OSError:
+        found = []
+    if not found:
+        raise ConfigError(
+            f"{run.path.name} has no samples in {KEPT}/ to choose the {choice} of: no sample was scored, the run kept "
+            "none (rollout.kept_samples=0), or it is of an earlier version. Name a sample: asyncrl show RUN SAMPLE"
+        )
+    return ranked(found, choice)[0]
+
+
 def _not_kept(run: ConfiguredRun, index: int, name: str, notes: Sequence[str]) -> str:
     fate = read_fate(run.path, index)
     parts = [f"there are no trajectories of {name} to show in {run.path.name}: {fate.text}", *notes]
     record = run.skip_record(index)
     if fate.scored:
-        dump = f"It is not in rollout.dump_dir={run.dump_dir}" if run.dump_dir else "The run dumps no trajectories"
-        parts.append(f"{dump}, and the sample's payload is not (or no longer) in the run directory")
+        where = f"rollout.dump_dir={run.dump_dir}" if run.dump_dir else f"the samples that are kept ({KEPT}/)"
+        parts.append(f"It is not in {where}, and the sample's payload is not (or no longer) in the run directory")
     elif fate.record is not None:
         parts.append("None of its trajectories was scored, so none was kept")
     if record is not None:
         parts.append(f"Its generation was recorded: asyncrl skip show {record}")
     elif fate.scored and not run.dump_dir:
         parts.append(
-            "Launch with rollout.dump_dir=DIR to keep every trajectory, or with skip.async_rollout.enable=true to "
-            "record what is generated"
+            "Launch with rollout.dump_dir=DIR to keep every trajectory, with a larger rollout.kept_samples, or with "
+            "skip.async_rollout.enable=true to record what is generated"
         )
     return ". ".join(parts)
 

@@ -30,12 +30,14 @@ MIRRORS = Path("~/.asyncrl/checkpoints")
 JOURNAL = "journal.db"
 JOURNAL_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm")
 SAMPLES = "samples"
+KEPT = "kept"
+"""Samples that are kept for `asyncrl show` (`asyncrl.storage.recent_samples`)."""
 METRICS = "metrics.jsonl"
 TRAINED = "trained.jsonl"
 SUMMARY = "summary.json"
 RAY_LOGS = Path("logs", "ray")
 """A link to the logs of Ray's session."""
-_WRITTEN_DIRECTORIES = ("", SAMPLES, "checkpoints", "events", "logs", "profiles", "tensorboard")
+_WRITTEN_DIRECTORIES = ("", SAMPLES, KEPT, "checkpoints", "events", "logs", "profiles", "tensorboard")
 _RUN_FILES = ("state.json", "config.yaml", SUMMARY)
 """A directory that contains one of these is a run directory."""
 _MAX_LISTED = 12
@@ -282,16 +284,25 @@ def find_run(name: str | None, root: Path = RUNS) -> Path:
         ConfigError: there is no such run; the message lists the runs in `root`.
     """
     if name is None:
-        runs = [run for each in _directories(root) for run in ([each] if _is_run(each) else _runs_in(each))]
-        if not runs:
-            raise ConfigError(f"there are no runs in {root.absolute()}: give a run directory, e.g. asyncrl status PATH")
-        return max(runs, key=_last_active).absolute()
+        return newest_runs(root)[0]
     for path in (Path(name).expanduser(), root / name):
         if _is_run(path):
             return path.resolve()
         if runs := _runs_in(path):
             return max(runs, key=_last_active).absolute()
     raise ConfigError(f"there is no run {name!r}: it is neither a run directory nor an experiment. {_list_runs(root)}")
+
+
+def newest_runs(root: Path = RUNS) -> list[Path]:
+    """Return the run directories in `root`, the one that was active last first.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    runs = [run for each in _directories(root) for run in ([each] if _is_run(each) else _runs_in(each))]
+    if not runs:
+        raise ConfigError(f"there are no runs in {root.absolute()}: give a run directory, e.g. asyncrl status PATH")
+    return [run.absolute() for run in sorted(runs, key=_last_active, reverse=True)]
 
 
 def _list_runs(root: Path) -> str:

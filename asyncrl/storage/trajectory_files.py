@@ -119,8 +119,15 @@ def _text(ids: TokenIds, decode: Decode, *, whole: bool) -> str:
 
 def as_json(one: DumpedTrajectory) -> dict[str, Any]:
     """Return the content of its line; `sample_id` comes first."""
+    recorded = one.recorded_spans or ((),) * len(one.trajectory.rows)
+    rows = [_row_as_json(row, spans) for row, spans in zip(one.trajectory.rows, recorded, strict=True)]
+    return {**described(one), "rows": rows}
+
+
+def described(one: DumpedTrajectory) -> dict[str, Any]:
+    """Return the content of its line without `rows`."""
     trajectory, score = one.trajectory, one.score
-    values = {
+    values: dict[str, Any] = {
         "sample_id": str(one.sample_id),
         "trajectory": one.number,
         "num_trajectories": one.num_trajectories,
@@ -146,9 +153,7 @@ def as_json(one: DumpedTrajectory) -> dict[str, Any]:
             for turn, text in zip(trajectory.turns, one.texts or ((),) * len(trajectory.turns), strict=True)
         ],
     }
-    recorded = one.recorded_spans or ((),) * len(trajectory.rows)
-    rows = [_row_as_json(row, spans) for row, spans in zip(trajectory.rows, recorded, strict=True)]
-    return {**plain(values), "rows": rows}
+    return {name: plain(value, 1) for name, value in values.items()}
 
 
 def to_line(one: DumpedTrajectory) -> bytes:
@@ -228,11 +233,28 @@ def mask_runs(mask: NDArray[np.bool_]) -> list[tuple[bool, int]]:
 
 
 def _parse(raw: Mapping[str, Any]) -> DumpedTrajectory:
-    rows = tuple(_parse_row(row) for row in raw["rows"])
+    return _parse_line(raw, raw["rows"], tuple(_parse_row(row) for row in raw["rows"]))
+
+
+def parse_described(raw: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> DumpedTrajectory:
+    """Parse `described` and the values of its rows, which are arrays.
+
+    Raises:
+        ValueError: a value has another form.
+    """
+    try:
+        return _parse_line(raw, rows, tuple(map(_row_of_arrays, rows)))
+    except _NO_SUCH_LINE as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _parse_line(
+    raw: Mapping[str, Any], raw_rows: Sequence[Mapping[str, Any]], rows: tuple[TokenRow, ...]
+) -> DumpedTrajectory:
     turns = tuple(_parse_turn(turn, rows) for turn in raw["turns"])
     if not turns:
         raise ValueError("it has no turns")
-    recorded = tuple(spans_from_json(row.get("recorded_spans", ())) for row in raw["rows"])
+    recorded = tuple(spans_from_json(row.get("recorded_spans", ())) for row in raw_rows)
     messages = tuple({**message} for message in raw["messages"])
     trajectory = Trajectory(
         rows, turns, FinishReason(raw["finish_reason"]), messages, _numbers(raw["scores"]), _numbers(raw["metrics"]),
@@ -271,10 +293,18 @@ def _parse_row(raw: Mapping[str, Any]) -> TokenRow:
     if not len(response_ids) == sum(count for _, count in runs) == len(log_probs):
         raise ValueError("a row's tokens, mask and log-probs are of different lengths")
     mask = np.repeat(np.array([value for value, _ in runs], np.bool_), [count for _, count in runs])
-    spans = spans_from_json(raw["spans"])
-    if len(response_ids) and (not spans or spans[0].first_token):
+    return _checked_row(TokenRow(prompt_ids, response_ids, mask, log_probs, spans_from_json(raw["spans"])))
+
+
+def _row_of_arrays(raw: Mapping[str, Any]) -> TokenRow:
+    arrays = (raw[name] for name in ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"))
+    return _checked_row(TokenRow(*arrays, spans_from_json(raw["spans"])))
+
+
+def _checked_row(row: TokenRow) -> TokenRow:
+    if len(row.response_ids) and (not row.spans or row.spans[0].first_token):
         raise ValueError("a row's first tokens have no version")
-    return TokenRow(prompt_ids, response_ids, mask, log_probs, spans)
+    return row
 
 
 def _parse_turn(raw: Mapping[str, Any], rows: Sequence[TokenRow]) -> TurnInfo:

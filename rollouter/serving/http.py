@@ -161,7 +161,9 @@ class RolloutCalls:
         except ray.exceptions.RayError as error:
             ended = True
             gone = isinstance(error, ray.exceptions.RayActorError)
-            if gone and not isinstance(error, ray.exceptions.ActorUnavailableError):  # the latter may be reachable again
+            if gone and not isinstance(
+                error, ray.exceptions.ActorUnavailableError
+            ):  # the latter may be reachable again
                 raise
             raise engines_failed() from error
         finally:

@@ -110,7 +110,7 @@ class DispatcherRig:
             make_group=self.workers.make_group if self.workers is not None else None,
             served_version=lambda: self.served_version,
             agent=agent,
-            dump=dump,
+            files=() if dump is None else [dump],
         )
         self.drops, self.waits = self.parts.drops, self.parts.waits
         if self.workers is not None:

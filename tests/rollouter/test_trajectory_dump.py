@@ -21,12 +21,13 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.rollout import RolloutConfig
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Generated, TokenRow, Trajectory, TurnInfo
-from asyncrl.core.types import FinishReason, Prompt, Replay, Span
+from asyncrl.core.types import FinishReason, Prompt, Replay, SampleId, Span
 from asyncrl.storage import trajectory_files as files_module
+from asyncrl.storage.recent_samples import recent_names
 from asyncrl.storage.trajectory_files import file_name, find, parse, to_line
 from rollouter import trajectory_dump as dump_module
 from rollouter.sample_runner import SampleProgress
-from rollouter.trajectory_dump import TrajectoryDump, describe, make_dump
+from rollouter.trajectory_dump import TrajectoryDump, describe, make_files
 from tests.fakes import dumped
 from tests.fakes.dispatcher import DispatcherRig, leased_samples
 from tests.fakes.dumped import SCORES, decode, group, guess, ids, prompt, sample
@@ -257,12 +258,27 @@ def test_a_character_sampled_under_two_versions_belongs_to_the_version_of_its_la
 
 
 async def test_the_configuration_sets_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert make_dump(Config(), tmp_path, decode) is None
+    assert make_files(Config(rollout=RolloutConfig(kept_samples=0)), tmp_path, decode) == []
     monkeypatch.chdir(tmp_path)
-    made = make_dump(Config(rollout=RolloutConfig(dump_dir="here/below")), tmp_path, decode)
-    assert made is not None
-    await made.write(sample(), prompt(), group(), SCORES)
+    for files in make_files(Config(rollout=RolloutConfig(dump_dir="here/below")), tmp_path, decode):
+        await files.write(sample(), prompt(), group(), SCORES)
     assert (tmp_path / "here" / "below" / file_name(42)).exists()
+    assert recent_names(tmp_path / "kept") == ["sample_0_42"]
+
+
+async def test_samples_are_kept_in_the_run_directory_by_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (files,) = make_files(Config(), tmp_path, decode)
+    for index in range(1, 211):
+        await files.write(sample(index), prompt(), group(), SCORES)
+    assert {SampleId.parse(name).index for name in recent_names(tmp_path / "kept")} == set(range(11, 211))
+    os.rename(tmp_path / "kept", tmp_path / "gone")
+    for index in (211, 212):
+        await files.write(sample(index), prompt(), group(), SCORES)
+    (record,) = caplog.records
+    assert "sample_0_211 is not kept for `asyncrl show`" in record.message
+    assert "rollout.kept_samples=0 keeps none" in record.message
 
 
 # ------------------------------------------------------------------------------------------------ dumps of a run
@@ -302,11 +318,10 @@ async def test_the_directory_of_the_dump_has_the_access_of_the_configuration(
     access: str, mode: int, tmp_path: Path
 ) -> None:
     config = Config.model_validate({"rollout": {"dump_dir": str(tmp_path / "dump")}, "directory_access": access})
-    dump = make_dump(config, tmp_path, decode)
-    assert dump is not None
     before = os.umask(0o022)
     try:
-        await dump.write(sample(), prompt(), group(), SCORES)
+        for files in make_files(config, tmp_path, decode):
+            await files.write(sample(), prompt(), group(), SCORES)
     finally:
         os.umask(before)
-    assert (tmp_path / "dump").stat().st_mode & 0o777 == mode
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("dump", "kept")] == [mode, mode]

@@ -297,6 +297,9 @@ class RolloutConfig(NodePool):
     agent: AgentConfig = AgentConfig()
     dump_dir: str | None = None
     """Directory of a JSONL dump of all trajectories: messages, tokens, masks, versions, times, rewards. null: none."""
+    kept_samples: NonNegative = 200
+    """Maximum number of samples that the run directory keeps for `asyncrl show`, 20 MB at most: the newest ones,
+    and up to 10 each with the lowest, highest and oddest rewards (furthest from the mean of its group). 0: none."""
 
     @property
     def max_replicas(self) -> int:

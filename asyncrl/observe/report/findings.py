@@ -136,7 +136,7 @@ _CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("checkpoint_hang", "A checkpoint", ("trainer.checkpoint",)),
     ("queue_hang", "The queue",
      ("queue.commit", "sample.payload", "sample.offer", "trainer.fetch", "trainer.commit")),
-    ("disk_hang", "The disk", ("dump.write", "turnlog.write", "skip.read", "skip.write")),
+    ("disk_hang", "The disk", ("dump.write", "kept.write", "turnlog.write", "skip.read", "skip.write")),
 )  # fmt: skip
 """Kinds of calls with a common cause. Inner calls come first: time that an inner call explains is not reported again
 for an outer one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +22,14 @@ from asyncrl.core.ports import Score
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import DropReason, FinishReason, Prompt, Replay, SampleId, Span, Turn, sample_meta
+from asyncrl.observe.kept_samples import ConfiguredRun
 from asyncrl.observe.terminal import conversation
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.payloads import FilePayloads
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.storage.recent_samples import CHOICES
 from asyncrl.storage.trajectory_files import DumpedTrajectory, VersionedText, file_name
-from rollouter.trajectory_dump import TrajectoryDump
+from rollouter.trajectory_dump import SampleKeeper, TrajectoryDump
 from tests.fakes.command_line import CommandLine
 from tests.fakes.dumped import SCORES, calculation, decode, group, ids, prompt, sample
 from tests.fakes.queues import admit, end, meta, payload, train
@@ -361,7 +364,9 @@ def test_an_unreadable_dump_is_an_error(run_dir: Path, cli: CommandLine) -> None
         (("sample_42",), "SAMPLE=sample_42: not a sample id"),
         (("0",), "SAMPLE=0: not a sample id"),
         (("a", "b", "c"), "expected [RUN] SAMPLE, got 3 arguments"),
-        ((), "Missing argument"),
+        ((), "has no samples in kept/ to choose the newest of"),
+        (("lowest",), "has no samples in kept/ to choose the lowest of"),
+        (("nothing",), "'nothing' is neither a sample"),
         (("42", "--json", "--tokens"), "--json includes all tokens"),
         (("42", "-t", "-1"), "-1"),
     ],
@@ -528,3 +533,70 @@ def test_damage_is_reported(undumped_run: Path, cli: CommandLine, damage: Callab
 def test_an_unreadable_configuration_is_reported_in_a_note(undumped_run: Path, cli: CommandLine) -> None:
     (undumped_run / "config.yaml").write_text("{")
     assert "names no model.path, so tokens cannot be decoded" in cli("show", 1).err
+
+
+# ------------------------------------------------------------------------------------------------ kept samples
+
+
+def keep(run_dir: Path, index: int, rewards: Sequence[float] = (1.25, 0.0), *, at: float = 0.5) -> None:
+    """Keep a sample as the Rollouter does."""
+    keeper = SampleKeeper(run_dir, 200, lambda: at)
+    scores = [replace(score, reward=reward) for score, reward in zip(SCORES, rewards, strict=True)]
+    anyio.run(keeper.write, sample(index), prompt(), group(), scores)
+
+
+@pytest.fixture
+def characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode tokens as the characters that they are in these tests."""
+    monkeypatch.setattr(ConfiguredRun, "decode", lambda self: (decode, []))
+
+
+@pytest.mark.usefixtures("characters")
+def test_a_kept_sample_is_shown_like_a_dumped_one(run_dir: Path, cli: CommandLine) -> None:
+    configure(run_dir, None)
+    keep(run_dir, 42)
+    kept = cli("show", 42)
+    assert kept.err == "" and kept == cli("show")
+    configure(run_dir)
+    write(run_dir)
+    assert kept.out == cli("show", 42).out
+
+
+@pytest.mark.usefixtures("characters")
+def test_samples_are_chosen_by_reward(run_dir: Path, cli: CommandLine) -> None:
+    configure(run_dir, None)
+    for index, rewards in enumerate([(3.0, 2.0), (0.5, -1.0), (1.0, 9.0), (2.0, 2.0)], start=1):
+        keep(run_dir, index, rewards, at=float(index))
+    heads = {choice: cli("show", choice).out.split("\n\n")[1].splitlines()[0] for choice in CHOICES}
+    assert heads == {
+        "newest": "sample_0_4 · trajectory 0 of 2 · arithmetic",
+        "lowest": "sample_0_2 · trajectory 1 of 2 · arithmetic",
+        "highest": "sample_0_3 · trajectory 1 of 2 · arithmetic",
+        "oddest": "sample_0_3 · trajectory 0 of 2 · arithmetic",
+    }
+    assert "trajectory 0 of 2" in cli("show", "lowest", "-t", 0).out
+    assert [one["reward"] for one in cli("show", "quickstart", "lowest", "--json").json] == [0.5, -1.0]
+
+
+@pytest.mark.usefixtures("characters")
+def test_without_a_run_the_newest_one_with_samples_is_shown(run_dir: Path, cli: CommandLine) -> None:
+    configure(run_dir, None)
+    keep(run_dir, 7)
+    newer = run_dir.with_name("20270102-030405")
+    newer.mkdir()
+    os.utime(run_dir / "config.yaml", (1, 1))
+    (newer / "config.yaml").write_text("")
+    assert "sample_0_7" in cli("show").out and "sample_0_7" in cli("show", 7).out
+    assert cli("show", "quickstart", code=BAD_CONFIG).err.startswith("error: 20270102-030405 has no samples")
+    assert "sample_0_7" in cli("show", run_dir).out
+    keep(newer, 8)
+    assert "sample_0_8" in cli("show").out
+
+
+@pytest.mark.usefixtures("characters")
+def test_a_damaged_kept_sample_is_noted(run_dir: Path, cli: CommandLine) -> None:
+    configure(run_dir, None)
+    keep(run_dir, 7)
+    path = run_dir / "kept" / "sample_0_7.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "kept/sample_0_7 cannot be read" in cli("show", 7, code=BAD_CONFIG).err

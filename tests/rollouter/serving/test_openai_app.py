@@ -1,4 +1,4 @@
-"""Answers of the engines' OpenAI API, through Ray's ingress and with a replica in this process. The tests run no Ray."""
+"""Answers of the engines' OpenAI API, through Ray's ingress and with a replica in this process, without Ray itself."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ def test_a_prompt_that_is_too_long_is_refused_as_openai_refuses_it() -> None:
     error = error_of(client(refusal).post("/v1/chat/completions", json=QUESTION), 400)
     assert error == {"message": text, "type": "invalid_request_error", "param": "input_tokens",
                      "code": "context_length_exceeded"}  # fmt: skip
-    streamed = client(Replica([engine_error(text, 400)])).post("/v1/chat/completions", json={**QUESTION, "stream": True})
+    streamed = client(Replica([engine_error(text, 400)])).post(
+        "/v1/chat/completions", json={**QUESTION, "stream": True}
+    )
     assert error_of(streamed, 400)["code"] == "context_length_exceeded"
 
 
