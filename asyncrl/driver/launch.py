@@ -27,6 +27,7 @@ from asyncrl.observe.status.summary import (
     RunOutcome,
     SummaryBuilder,
     SummaryFile,
+    count_restarts,
     describe_error,
 )
 from asyncrl.observe.terminal.live import ALREADY_SHOWN, View, logging_to, make_view
@@ -101,6 +102,7 @@ async def _launch(
     earlier = read_readable_state(run_dir.path)
     if resumed is not None and earlier is not None:
         recorder.add_earlier_tokens(earlier.generated_tokens)
+        recorder.add_earlier_restarts(count_restarts(earlier.restarts, earlier.earlier_restarts))
     for text in warnings:
         view.message("warning", text)
         logger.warning("%s", text, extra=ALREADY_SHOWN)

@@ -16,7 +16,7 @@ from anyio import to_thread
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError
-from asyncrl.core.ports import QueueStatus, SampleCounts
+from asyncrl.core.ports import PartName, QueueStatus, SampleCounts
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.records import ApplyRecord, RunRecord, StepRecord
 from asyncrl.observe.metrics.file_sinks import rewind_jsonl
@@ -101,6 +101,11 @@ class Recorder:
     def add_earlier_tokens(self, tokens: int) -> None:
         """Set how many tokens earlier processes generated, as their driver counted them; the last row may be older."""
         self._parts.add_earlier_tokens(tokens)
+
+    def add_earlier_restarts(self, counts: Mapping[PartName, int]) -> None:
+        """Set how often earlier processes of the run replaced each part."""
+        self._known["recovery/restarts"] = float(sum(counts.values()))
+        self._view.update(self._refresh(earlier_restarts=dict(counts)))
 
     async def put(self, record: RunRecord) -> None:
         """Write a record to all sinks, and return when it is written.

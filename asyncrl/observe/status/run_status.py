@@ -89,6 +89,11 @@ class RunProgress:
     """Number of restarts before the newest ones, by part."""
     health: RunHealth = field(default_factory=RunHealth)
 
+    @property
+    def replays(self) -> bool:
+        """Return whether the Rollouter has only replayed records, so that its idle share means nothing."""
+        return self.counts.replayed > 0 and not self.generated_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState(RunProgress):

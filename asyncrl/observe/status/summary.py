@@ -254,8 +254,8 @@ class SummaryBuilder:
     ) -> dict[str, Any]:
         """Return the content of summary.json. Missing values are None; all floats are finite.
 
-        Of a resumed run, `wall_s`, the idle shares of the time between first and last step, and the restarts in
-        `progress` cover only the last process.
+        Of a resumed run, `wall_s`, the idle shares of the time between first and last step, and `recovery` cover only
+        the last process.
         """
         counts, resumed = progress.counts, self._resumed
         return finite(
@@ -274,7 +274,8 @@ class SummaryBuilder:
                 "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
                 "reward": self.reward(),
                 "staleness": staleness_summary(self.staleness),
-                "idle": {"trainer": idle_trainer, "rollouter": idle_rollouter},
+                "idle": {"trainer": idle_trainer, "rollouter": None if progress.replays else idle_rollouter},
+                "replays": progress.replays,
                 "weight_sync": {
                     "count": self.num_syncs,
                     "pause_s": _median_and_max(self._pauses),

@@ -128,15 +128,15 @@ class PlainView(View):
 
 
 def _step_line(row: MetricsRow, board: Dashboard) -> str:
-    counts, known = board.counts, board.metrics.get
+    counts, known = board.shown_counts, board.metrics.get
     total = f"/{board.total_steps}" if board.total_steps else ""
     return (
         f"step {row.step}{total} version {row.version}  reward {number(row.metrics.get('reward/mean'))}  "
-        f"trained {counts.trained} dropped {counts.num_dropped}  "
+        f"trained {counts.trained} dropped {counts.num_dropped} running {counts.running} leased {counts.leased}  "
         f"staleness {number(known('staleness/mean'), '.2f')} max {number(known('staleness/max'), '.0f')}  "
-        f"queue {counts.running} running {counts.ready} ready {counts.leased} leased  "
+        f"queue {counts.ready}  "
         f"tokens/s {number(board.generated_per_s, '.0f')} generated {number(board.trained_per_s, '.0f')} trained  "
-        f"idle rollouter {whole_percent(known('idle/rollouter'))} trainer {whole_percent(known('idle/trainer'))}  "
+        f"idle rollouter {board.rollouter_idle} trainer {whole_percent(known('idle/trainer'))}  "
         f"pause {board.pause}"
     )
 
@@ -264,7 +264,8 @@ def _outcome(summary: Mapping[str, Any]) -> RenderableType:
         table.add_row("staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']} versions")
     idle = summary["idle"]
     if idle["trainer"] is not None:
-        table.add_row("idle", f"rollouter {whole_percent(idle['rollouter'])}, trainer {whole_percent(idle['trainer'])}")
+        rollouter = "replaying" if summary["replays"] else whole_percent(idle["rollouter"])
+        table.add_row("idle", f"rollouter {rollouter}, trainer {whole_percent(idle['trainer'])}")
     if restarts := {part: count for part, count in summary["restarts"].items() if count}:
         table.add_row("restarts", _restarts(restarts, summary["recovery"]))
     sync = summary["weight_sync"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.core.ports import SampleCounts
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.waits import Wait
 from asyncrl.observe.formats import elapsed, number, short_s, size, whole_percent
@@ -43,6 +44,19 @@ class Dashboard(RunProgress):
     """Open waits by part."""
     step_times: tuple[float, ...] = ()
     """When the last steps ended, on the view's clock; for `eta_s`."""
+
+    @property
+    def shown_counts(self) -> SampleCounts:
+        """Return the sample counts with those of the steps so far: the queue's last answer may be a second older."""
+        counts, more = self.counts, sum(self.staleness.values()) - self.counts.trained
+        if more <= 0:
+            return counts
+        return replace(counts, trained=counts.trained + more, leased=max(counts.leased - more, 0))
+
+    @property
+    def rollouter_idle(self) -> str:
+        """Return what the Rollouter does with its time, as text."""
+        return "replaying" if self.replays else whole_percent(self.metrics.get("idle/rollouter"))
 
     @property
     def step_s(self) -> float | None:
@@ -176,19 +190,20 @@ def _progress(board: Dashboard, now_s: float) -> RenderableType:
 
 
 def _facts(board: Dashboard) -> RenderableType:
-    counts, known = board.counts, board.metrics.get
+    counts, known = board.shown_counts, board.metrics.get
     rates = {"generated": number(board.generated_per_s, ",.0f"), "trained": number(board.trained_per_s, ",.0f")}
     return facts(
         ("reward", _Reward(board)),
         ("validation", _validation(board) if board.validations else None),
         ("samples", _samples(board)),
+        ("samples", items(running=counts.running, leased=counts.leased)),
+        ("queue", items(ready=counts.ready)),
         ("staleness", items(mean=number(known("staleness/mean"), ".2f"), max=number(known("staleness/max"), ".0f"))),
-        ("queue", items(running=counts.running, ready=counts.ready, leased=counts.leased)),
         ("tokens/s", items(**rates)),
-        ("idle", items(rollouter=whole_percent(known("idle/rollouter")), trainer=whole_percent(known("idle/trainer")))),
+        ("idle", items(rollouter=board.rollouter_idle, trainer=whole_percent(known("idle/trainer")))),
         ("weight sync", _sync(board)),
         ("health", health_line(board.health)),
-        ("restarts", _restarts(board) if board.restarts else None),
+        ("restarts", _restarts(board)),
         *(("waits", _waits(part, waits)) for part, waits in board.waits.items()),
     )
 
@@ -259,7 +274,7 @@ def _validation(board: Dashboard) -> Text:
 
 
 def _samples(board: Dashboard) -> Text:
-    counts = board.counts
+    counts = board.shown_counts
     text = items(trained=counts.trained, dropped=counts.num_dropped)
     reasons = [f"{reason} {count:,}" for reason, count in counts.dropped.items() if count]
     if reasons:
@@ -299,12 +314,14 @@ def health_line(health: RunHealth) -> Text | None:
     return text
 
 
-def _restarts(board: Dashboard) -> Text:
-    """Return the number of restarts of each part, and the cause of the newest, in one line."""
+def _restarts(board: Dashboard) -> Text | None:
+    """Return the number of restarts of each part, and the cause of this process' newest, in one line; None without."""
     counts = count_restarts(board.restarts, board.earlier_restarts)
+    if not counts:
+        return None
     text = items(**{str(part): count for part, count in counts.items()})
     text.no_wrap, text.overflow = True, "ellipsis"
-    return text.append(f"   {restart_line(board.restarts[-1])}", style=DIM)
+    return text.append(f"   {restart_line(board.restarts[-1])}" if board.restarts else "", style=DIM)
 
 
 def _waits(part: str, waits: tuple[Wait, ...]) -> Text:

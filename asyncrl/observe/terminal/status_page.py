@@ -78,8 +78,9 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
         why = report["why"]["text"]
     return facts(
         ("samples", items(fed=samples["fed"], trained=samples["trained"], dropped=sum(dropped.values()))),
-        ("samples", items(**{name: samples[name] for name in ("running", "ready", "leased")})),
+        ("samples", items(running=samples["running"], leased=samples["leased"])),
         ("samples", _counts(report)),
+        ("queue", items(ready=samples["ready"])),
         (
             "replayed",
             items(**{name: samples[name] for name in ("replayed", "substituted")}) if samples["replayed"] else None,

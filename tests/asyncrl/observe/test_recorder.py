@@ -159,6 +159,9 @@ async def test_a_resumed_run_records_no_step_twice_and_summarizes_the_whole_run(
         recorder.add_earlier_tokens(420)
         recorder.update_parts(queue_status(6), rollouter(75), trainer_status())
         assert recorder.summary("completed", None)["tokens"]["generated"] == 495
+        recorder.add_earlier_restarts({"trainer": 2})
+        recorder.record_restart(Restart("trainer", 2, 1.0, "killed", 2.0))
+        assert recorder.summary("completed", None)["restarts"]["trainer"] == 3
         assert (summary["weight_sync"]["count"], summary["validation"]["before"]["reward"]) == (3, 0.0)
         assert answers(recorder) == ["0", "3"]
     after = lines(run_dir)

@@ -102,6 +102,7 @@ def test_the_summary_of_a_complete_run() -> None:
         "reward": {"first": 0.0, "last": 0.5, "best": 0.5},
         "staleness": {"mean": 0.6, "max": 3, "histogram": {"0": 10, "1": 9, "3": 1}},
         "idle": {"trainer": 0.25, "rollouter": None},
+        "replays": False,
         "weight_sync": {
             "count": 3,
             "pause_s": {"p50": 0.02, "max": 0.03},

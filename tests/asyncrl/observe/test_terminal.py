@@ -75,7 +75,7 @@ def live(board: Dashboard = BOARD) -> LiveView:
 def test_the_live_view_has_one_line_for_each_value(width: int) -> None:
     lines = rendered(live(), width)
     assert all(len(line) <= min(width, 120) for line in lines)
-    assert len(lines) == 14
+    assert len(lines) == 15
     text = "\n".join(lines)
     for figure in (
         "step 57/200",
@@ -87,7 +87,8 @@ def test_the_live_view_has_one_line_for_each_value(width: int) -> None:
         "v0 0.273 … v40 0.391 → v48 0.400 → v56 0.450",
         "trained 1,824   dropped 10 (stale 10)",
         "mean 0.80   max 2",
-        "running 64   ready 12   leased 32",
+        "running 64   leased 32",
+        "queue        ready 12",
         "generated 3,912   trained 3,701",
         "rollouter 4 %   trainer 11 %",
         "pause 28 ms   publish to applied 210 ms   count 56",
@@ -174,7 +175,24 @@ def test_plain_lines_are_one_line_each_without_colour() -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 3
     assert "\x1b" not in out.getvalue()
-    assert "trained 1824 dropped 10" in lines[2]
+    assert "trained 1824 dropped 10 running 64 leased 32" in lines[2] and " queue 12 " in lines[2]
+
+
+def test_trained_counts_the_step_just_made() -> None:
+    """The queue's last answer is from before the step; its samples were leased then."""
+    board = replace(BOARD, staleness={0: 1824 + 20, 1: 12})
+    assert (board.shown_counts.trained, board.shown_counts.leased) == (1856, 0)
+    assert replace(BOARD, staleness={0: 1800}).shown_counts == BOARD.counts
+    assert "trained 1,856" in "\n".join(rendered(live(board), 120))
+
+
+def test_a_rollouter_that_only_replays_is_not_idle() -> None:
+    replay = replace(BOARD, counts=replace(BOARD.counts, replayed=1800), generated_tokens=0)
+    assert "rollouter replaying   trainer 11 %" in "\n".join(rendered(live(replay), 120))
+    assert "rollouter 4 %" in "\n".join(rendered(live(replace(replay, generated_tokens=9)), 120))
+    content = SummaryBuilder().build("completed", None, replay, idle_trainer=0.5, idle_rollouter=1.0)
+    assert content["idle"] == {"trainer": 0.5, "rollouter": None} and content["replays"] is True
+    assert "rollouter replaying, trainer 50 %" in ending(content)
 
 
 def test_the_mode_selects_the_view_and_auto_depends_on_the_terminal() -> None:
@@ -204,8 +222,15 @@ def test_a_restart_prints_one_line_when_it_begins_and_one_when_it_ends() -> None
 def test_the_live_view_has_a_line_for_restarts() -> None:
     board = replace(BOARD, restarts=(Restart("queue", 2, 1.0, "killed", 2.0), BEGUN))
     lines = rendered(live(board), 100)
-    assert len(lines) == 15
+    assert len(lines) == 16
     assert any("queue 1   trainer 1   the trainer is being replaced: rank actor/0 died" in line for line in lines)
+
+
+def test_restarts_of_earlier_launches_are_counted() -> None:
+    board = replace(BOARD, earlier_restarts={"trainer": 3})
+    assert any("restarts     trainer 3" in line for line in rendered(live(board), 100))
+    both = replace(board, restarts=(BEGUN,))
+    assert any("restarts     trainer 4   the trainer is being replaced" in line for line in rendered(live(both), 100))
 
 
 def test_the_closing_summary_lists_restarts() -> None:
