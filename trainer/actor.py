@@ -54,7 +54,7 @@ class TrainerActor:
         """See `Trainer.start`.
 
         Returns:
-            `step` and `version`.
+            `step`, `version`, and `attention` (`Trainer.attention`).
 
         Raises:
             ConfigError, UserCodeError: the configuration of `skip` is invalid (`SkipManager.init`).
@@ -76,7 +76,11 @@ class TrainerActor:
             waits=self._waits,
         )
         self._trainer, self._run_dir = trainer, run_dir
-        return {"step": trainer.progress.step, "version": trainer.progress.version}
+        return {
+            "step": trainer.progress.step,
+            "version": trainer.progress.version,
+            "attention": trainer.attention,
+        }
 
     async def run(self, queue: Any, total_steps: int) -> AsyncIterator[RunRecord]:
         """Run `Trainer.run` and yield a record right after each optimizer step. Call `start` first. After the last
@@ -116,15 +120,17 @@ class TrainerActor:
             await self._trainer.republish()
 
     async def status(self) -> Mapping[str, Any]:
-        """Return `step`, `version`, `trained_samples`, `trained_tokens`; `waits`, the longest first; `pid`, `node_id`
-        (Ray's) and `health` (`ProcessHealth`) of this process; `ranks`: `group`, `rank`, `pid`, `node_id` and `health`
-        of each; `skip` (`SkipManager.status`), `profiler` (`Profiler.status`), `messages` (`SkipManager.messages`)."""
+        """Return `step`, `version`, `trained_samples`, `trained_tokens`, `attention`; `waits`, longest first; `pid`,
+        `node_id` (Ray's) and `health` (`ProcessHealth`) of this process; `ranks`: `group`, `rank`, `pid`, `node_id`
+        and `health` of each; `skip` (`SkipManager.status`), `profiler` (`Profiler.status`), `messages`
+        (`SkipManager.messages`)."""
         progress = self._trainer.progress if self._trainer is not None else Progress()
         return {
             "step": progress.step,
             "version": progress.version,
             "trained_samples": progress.trained_samples,
             "trained_tokens": progress.trained_tokens,
+            "attention": self._trainer.attention if self._trainer is not None else "",
             "waits": self._waits.snapshot(),
             "pid": os.getpid(),
             "node_id": ray.get_runtime_context().get_node_id(),

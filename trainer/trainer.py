@@ -67,6 +67,8 @@ class Trainer:
         self._stopped = False
         self._served = anyio.Event()
         self.progress = Progress()
+        self.attention = ""
+        """How the policy computes attention (`BaseEngine.attention`)."""
 
     @classmethod
     async def start(
@@ -120,6 +122,7 @@ class Trainer:
             config, groups, files, trained_steps, waits, lineage=history.lineage, validated_step=validated_step
         )
         try:
+            trainer.attention = await trainer._trained["actor"].attention()
             await trainer._set_losses()
             if resume is not None:
                 await trainer._resume(resume)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from asyncrl.cli.main import BAD_CONFIG
-from asyncrl.cli.preflight import preflight
+from asyncrl.cli.preflight import check_machine, preflight
 from asyncrl.config import plan
 from asyncrl.config.compose import CheckedConfig, Mode, changed_values, check_config, value_sources
 from asyncrl.config.environment import num_parameters
@@ -65,7 +65,7 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, full: bool, as
     if full and not dry_run:
         raise click.UsageError("--full requires --dry-run; a run writes its whole configuration into config.yaml")
     source, overrides = _split(arguments)
-    outcome = preflight(check_config(source, overrides, mode=mode))
+    outcome = preflight(check_config(source, overrides, mode=mode), detect_machine())
     if dry_run:
         return _show_plan(outcome, source, overrides, mode, full=full, as_json=as_json)
     config = _checked(outcome)
@@ -85,7 +85,10 @@ def serve(arguments: tuple[str, ...]) -> int:
       asyncrl serve my.yaml serve.port=9000 rollout.num_replicas=2
       KEY=secret asyncrl serve my.yaml serve.host=0.0.0.0 serve.api_key_env=KEY
     """
-    config = _checked(check_config(*_split(arguments), scope="serve"))
+    outcome = check_config(*_split(arguments), scope="serve")
+    if outcome.config is not None:
+        outcome = outcome.with_problems(check_machine(outcome.config, detect_machine(), trains=False))
+    config = _checked(outcome)
     from asyncrl.driver import launch as driver
 
     return driver.serve(config)
@@ -128,7 +131,7 @@ def _show_plan(
         found = [asdict(problem) for problem in outcome.problems]
         click.echo(json.dumps({"error": error.message, "problems": found}, indent=2, default=str))
         return BAD_CONFIG
-    warnings = [*outcome.warnings, *(plan.shortages(resources) if placement is None else ())]
+    warnings = outcome.warnings
     code = BAD_CONFIG if placement is not None and placement.lacks and not config.ray.autoscaling else 0
     if as_json:
         answer: dict[str, Any] = {

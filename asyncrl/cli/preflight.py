@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncrl.config.compose import CheckedConfig
 from asyncrl.config.environment import num_parameters, writable_parent
 from asyncrl.config.model_files import check_model_files
-from asyncrl.config.plan import GIB, checkpoint_bytes
+from asyncrl.config.plan import GIB, MachineResources, checkpoint_bytes, make_plan, shortages
 from asyncrl.config.problems import ConfigProblem, errors, warning
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
@@ -20,10 +20,11 @@ _ROWS_S = 4.0
 """Time after which the remaining rows of data files are left to the Rollouter."""
 
 
-def preflight(outcome: CheckedConfig) -> CheckedConfig:
-    """Return the configuration with the problems of data, models, reward functions and disk.
+def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -> CheckedConfig:
+    """Return the configuration with the problems of data, models, reward functions, disk and `machine`.
 
-    Nothing is read if the configuration has other errors.
+    Nothing is read if the configuration has other errors. On a cluster, `machine` does not matter: the driver asks the
+    cluster for its nodes (`asyncrl.driver.cluster_state`).
     """
     if outcome.config is None or errors(outcome.problems):
         return outcome
@@ -48,7 +49,16 @@ def preflight(outcome: CheckedConfig) -> CheckedConfig:
     code += rewards.problems()
     if config.ray.runtime_env:  # it may bring what the code needs
         code = [replace(problem, severity="warning") for problem in code]
-    return outcome.with_problems([*files, *code, *_disk(config)])
+    room = [] if machine is None else check_machine(config, machine)
+    return outcome.with_problems([*files, *code, *room, *_disk(config)])
+
+
+def check_machine(config: Config, machine: MachineResources, *, trains: bool = True) -> list[ConfigProblem]:
+    """Return what this machine lacks for a run, or for engines alone; empty for a run on a cluster."""
+    if config.ray.address is not None:
+        return []
+    resources = make_plan(config, machine, num_parameters=num_parameters(config.model.path), num_prompts=None)
+    return list(shortages(resources, config, trains=trains))
 
 
 def _disk(config: Config) -> Iterator[ConfigProblem]:

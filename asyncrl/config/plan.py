@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncrl.config.problems import ConfigProblem, errors, format_problems, warning
+from asyncrl.config.problems import ConfigProblem, configured, errors, format_problems, warning
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.trainer import check_length, epoch_samples, epoch_steps, model_roles
 from asyncrl.core.failures import ConfigError
@@ -88,6 +88,9 @@ class PlannedProcess:
     """Weights, optimizer and caches, without activations and libraries; None if unknown."""
     computes: bool = False
     """Whether it keeps its threads busy."""
+    key: str = ""
+    """The configuration key of `count`, or of a factor of it; `threads_key`: that of `threads`."""
+    threads_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +168,12 @@ def _processes(config: Config, machine: MachineResources, num_parameters: int | 
     yield PlannedProcess("weight store", 1, 1, 0, None if weights is None else _STORED_VERSIONS * weights)
     yield PlannedProcess("rollouter", 1, 1, 0, None)
     if rollout.attach is None:
-        yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, computes=True)
+        key = "rollout.autoscaling.max_replicas" if rollout.autoscaling.enable else "rollout.num_replicas"
+        yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, True, key, "rollout.cpu_threads")
     if config.reward_model.placement == "serve":
         replicas = config.reward_model.num_replicas
-        yield PlannedProcess("reward model (Serve)", replicas, 1, int(on_gpu), None, computes=True)
+        key = "reward_model.num_replicas"
+        yield PlannedProcess("reward model (Serve)", replicas, 1, int(on_gpu), None, computes=True, key=key)
     yield PlannedProcess("trainer", 1, 1, 0, None)
     yield from _ranks(config, on_gpu, num_parameters)
 
@@ -179,11 +184,14 @@ def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator
     All models are assumed to have the size of the policy.
     """
 
-    def process(name: str, count: int, device: str, threads: int, strategy: str, bytes_each: int) -> PlannedProcess:
+    def process(
+        name: str, count: int, device: str, threads: int, strategy: str, bytes_each: int, section: str = "trainer"
+    ) -> PlannedProcess:
         gpu = device == "cuda" or (device == "auto" and on_gpu)
         shards = 1 if strategy in _UNSHARDED else count
         memory = None if num_parameters is None else num_parameters * bytes_each // shards
-        return PlannedProcess(f"{name} rank", count, 1 if gpu else threads, int(gpu), memory, computes=True)
+        keys = f"{section}.num_workers", f"{section}.cpu_threads"
+        return PlannedProcess(f"{name} rank", count, 1 if gpu else threads, int(gpu), memory, True, *keys)
 
     trainer, roles = config.trainer, model_roles(config)
     shared = {name: _bytes_per_parameter(config, name) for name, role in roles.items() if role.placement == "actor"}
@@ -200,6 +208,7 @@ def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator
                 role.cpu_threads or trainer.cpu_threads,
                 role.strategy or trainer.strategy,
                 _bytes_per_parameter(config, name),
+                name if role.num_workers else "trainer",
             )
 
 
@@ -218,26 +227,51 @@ def checkpoint_bytes(config: Config, num_parameters: int) -> int:
     return num_parameters * (policy + (_SAVED_BYTES if config.needs_critic else 0))
 
 
-def shortages(plan: ResourcePlan) -> Iterator[ConfigProblem]:
-    """Yield a warning for each resource of which the machine seems to have too little; a cluster may be larger."""
-    gpus = sum(part.count * part.gpus for part in plan.parts)
-    if gpus > plan.machine.gpus:
-        fix = (
-            "lower trainer.num_workers, rollout.num_replicas, rollout.tensor_parallel_size or "
-            "reward_model.num_replicas, or point ray.address at a cluster"
+def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Iterator[ConfigProblem]:
+    """Yield a problem for each resource of which this machine has too little, at the key that demands most.
+
+    Too few GPUs are an error: the processes would wait for them until the start fails. With too few CPUs everything is
+    slow, and the memory is an estimate, so these are warnings. `trains`: False for engines alone.
+    """
+    machine, parts = plan.machine, [part for part in plan.parts if trains or part.key.startswith("rollout.")]
+    if machine.gpus < (wanted := sum(part.count * part.gpus for part in parts)):
+        users = [part for part in parts if part.gpus]
+        room, most = machine.gpus - wanted, max(users, key=lambda part: part.count)
+        fix = _smaller(config, most, room + most.count) or (
+            "set trainer.device=cpu" if trains and config.trainer.device != "cpu" else "use a smaller number"
         )
-        yield warning("resources", f"{gpus} GPUs", f"this machine shows {plan.machine.gpus}", fix)
-    busy = sum(part.count * part.threads for part in plan.parts if part.computes)
-    if not gpus and busy > plan.machine.cpus:
-        consequence = f"this machine has {plan.machine.cpus} CPUs, so engines and Trainer slow each other down"
-        fix = "lower rollout.cpu_threads, trainer.cpu_threads, trainer.num_workers or rollout.num_replicas"
-        yield warning("resources", f"{busy} computing threads", consequence, fix)
-    needed = sum(part.count * (part.memory_bytes or 0) for part in plan.parts if not part.gpus)
-    available = plan.machine.memory_bytes
-    if available is not None and needed > available:
-        consequence = f"this machine has {available / GIB:.1f} GiB of memory"
-        fix = "use a smaller model, fewer replicas or a smaller rollout.cpu_kv_cache_gib"
-        yield warning("resources", f"{needed / GIB:.1f} GiB", consequence, fix)
+        names = ", ".join(f"{part.count} for {part.name}" for part in users)
+        consequence = f"{wanted} GPUs are needed ({names}), and this machine shows {machine.gpus}"
+        value = configured(config, most.key)
+        yield ConfigProblem(most.key, value, consequence, f"{fix}, or point ray.address at a cluster")
+    busy = [part for part in parts if part.computes and not part.gpus]
+    if not wanted and machine.cpus < (threads := sum(part.count * part.threads for part in busy)):
+        most = max(busy, key=lambda part: part.count * part.threads)
+        left = machine.cpus - threads + most.count * most.threads
+        if most.threads_key and left // most.count in range(1, most.threads):
+            key, fix = most.threads_key, f"set {most.threads_key}={left // most.count}"
+        else:
+            key, fix = most.key, _smaller(config, most, left // most.threads) or "use a machine with more CPUs"
+        consequence = f"engines and Trainer keep {threads} CPUs busy, and this machine has {machine.cpus}: all are slow"
+        yield warning(key, configured(config, key), consequence, fix)
+    resident = [part for part in parts if not part.gpus and part.memory_bytes]
+    needed = sum(part.count * (part.memory_bytes or 0) for part in resident)
+    if machine.memory_bytes is not None and machine.memory_bytes < needed:
+        most = max(resident, key=lambda part: part.count * (part.memory_bytes or 0))
+        each = most.memory_bytes or 1
+        fix = _smaller(config, most, (machine.memory_bytes - needed) // each + most.count)
+        key = most.key if fix else "model.path"
+        has = f"this machine has {machine.memory_bytes / GIB:.1f} GiB"
+        consequence = f"weights, optimizer and caches need {needed / GIB:.1f} GiB of memory, and {has}"
+        yield warning(key, configured(config, key), consequence, fix or "use a smaller model")
+
+
+def _smaller(config: Config, part: PlannedProcess, most: int) -> str:
+    """Return how to have at most `most` processes of a kind; empty if its key does not allow it."""
+    value = configured(config, part.key) if part.key else None
+    if not isinstance(value, int) or most >= part.count or (number := most * value // part.count) < 1:
+        return ""
+    return f"set {part.key}={number}"
 
 
 def quantity_rows(plan: ResourcePlan) -> list[tuple[str, str]]:

@@ -237,6 +237,8 @@ class SupervisedTrainer(_SupervisedActor):
     total_steps: int = field(default=0, init=False)
     num_prompts: int = field(default=0, init=False)
     """Prompts per epoch."""
+    attention: str = field(default="", init=False)
+    """How the policy's ranks compute attention, once they have loaded it."""
     _has_model: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -287,7 +289,8 @@ class SupervisedTrainer(_SupervisedActor):
         ref = self._actor.start.remote(
             self.run_dir, checkpoint, self.store_handle, self._history, self.validated_step()
         )
-        await call(self.name, ref, self.config.timeouts.start_s, doing="loading the model")
+        started = await call(self.name, ref, self.config.timeouts.start_s, doing="loading the model")
+        self.attention = started["attention"]
         self._has_model = True
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:

@@ -29,6 +29,7 @@ from asyncrl.storage.run_dir import RAY_LOGS
 
 logger = logging.getLogger(__name__)
 
+_CONTAINER_MEMORY = Path("/sys/fs/cgroup/memory.max")
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -52,12 +53,16 @@ _RAY_SETTINGS = {
 
 
 def detect_machine() -> MachineResources:
-    """Return the CPUs this process may use, the visible NVIDIA GPUs and the physical memory, without loading torch."""
+    """Return the CPUs this process may use, the visible NVIDIA GPUs and the memory, without loading torch: the physical
+    memory, or the limit of the container if that is lower."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):  # not every system has these
         memory_bytes = None
+    with suppress(ValueError, OSError):  # "max": no limit
+        limit = int(_CONTAINER_MEMORY.read_text(encoding="ascii"))
+        memory_bytes = limit if memory_bytes is None else min(limit, memory_bytes)
     return MachineResources(cpus=cpus, gpus=visible_gpus(), memory_bytes=memory_bytes)
 
 

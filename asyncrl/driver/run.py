@@ -189,6 +189,7 @@ class Run:
                     await start_app(config, namespace=namespace, engines=self._status.has_engines)
                     if app.attached and self._status.has_engines:
                         await attach(config, app)
+        self._view.message("", f"the Trainer's attention: {self._trainer_part.attention} (trainer.attn_implementation)")
         prepared = self._rollouter_part.prepared
         self._plan_steps()
         self._recorder.set_total_steps(self._trainer_part.total_steps)

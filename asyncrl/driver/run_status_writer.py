@@ -120,6 +120,7 @@ class RunStatus:
             step=max(self.trainer.get("step", 0), self.resumed_at.step),
             version=max(self.trainer.get("version", 0), self.resumed_at.version),
             lineage=self.resumed_at.lineage,
+            attention=self.trainer.get("attention", ""),
             published=store.newest if store is not None else None,
             queue=self.queue,
             replicas=store.replicas if store is not None else (),

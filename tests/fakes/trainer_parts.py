@@ -57,6 +57,9 @@ class FakeGroup(RoleGroup):
     async def wait_for_files(self) -> None:
         raise NotImplementedError
 
+    async def attention(self) -> str:
+        return "sdpa, packed rows"
+
     async def plan(self, total_steps: int) -> None:
         self.total_steps = total_steps
 

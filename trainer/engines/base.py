@@ -135,6 +135,11 @@ class BaseEngine(ABC):
     def layout(self) -> Layout: ...
 
     @property
+    def attention(self) -> str:
+        """How the model computes attention, in words."""
+        return f"that of {self.spec.engine.strategy}"
+
+    @property
     @abstractmethod
     def step(self) -> int:
         """Number of optimizer steps taken, including those before a resume."""

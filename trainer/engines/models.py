@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import get_args
 
 import torch
 from safetensors import SafetensorError
@@ -32,6 +34,7 @@ CLASSES = {
     "value_model": (AutoModelForTokenClassification, "value model (token classification, one label)"),
     "reward_model": (AutoModelForSequenceClassification, "reward model (sequence classification, one label)"),
 }
+ATTENTIONS: tuple[str, ...] = get_args(EngineConfig.model_fields["attn_implementation"].annotation)
 HEADS = ("score", "classifier")
 """Hugging Face's names for the head of a classification model."""
 
@@ -42,6 +45,7 @@ def load_model(
     *,
     key: str = "model.path",
     dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a model on CPU without dropout: dropout would make the current policy differ from the served one.
@@ -52,7 +56,8 @@ def load_model(
         key: the configuration key of `path`, with which messages begin.
 
     Raises:
-        ConfigError: there is no such model, its files lack weights, or the weights have another shape.
+        ConfigError: there is no such model, its files lack weights, the weights have another shape, or the model or
+            this machine lacks the attention.
     """
     kind, name = CLASSES[model_type]
     try:
@@ -66,13 +71,20 @@ def load_model(
                 config=settings,
                 dtype=dtype,
                 use_safetensors=True,  # never a pickle from disk
-                attn_implementation="sdpa",
+                attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with the reason
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
+        if re.search(r"attention|Flash ?Attention|flash_attn", why, re.IGNORECASE):
+            others = ", ".join(name for name in ATTENTIONS if name != attn_implementation)
+            raise ConfigError.wrap(
+                f"trainer.attn_implementation={attn_implementation}: the model of {key}={path} cannot compute "
+                f"attention like this here ({why}); set it to one of {others}, of which eager works for every model",
+                error,
+            ) from None
         raise ConfigError.wrap(
             f"{key}={path}: no {name} could be loaded from there ({why}); give a directory in Hugging Face format with "
             "config.json and safetensors, or a hub name",

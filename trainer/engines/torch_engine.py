@@ -100,6 +100,11 @@ class TorchEngine(BaseEngine, abstract=True):
         return self._step
 
     @property
+    def attention(self) -> str:
+        rows = "packed" if self._current.scorer.packed else "padded"
+        return f"{self.spec.engine.attn_implementation}, {rows} rows"
+
+    @property
     def model(self) -> nn.Module:
         """The module that forward passes call."""
         return self._model
@@ -266,6 +271,7 @@ class TorchEngine(BaseEngine, abstract=True):
             spec.model_type,
             key=spec.path_key,
             dtype=self._master_dtype,
+            attn_implementation=spec.engine.attn_implementation,
             trust_remote_code=spec.model.trust_remote_code,
         )
 

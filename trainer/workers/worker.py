@@ -54,6 +54,11 @@ class TrainingWorker:
         """Number of optimizer steps taken, including those before a resume."""
         return self.engine.step
 
+    @dispatched("rank_zero")
+    def attention(self) -> str:
+        """See `BaseEngine.attention`."""
+        return self.engine.attention
+
     @dispatched("all")
     def reset(self) -> None:
         """Reload the model files, with a fresh optimizer and step 0."""
@@ -250,6 +255,10 @@ class RoleGroup(ABC):
     @abstractmethod
     async def wait_for_files(self) -> None:
         """Wait until every rank has written its checkpoint files or failed; other calls may run meanwhile."""
+
+    async def attention(self) -> str:
+        answer: str = await self.call("attention")
+        return answer
 
     async def set_loss_fn(self, loss: Loss) -> None:
         await self.call("set_loss_fn", loss)

@@ -71,6 +71,12 @@ class OptimConfig(ConfigSection):
     """Largest global gradient norm."""
 
 
+_GPU_ATTENTIONS = {
+    "flash_attention_2": "FlashAttention runs on GPUs only",
+    "flex_attention": "torch's flex_attention has no backward pass on CPU",
+}
+
+
 class EngineConfig(ConfigSection):
     """How a model runs in the Trainer's processes."""
 
@@ -87,6 +93,9 @@ class EngineConfig(ConfigSection):
     """Threads of each process on CPU."""
     ppo_max_token_len: Positive = 16384
     """Maximum number of tokens in a micro-batch of one rank, or of one sequence-parallel group."""
+    attn_implementation: Literal["sdpa", "flash_attention_2", "eager", "flex_attention"] = "sdpa"
+    """How models of the Trainer compute attention, by its name in transformers. Only `sdpa` packs sequences; it uses a
+    FlashAttention kernel on GPUs in half precision (docs/training.md)."""
     use_remove_padding: bool = True
     """Pack sequences without padding where the attention supports it."""
     gradient_checkpointing: bool = False
@@ -441,6 +450,17 @@ def _engine_libraries(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("trainer.use_liger", True, consequence, f"{fix}, or leave this key out")
 
 
+def _attention(config: Config) -> Iterator[ConfigProblem]:
+    """Check that this machine has what an attention other than sdpa and eager needs."""
+    key, wanted, fix = "trainer.attn_implementation", config.trainer.attn_implementation, "set it to sdpa"
+    if wanted in _GPU_ATTENTIONS and config.ray.address is None and not visible_gpus():
+        if config.trainer.device == "auto":  # with trainer.device=cpu, a rule reports the key
+            yield ConfigProblem(key, wanted, f"this machine shows no GPU, and {_GPU_ATTENTIONS[wanted]}", fix)
+    elif wanted == "flash_attention_2" and not is_installed("flash_attn"):
+        fix = f"pip install flash-attn, or {fix}"
+        yield ConfigProblem(key, wanted, "the package flash-attn is not installed here", fix)
+
+
 def _sequence_parallel(config: Config) -> Iterator[ConfigProblem]:
     """Check that the size of a sequence-parallel group divides the ranks and the attention heads.
 
@@ -518,6 +538,18 @@ RULES: tuple[RuleFunction, ...] = (
                lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and not c.trainer.use_remove_padding,
                "sequences are split across ranks in packed form, and trainer.use_remove_padding is false",
                "set trainer.use_remove_padding=true, or trainer.ulysses_sequence_parallel_size=1"),
+    ConfigRule("trainer.attn_implementation",
+               lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and c.trainer.attn_implementation != "sdpa",
+               "sequences are split across ranks in packed form, and only sdpa packs them",
+               "set it to sdpa, or trainer.ulysses_sequence_parallel_size=1"),
+    ConfigRule("trainer.attn_implementation",
+               lambda c: c.trainer.attn_implementation in _GPU_ATTENTIONS and c.trainer.device == "cpu",
+               "trainer.device is cpu, and this attention (with its backward pass) runs on GPUs only",
+               "set it to sdpa, or trainer.device=cuda"),
+    ConfigRule("trainer.attn_implementation",
+               lambda c: c.trainer.attn_implementation == "flash_attention_2" and c.trainer.dtype == "float32",
+               "FlashAttention computes in half precision only, and trainer.dtype is float32",
+               "set it to sdpa, or trainer.dtype=bfloat16"),
     ConfigRule("ref.placement", lambda c: c.model.lora_rank and c.needs_reference and c.ref.placement == "own",
                "with LoRA the policy without its adapters is the reference already; this loads it a second time",
                "set ref.placement=actor", "warning"),
@@ -530,7 +562,7 @@ RULES: tuple[RuleFunction, ...] = (
 )  # fmt: skip
 
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (_length, _other_models, _engine_libraries, _gpus)
+ENVIRONMENT: tuple[RuleFunction, ...] = (_length, _other_models, _engine_libraries, _attention, _gpus)
 DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_strategies, _sequence_parallel)
 
 
@@ -554,6 +586,8 @@ NO_EFFECT = (
               lambda c: c.trainer.device == "cpu", "trainer.device is cpu, and this key is for GPUs",
               "set trainer.device=cuda"),
     only_with("trainer.optim.min_lr_ratio", "trainer.optim.decay", "linear", "cosine"),
+    no_effect("trainer.attn_implementation", lambda c: c.trainer.strategy in _ENGINE_LIBRARIES,
+              "trainer.strategy={c.trainer.strategy} has an attention of its own", "leave this key out"),
     no_effect("ref.*", lambda c: not c.needs_reference, "the run has no reference model",
               "set algorithm.use_kl_loss=true or algorithm.use_kl_in_reward=true"),
     no_effect("ref.*", lambda c: c.model.lora_rank > 0 and c.ref.placement == "actor",

@@ -281,6 +281,7 @@ def status_report(files: RunFiles) -> dict[str, Any]:
         "total_steps": known.get("total_steps"),
         "version": known.get("version", summary.version if summary else None),
         "lineage": known.get("lineage", summary.lineage if summary else None),
+        "attention": known.get("attention"),
         "published": known.get("published"),
         "applied": {"lineage": queue["lineage"], "version": queue["version"]} if queue else None,
         "samples": {

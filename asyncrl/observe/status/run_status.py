@@ -117,6 +117,8 @@ class RunState(RunProgress):
     version: int = 0
     """The Trainer's newest version."""
     lineage: int = 0
+    attention: str = ""
+    """How the policy's ranks compute attention; empty until they have loaded it."""
     published: WeightsVersion | None = None
     """The weight store's newest version."""
     queue: QueueStatus | None = None

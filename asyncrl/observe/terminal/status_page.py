@@ -93,6 +93,7 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
         *(("staleness", bar) for bar in _histogram(report["staleness"])),
         ("tokens", items(**{name: number(report["tokens"][name], ",d") for name in ("generated", "trained")})),
         ("tokens", _token_rates(report["tokens"])),
+        ("attention", Text(report["attention"]) if report["attention"] else None),
         ("replicas", _num_replicas(report)),
         *(("replicas", _replica(replica)) for replica in report["replicas"]),
         *_health(health),

@@ -429,6 +429,20 @@ def test_keys_that_need_a_gpu_are_reported_on_a_machine_without_one(monkeypatch:
     assert machine_problems(changes) == []
 
 
+def test_an_attention_that_this_machine_cannot_compute_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {"trainer.dtype": "bfloat16"}
+    flash = half | {"trainer.attn_implementation": "flash_attention_2"}
+    show_gpus(monkeypatch, 0)
+    for wanted, said in (("flash_attention_2", "FlashAttention runs on GPUs"), ("flex_attention", "no backward pass")):
+        problem = single(machine_problems(half | {"trainer.attn_implementation": wanted}))
+        assert problem.key == "trainer.attn_implementation" and said in problem.consequence
+    assert machine_problems(half | {"trainer.attn_implementation": "eager"}) == []
+    show_gpus(monkeypatch, 1)
+    hide_modules(monkeypatch, "flash_attn")
+    assert "pip install flash-attn" in single(machine_problems(flash)).fix
+    assert machine_problems(half | {"trainer.attn_implementation": "flex_attention"}) == []
+
+
 def test_asking_for_more_gpus_than_the_machine_has_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     show_gpus(monkeypatch, 0)
     problem = single(machine_problems(CUDA))

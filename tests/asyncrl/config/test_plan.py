@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from asyncrl.config.plan import (
     training_steps,
     validation_due,
 )
+from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts as count_prompts
 from asyncrl.core.failures import ConfigError
@@ -134,20 +136,45 @@ def test_too_few_prompts_for_the_critics_warm_up_are_refused() -> None:
         training_steps(config, 5 * size)
 
 
-def test_shortages_are_warnings() -> None:
-    config = config_with({"rollout.num_replicas": 4, "trainer.device": "cuda"})
-    two = MachineResources(cpus=64, gpus=2, memory_bytes=None)
-    problem = single(shortages(plan_of(config, two)))
-    assert (problem.value, problem.severity) == ("5 GPUs", "warning")
+def lacking(changes: dict[str, Any], machine: MachineResources, *, num_parameters: int = 1000) -> list[ConfigProblem]:
+    config = config_with(changes)
+    return list(shortages(plan_of(config, machine, num_parameters=num_parameters), config))
+
+
+def test_too_few_gpus_are_an_error_at_the_key_that_demands_most() -> None:
+    two = MachineResources(cpus=64, gpus=2)
+    problem = single(lacking({"rollout.num_replicas": 4, "trainer.device": "cuda"}, two))
+    assert (problem.key, problem.value, problem.severity) == ("rollout.num_replicas", 4, "error")
+    assert "5 GPUs are needed (4 for engine (vLLM), 1 for policy rank), and this machine shows 2" in problem.consequence
+    assert problem.fix == "set rollout.num_replicas=1, or point ray.address at a cluster"
     scored = {"reward_model.placement": "serve", "reward_model.num_replicas": 3, "reward_model.path": "rm"}
-    config = config_with(scored | {"trainer.device": "cuda"})
-    problem = single(shortages(plan_of(config, two)))
-    assert problem.value == "5 GPUs", (
-        "one for the engine, one for the rank, and one for each replica of the reward model"
+    problem = single(lacking(scored | {"trainer.device": "cuda"}, two))
+    assert problem.key == "reward_model.num_replicas", "one GPU for the engine, one for the rank, three for the model"
+    one = MachineResources(cpus=64, gpus=1)
+    assert single(lacking({}, one)).fix == "set trainer.device=cpu, or point ray.address at a cluster"
+    assert lacking({"trainer.device": "cpu"}, one) == []
+    parallel = {"rollout.num_replicas": 3, "rollout.tensor_parallel_size": 2}
+    assert single(lacking(parallel, MachineResources(cpus=64, gpus=6))).fix.startswith("set rollout.num_replicas=2,")
+    config = config_with(parallel)
+    assert list(shortages(plan_of(config, MachineResources(cpus=64, gpus=6)), config, trains=False)) == []
+
+
+def test_too_few_cpus_and_too_little_memory_are_warnings() -> None:
+    problem = single(lacking({"rollout.cpu_threads": 8}, LAPTOP))
+    assert (problem.key, problem.severity, problem.fix) == (
+        "rollout.cpu_threads",
+        "warning",
+        "set rollout.cpu_threads=1",
     )
-    small = dataclasses.replace(LAPTOP, memory_bytes=GIB)
-    found = shortages(plan_of(config_with({"rollout.num_replicas": 4}), small, num_parameters=10**9))
-    assert [problem.value.rpartition(" ")[2] for problem in found] == ["threads", "GiB"]
+    problem = single(lacking({"rollout.num_replicas": 4}, dataclasses.replace(LAPTOP, cpus=4)))
+    assert (problem.key, problem.fix) == ("rollout.num_replicas", "set rollout.num_replicas=3")
+    small = dataclasses.replace(LAPTOP, cpus=64, memory_bytes=24 * GIB)
+    problem = single(lacking({"rollout.num_replicas": 4}, small, num_parameters=10**9))
+    assert (problem.key, problem.value) == ("model.path", "asyncrl://quickstart")
+    assert problem.consequence.startswith("weights, optimizer and caches need 45.0 GiB of memory")
+    smaller = dataclasses.replace(small, memory_bytes=12 * GIB)
+    problem = single(lacking({"rollout.num_replicas": 9}, smaller, num_parameters=10**8))
+    assert (problem.key, problem.fix) == ("rollout.num_replicas", "set rollout.num_replicas=6")
 
 
 def test_parameters_and_prompts_are_counted_without_libraries() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,47 @@ def test_an_engine_computes_the_results_of_transformers(name: str, tmp_path: Pat
             length = len(expected)
             torch.testing.assert_close(results["log_probs"][number, :length], expected, rtol=0, atol=5e-5)
             torch.testing.assert_close(results["entropy"][number, :length], entropy, rtol=0, atol=5e-5)
+
+
+def test_eager_attention_computes_the_same_as_sdpa(tmp_path: Path) -> None:
+    path, batch = write("qwen2", tmp_path), make_batch(8, 1)
+    usual = LocalEngine(make_spec(path, lr=None, ppo_max_token_len=64))
+    other = LocalEngine(make_spec(path, lr=None, ppo_max_token_len=64, attn_implementation="eager"))
+    assert (usual.attention, other.attention) == ("sdpa, packed rows", "eager, padded rows")
+    expected, found = usual.infer(batch), other.infer(batch)
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=5e-5)
+
+
+def test_the_gradient_of_eager_attention_is_that_of_sdpa(tmp_path: Path) -> None:
+    path, batch, gradients = write("qwen2", tmp_path), make_batch(8, 1), []
+    for attention in ("sdpa", "eager"):
+        engine = LocalEngine(make_spec(path, ppo_max_token_len=64, attn_implementation=attention))
+        engine.forward_backward(batch, PolicyLoss(AlgorithmConfig(), 8))
+        gradients.append(torch.cat([one.grad.flatten() for one in engine.model.parameters() if one.grad is not None]))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("attention", "name", "reason"),
+    [
+        ("flash_attention_2", "qwen2", "trainer.attn_implementation=flash_attention_2: the model of model.path="),
+        (
+            "flex_attention",
+            "unsupported",
+            "does not support an attention implementation through torch's flex_attention",
+        ),
+    ],
+)
+def test_an_attention_that_is_impossible_is_an_error_with_its_key(
+    attention: str, name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "unsupported":
+        name = "qwen2"
+        monkeypatch.setattr("transformers.Qwen2PreTrainedModel._supports_flex_attn", False)
+    with pytest.raises(ConfigError, match=re.escape(reason)) as raised:
+        load_model(str(write(name, tmp_path)), attn_implementation=attention)
+    assert "eager works for every model" in raised.value.message
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
