@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 from rollouter.serving.access import HttpAccess, checked_app
 from rollouter.serving.http_metrics import HttpMetrics, engine_metrics
 
+pytestmark = pytest.mark.timeout(300)  # importing vLLM takes long on a busy machine
 QUESTION = {"model": "small", "messages": [{"role": "user", "content": "12+34"}]}
 COMPLETION = {"id": "cmpl-1", "object": "chat.completion", "created": 1, "model": "small", "choices": [],
               "usage": {"prompt_tokens": 1, "total_tokens": 1}}  # fmt: skip
