@@ -25,7 +25,7 @@ def clean(address: str, dry_run: bool, as_json: bool) -> int:
     """
     from asyncrl.driver.cluster import connected
 
-    with connected(address):
+    with connected(address, "--address"):
         from asyncrl.driver.leftovers import find_leftovers, remove_leftovers
 
         logging.getLogger("ray.serve").setLevel("ERROR")  # its import has set another level

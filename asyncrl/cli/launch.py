@@ -12,7 +12,14 @@ import click
 from asyncrl.cli.main import BAD_CONFIG
 from asyncrl.cli.preflight import check_machine, preflight
 from asyncrl.config import plan
-from asyncrl.config.compose import CheckedConfig, Mode, changed_values, check_config, value_sources
+from asyncrl.config.compose import (
+    CheckedConfig,
+    Mode,
+    changed_values,
+    check_config,
+    split_arguments,
+    value_sources,
+)
 from asyncrl.config.environment import num_parameters
 from asyncrl.config.keys import leaves
 from asyncrl.config.placement import Placement, node_rows
@@ -64,7 +71,7 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, full: bool, as
         raise click.UsageError("--json requires --dry-run; a run writes summary.json into its run directory")
     if full and not dry_run:
         raise click.UsageError("--full requires --dry-run; a run writes its whole configuration into config.yaml")
-    source, overrides = _split(arguments)
+    source, overrides = split_arguments(arguments)
     outcome = preflight(check_config(source, overrides, mode=mode), detect_machine())
     if dry_run:
         return _show_plan(outcome, source, overrides, mode, full=full, as_json=as_json)
@@ -85,20 +92,13 @@ def serve(arguments: tuple[str, ...]) -> int:
       asyncrl serve my.yaml serve.port=9000 rollout.num_replicas=2
       KEY=secret asyncrl serve my.yaml serve.host=0.0.0.0 serve.api_key_env=KEY
     """
-    outcome = check_config(*_split(arguments), scope="serve")
+    outcome = check_config(*split_arguments(arguments), scope="serve")
     if outcome.config is not None:
         outcome = outcome.with_problems(check_machine(outcome.config, detect_machine(), trains=False))
     config = _checked(outcome)
     from asyncrl.driver import launch as driver
 
     return driver.serve(config)
-
-
-def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the config (None if the first argument is an override) and the overrides."""
-    if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
-        return arguments[0], tuple(arguments[1:])
-    return None, tuple(arguments)
 
 
 def _checked(outcome: CheckedConfig) -> Config:

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.config.compose import split_arguments
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.formats import count, percent, seconds
 from asyncrl.storage.run_dir import find_run
@@ -98,13 +99,6 @@ def simulate(
         )
     console.print(f"{advice}.", soft_wrap=True)
     return 0
-
-
-def split_arguments(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the config (None if the first argument is an override) and the overrides."""
-    if arguments and "=" not in arguments[0]:
-        return arguments[0], arguments[1:]
-    return None, arguments
 
 
 def _with_baseline(overrides: tuple[str, ...]) -> list[dict[str, str]]:

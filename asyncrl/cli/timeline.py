@@ -65,9 +65,9 @@ def timeline(run: str | None, trace: Path | None, steps: StepRange, port: int, o
       asyncrl timeline quickstart --steps 100-200
 
     The Trainer, its ranks, the Rollouter and every replica have a track. A request is a bar with a colour for each of
-    its phases; click it to see its conversation, if rollout.dump_dir is set. The page follows a live run. Runs record
-    events with profiler.level=summary (the default) or full; without events, the exit code is 2. Ctrl-C stops the
-    server, with exit code 0. The trace is JSON for https://ui.perfetto.dev, compressed if FILE ends in .gz.
+    its phases; click it to see its conversation, if the run has kept it (asyncrl show). The page follows a live run.
+    Runs record events with profiler.level=summary (the default) or full; without events, the exit code is 2. Ctrl-C
+    stops the server, with exit code 0. The trace is JSON for https://ui.perfetto.dev, compressed if FILE ends in .gz.
     """
     if trace and opened:
         raise click.UsageError("--trace writes a file and serves no page that could be opened: leave out one of them")

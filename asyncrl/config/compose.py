@@ -86,6 +86,14 @@ def load_config(
     return check_config(source, overrides, mode=mode).require()
 
 
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the config of a command line, None if the first argument is an override (`key=value` or `~key`), and the
+    overrides."""
+    if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
+        return arguments[0], tuple(arguments[1:])
+    return None, tuple(arguments)
+
+
 def check_config(
     source: str | Path | None = None,
     overrides: Sequence[str] = (),

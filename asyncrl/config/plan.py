@@ -248,12 +248,13 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
     if not wanted and machine.cpus < (threads := sum(part.count * part.threads for part in busy)):
         most = max(busy, key=lambda part: part.count * part.threads)
         left = machine.cpus - threads + most.count * most.threads
-        if most.threads_key and left // most.count in range(1, most.threads):
-            key, fix = most.threads_key, f"set {most.threads_key}={left // most.count}"
-        else:
-            key, fix = most.key, _smaller(config, most, left // most.threads) or "use a machine with more CPUs"
+        key = most.threads_key if most.threads > 1 else most.key
+        if left // most.count in range(1, most.threads):
+            fix = f"set {most.threads_key}={left // most.count}"
+        elif not (fix := _smaller(config, most, left // most.threads)) and (fewer := _smaller(config, most, left)):
+            fix = f"{fewer}, and {most.threads_key}=1"
         consequence = f"engines and Trainer keep {threads} CPUs busy, and this machine has {machine.cpus}: all are slow"
-        yield warning(key, configured(config, key), consequence, fix)
+        yield warning(key, configured(config, key), consequence, fix or "use a machine with more CPUs")
     resident = [part for part in parts if not part.gpus and part.memory_bytes]
     needed = sum(part.count * (part.memory_bytes or 0) for part in resident)
     if machine.memory_bytes is not None and machine.memory_bytes < needed:

@@ -72,8 +72,10 @@ def worker_environment(config: Config) -> dict[str, str]:
 
 
 @contextmanager
-def connected(address: str) -> Iterator[None]:
+def connected(address: str, source: str = "ray.address") -> Iterator[None]:
     """Connect to a running cluster for the block, as a driver of its own. Blocking.
+
+    `source`: the key or option that has the address, for messages.
 
     Raises:
         ConfigError: the cluster requires its token.
@@ -83,7 +85,7 @@ def connected(address: str) -> Iterator[None]:
         os.environ.setdefault(name, value)
     import ray
 
-    _init(address)
+    _init(address, source=source)
     try:
         yield
     finally:
@@ -226,7 +228,7 @@ def _runtime_env(config: Config) -> dict[str, Any] | None:
     return {**given, **({"py_modules": [*given.get("py_modules", ()), *code]} if code else {})} or None
 
 
-def _init(address: str | None, *, debug: bool = False, **options: Any) -> None:
+def _init(address: str | None, *, debug: bool = False, source: str = "ray.address", **options: Any) -> None:
     """Connect to the cluster at `address`; None: start one.
 
     Raises:
@@ -237,7 +239,7 @@ def _init(address: str | None, *, debug: bool = False, **options: Any) -> None:
 
     logging.getLogger("ray").setLevel("DEBUG" if debug else "ERROR")  # the import has set another level
     _redirect_messages(ray)
-    given = f"ray.address={address or 'null'}"
+    given = f"{source}={address or 'null'}"
     try:
         # Without `local` Ray would join a running cluster that it finds on this machine.
         ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **options)
@@ -252,7 +254,8 @@ def _init(address: str | None, *, debug: bool = False, **options: Any) -> None:
             logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
             fix = f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
         else:
-            fix = "check the address, or leave it null for a private cluster on this machine"
+            alone = ", or leave it null for a private cluster on this machine" if source == "ray.address" else ""
+            fix = f"check the address: `ray status` on a node of the cluster shows whether it runs{alone}"
         raise InfraError.wrap(f"{given}: Ray did not start, so nothing runs: {error}; {fix}", error) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,12 @@ import psutil
 SHORT = ("trainer.total_training_steps=4", "data.max_val_samples=16", "logging.console=plain")
 MARK = "ASYNCRL_TEST_RUN"
 """Environment variable that identifies the processes of a launch, even after they have got another parent."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass

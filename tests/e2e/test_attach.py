@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,18 +16,12 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.launches import SHORT, LaunchedRun, balanced, start, trained_once
+from tests.e2e.launches import SHORT, LaunchedRun, balanced, free_port, start, trained_once
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve" / "rollout.yaml"
 APP = "rollout"
 STEPS = 40
 BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

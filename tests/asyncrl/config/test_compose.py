@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.config.compose import CONF, check_config, groups, load_config, recipes, to_yaml
+from asyncrl.config.compose import CONF, check_config, groups, load_config, recipes, split_arguments, to_yaml
 from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
@@ -372,3 +372,19 @@ def test_sync_mode_adds_a_barrier_and_keeps_the_samples_per_version() -> None:
     assert barrier.samples_per_version == free.samples_per_version
     assert barrier.samples_per_lease == barrier.samples_per_version
     assert as_sync(barrier) == barrier
+
+
+@pytest.mark.parametrize(
+    ("arguments", "split"),
+    [
+        ((), (None, ())),
+        (("my.yaml", "rollout.n=4"), ("my.yaml", ("rollout.n=4",))),
+        (("rollout.n=4",), (None, ("rollout.n=4",))),
+        (("~data.val_files",), (None, ("~data.val_files",))),
+        (("dapo", "~data.val_files"), ("dapo", ("~data.val_files",))),
+    ],
+)
+def test_the_first_argument_is_a_config_unless_it_is_an_override(
+    arguments: tuple[str, ...], split: tuple[str | None, tuple[str, ...]]
+) -> None:
+    assert split_arguments(arguments) == split

@@ -168,6 +168,11 @@ def test_too_few_cpus_and_too_little_memory_are_warnings() -> None:
     )
     problem = single(lacking({"rollout.num_replicas": 4}, dataclasses.replace(LAPTOP, cpus=4)))
     assert (problem.key, problem.fix) == ("rollout.num_replicas", "set rollout.num_replicas=3")
+    problem = single(lacking({"rollout.num_replicas": 2, "rollout.cpu_threads": 4}, LAPTOP))
+    assert (problem.key, problem.fix) == (
+        "rollout.cpu_threads",
+        "set rollout.num_replicas=1, and rollout.cpu_threads=1",
+    )
     small = dataclasses.replace(LAPTOP, cpus=64, memory_bytes=24 * GIB)
     problem = single(lacking({"rollout.num_replicas": 4}, small, num_parameters=10**9))
     assert (problem.key, problem.value) == ("model.path", "asyncrl://quickstart")

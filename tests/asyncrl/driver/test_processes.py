@@ -213,3 +213,24 @@ def test_actors_that_write_the_run_directory_run_on_the_drivers_node(
     start()
     where = actor.return_value.options.call_args.kwargs["scheduling_strategy"]
     assert (where.node_id, where.soft) == (HERE, False)
+
+
+@pytest.mark.parametrize(
+    ("source", "fix"),
+    [("ray.address", "or leave it null for a private cluster"), ("--address", "shows whether it runs\n")],
+)
+def test_an_address_that_does_not_answer_is_named_by_its_key_or_option(
+    source: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("nothing listens there")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    for names in ("_QUIET", "_SHARED"):
+        monkeypatch.setattr(cluster_module, names, {})
+    with pytest.raises(InfraError) as raised, cluster_module.connected("10.0.0.9:6379", source):
+        pass
+    assert raised.value.message.startswith(f"{source}=10.0.0.9:6379: Ray did not start")
+    assert fix in f"{raised.value.message}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import AsyncIterator, Awaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,15 @@ class Rollouter:
         self.run = run
         self.has_ended = False
         self.answer = SimpleNamespace(remote=self._answer)
+        self.stream = SimpleNamespace(remote=self._stream)
 
     async def _answer(self, key: str, path: str, body: Any) -> GatewayResponse:
         if self.has_ended:
             raise ray.exceptions.ActorDiedError()
         return GatewayResponse(200, {"run": self.run})
+
+    async def _stream(self, key: str, path: str, body: Any) -> AsyncIterator[Awaitable[Any]]:
+        yield self._answer(key, path, body)
 
 
 async def test_agents_of_the_next_run_reach_its_rollouter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,11 +59,29 @@ async def test_agents_of_the_next_run_reach_its_rollouter(monkeypatch: pytest.Mo
     for run in ("a", "b"):
         rollouters[run] = Rollouter(run)
         assert (await calls.answer(key(1), "/chat/completions", {})).body == {"run": run}
+        assert [item async for item in calls.stream(key(1), "/chat/completions", {})] == [(200, {"run": run})]
         rollouters[run].has_ended = True
-    with pytest.raises(RequestError, match="key"):
-        await calls.answer(key(1), "/chat/completions", {})
-    with pytest.raises(RequestError, match="key"):
-        await calls.answer(key(2), "/chat/completions", {})
+    for number in (1, 2):
+        with pytest.raises(RequestError, match="key"):
+            await calls.answer(key(number), "/chat/completions", {})
+        with pytest.raises(RequestError, match="key"):
+            await anext(calls.stream(key(number), "/chat/completions", {}))
+
+
+async def test_a_stream_whose_rollouter_has_just_been_replaced_reaches_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rollouters = [Rollouter("a"), Rollouter("b")]
+
+    async def attached_run(namespace: str, *, limit_s: float) -> tuple[None, ServedRun]:
+        return None, ServedRun(namespace="run")
+
+    monkeypatch.setattr(http, "attached_run", attached_run)
+    monkeypatch.setattr(http.ray, "get_actor", lambda name, namespace: rollouters[0])
+    calls = http.RolloutCalls("servers", call_s=1)
+    for run in ("a", "b"):
+        assert [item async for item in calls.stream(key(1), "/completions", {})] == [(200, {"run": run})]
+        rollouters.pop(0).has_ended = True
 
 
 async def test_agents_are_told_to_try_again_while_the_store_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
