@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.core.trajectory import TokenRow
 from asyncrl.core.types import SampleId
@@ -231,7 +232,7 @@ def _encode(trajectories: Sequence[DumpedTrajectory], answered: Sequence[bool]) 
         })  # fmt: skip
         rows += one.trajectory.rows
     text = json.dumps(lines, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         field: np.concatenate([getattr(row, field) for row in rows], dtype=dtype)
         for field, dtype in zip(_ARRAYS, _DTYPES, strict=True)
     }

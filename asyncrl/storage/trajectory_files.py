@@ -297,8 +297,8 @@ def _parse_row(raw: Mapping[str, Any]) -> TokenRow:
 
 
 def _row_of_arrays(raw: Mapping[str, Any]) -> TokenRow:
-    arrays = (raw[name] for name in ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"))
-    return _checked_row(TokenRow(*arrays, spans_from_json(raw["spans"])))
+    arrays = {name: raw[name] for name in ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")}
+    return _checked_row(TokenRow(**arrays, spans=spans_from_json(raw["spans"])))
 
 
 def _checked_row(row: TokenRow) -> TokenRow:
