@@ -55,12 +55,9 @@ class OneReplica:
 @pytest.fixture(scope="module")
 def served() -> TestClient:
     """The server of `asyncrl serve` with one engine in this process, at the address of the page."""
-    from ray.serve.llm import LLMConfig
-
     from rollouter.serving.openai_app import openai_app
 
-    config = LLMConfig(model_loading_config={"model_id": "quickstart", "model_source": "/nowhere/quickstart"})
-    app = checked_app(openai_app(config, Adder(), OneReplica()), HttpAccess(None, None))
+    app = checked_app(openai_app("quickstart", Adder(), OneReplica()), HttpAccess(None, None))
     return TestClient(app, base_url="http://127.0.0.1:8000")
 
 
@@ -96,7 +93,7 @@ def test_the_clients_get_an_answer(
 def test_the_tables_have_the_paths_and_metrics_of_the_server(served: TestClient) -> None:
     listed = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", PAGE.split("## Errors")[0]))
     known = served.get("/openapi.json").json()["paths"]
-    assert listed == {path.replace("{model:path}", "{model}") for path in known}
+    assert listed == {path.replace("{name:path}", "{model}") for path in known}
     text = served.get("/metrics").text
     for name in re.findall(r"^\| `(asyncrl_serve_\w+)`", PAGE, flags=re.MULTILINE):
         assert f"\n# HELP {name}" in f"\n{text}", name

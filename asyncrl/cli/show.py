@@ -21,7 +21,7 @@ from asyncrl.storage.trajectory_files import DumpedTrajectory
 from asyncrl.storage.trajectory_files import as_json as dumped
 
 _SAMPLE = re.compile(r"sample_.*|\d+", re.ASCII)
-"""What an argument looks like that means a sample, right or wrong."""
+"""The form of an argument that means a sample, right or wrong."""
 
 
 @click.command()

@@ -37,7 +37,7 @@ _DTYPES = (np.int32, np.int32, np.bool_, np.float32)
 
 @dataclass(frozen=True)
 class KeptRewards:
-    """What decides whether a sample is kept, and its size."""
+    """The facts by which a run chooses the samples that it keeps."""
 
     name: str
     """The name of its file, without the suffix: the sample's id."""
@@ -49,13 +49,13 @@ class KeptRewards:
 
     @cached_property
     def ranks(self) -> Mapping[str, float]:
-        """What the choices of `CHOICES` compare: the sample with the greatest value is first."""
+        """The values that the choices of `CHOICES` compare: the sample with the greatest value is first."""
         rewards = self.rewards or (0.0,)
         return {"newest": self.at, "lowest": -min(rewards), "highest": max(rewards), "oddest": oddness(rewards)}
 
 
 CHOICES = ("newest", "lowest", "highest", "oddest")
-"""What a sample may be chosen for, by reward and by age."""
+"""The names of the orders in which samples are chosen."""
 
 
 def oddness(rewards: Sequence[float]) -> float:

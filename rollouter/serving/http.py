@@ -215,7 +215,7 @@ def _incarnation(key: str) -> int:
 
 
 class ServedReplicas:
-    """What the HTTP API asks of the replicas besides answers (`openai_app.ReplicaFleet`)."""
+    """The replicas as the HTTP API sees them, see `openai_app.ReplicaFleet`."""
 
     def __init__(self, replicas: DeploymentHandle[Any]) -> None:
         self._replicas = replicas
@@ -249,12 +249,10 @@ class HttpFrontEnd:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Build the app. Serve calls this once, in the process that serves the app."""
-        from ray.serve.llm import LLMConfig
-
         from rollouter.serving.openai_app import openai_app
 
-        llm_config = LLMConfig(**self._options.llm_config)
-        app = checked_app(openai_app(llm_config, self._replicas, ServedReplicas(self._replicas)), self._access)
+        model = self._options.llm_config["model_loading_config"]["model_id"]
+        app = checked_app(openai_app(model, self._replicas, ServedReplicas(self._replicas)), self._access)
         if not self._trajectories:
             return app
         namespace = self._options.namespace or app_namespace(serve.get_replica_context().app_name)

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 import ray
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from ray.serve.exceptions import RayServeException
-from ray.serve.llm import LLMConfig
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollouter.gateway.http import refused
-from rollouter.gateway.protocol import NO_ROOM, RequestError, engines_failed
+from rollouter.gateway.protocol import NO_ROOM, RequestError, engines_failed, model_card, models_response
 from rollouter.serving import ray_internals
 from rollouter.serving.http_metrics import CONTENT_TYPE, HttpMetrics
 from rollouter.serving.ray_internals import OpenAiIngress
@@ -45,7 +45,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 408: "timeout"}
 
 
 class ReplicaFleet(Protocol):
-    """What the app asks of the replicas besides answers."""
+    """The calls of the app to its replicas, besides requests of clients."""
 
     def count(self) -> int:
         """Return how many replicas can be sent requests now."""
@@ -102,7 +102,10 @@ def failure_of(error: Exception) -> RequestError:
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     if isinstance(cause, RequestError):
         return cause
-    if isinstance(cause, ray_internals.VLLM_CLIENT_ERRORS):
+    if isinstance(error, ValidationError):
+        return invalid_body(error.errors())
+    # Ray's ingress reads the parts of a content late, and raises a ValueError for those of a wrong form.
+    if isinstance(cause, ray_internals.VLLM_CLIENT_ERRORS) or (cause is error and isinstance(error, ValueError)):
         return RequestError(shorten(str(cause), MAX_MESSAGE))
     logger.error("a request failed", exc_info=error)
     if isinstance(error, ray.exceptions.RayError | RayServeException):
@@ -118,24 +121,28 @@ def failure_of(error: Exception) -> RequestError:
 class OpenAIApi(OpenAiIngress):
     """Ray's ingress with errors in the form of the OpenAI API."""
 
-    def __init__(self, model: str, card: Any, replicas: Any, fleet: ReplicaFleet) -> None:
-        super().__init__(llm_deployments={model: replicas}, model_cards={model: card})
+    def __init__(self, model: str, replicas: Any, fleet: ReplicaFleet) -> None:
+        super().__init__(llm_deployments={model: replicas}, model_cards={model: model_card(model)})
+        self._model = model
         self._fleet = fleet
 
     async def _get_model_id(self, model: str | None) -> str:
-        (served,) = self._model_cards
-        if model not in (None, served):
+        return self.check_model(model)
+
+    def check_model(self, model: str | None) -> str:
+        """Return the name of the model.
+
+        Raises:
+            RequestError: the request is for another one.
+        """
+        if model not in (None, self._model):
             raise RequestError(
-                f"there is no model {shorten(model, 80)!r}; this server has {served!r}",
+                f"there is no model {shorten(model, 80)!r}; this server has {self._model!r}",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
-        return served
-
-    async def model_data(self, model: str) -> Any:
-        """Return the card of a model."""
-        return self._model_cards[await self._get_model_id(model)]
+        return self._model
 
     async def _get_response(self, **request: Any) -> AsyncGenerator[Any, None]:
         """Yield the replica's answer. An error after the first item of a stream becomes its last event."""
@@ -149,28 +156,35 @@ class OpenAIApi(OpenAiIngress):
                     raise engine_refusal(first.error)
                 yield item
                 begun = True
-        except Exception as error:  # of Ray, of vLLM, or of this class: each becomes an answer
+        except Exception as error:
             failure = failure_of(error)
             if not begun:
                 raise failure from error
             yield f"data: {json.dumps(failure.body)}\n\n"
 
 
-def openai_app(llm_config: LLMConfig, replicas: Any, fleet: ReplicaFleet) -> ASGIApp:
-    """Return the ASGI app for these replicas.
+def openai_app(model: str, replicas: Any, fleet: ReplicaFleet) -> ASGIApp:
+    """Return the ASGI app for these replicas of `model`.
 
     The app does not use Ray's development ingress, which would expose pause, sleep and weight updates over HTTP. It
     sends no CORS headers, so that a web page in the user's browser cannot reach a server on loopback.
     """
-    model = llm_config.model_id
-    api = OpenAIApi(model, ray_internals.to_model_metadata(model, llm_config), replicas, fleet)
+    api = OpenAIApi(model, replicas, fleet)
     metrics = HttpMetrics()
     app = FastAPI(title="asyncrl", exception_handlers={
         RequestError: _answer_refusal, RequestValidationError: _answer_invalid, HTTPException: _answer_http,
         ray_internals.OpenAIHTTPException: _answer_http,
     })  # fmt: skip
-    for name in ("models", "model_data", *OPENAI_METHODS):
+    for name in OPENAI_METHODS:
         ray_internals.DEFAULT_ENDPOINTS[name](app)(getattr(api, name))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse(models_response(model))
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        return JSONResponse(model_card(api.check_model(name)))
 
     @app.get("/health")
     async def health() -> Response:

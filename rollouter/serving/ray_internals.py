@@ -30,11 +30,7 @@ from asyncrl.core.failures import InfraError
 
 if TYPE_CHECKING:
     from ray.llm._internal.common.errors import VLLM_CLIENT_ERRORS
-    from ray.llm._internal.serve.core.configs.openai_api_models import (
-        ErrorResponse,
-        OpenAIHTTPException,
-        to_model_metadata,
-    )
+    from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse, OpenAIHTTPException
     from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS, OpenAiIngress
     from ray.llm._internal.serve.core.ingress.middleware import SetRequestIdMiddleware
     from ray.llm._internal.serve.core.server.llm_server import LLMServer
@@ -57,7 +53,6 @@ __all__ = [
     "RequestMetadata",
     "SetRequestIdMiddleware",
     "VLLMEngine",
-    "to_model_metadata",
 ]
 
 CHECKED_RAY = "2.60.0"
@@ -73,7 +68,6 @@ LLM_MODULES = {
     "SetRequestIdMiddleware": "ray.llm._internal.serve.core.ingress.middleware",
     "VLLM_CLIENT_ERRORS": "ray.llm._internal.common.errors",
     "VLLMEngine": "ray.llm._internal.serve.engines.vllm.vllm_engine",
-    "to_model_metadata": "ray.llm._internal.serve.core.configs.openai_api_models",
 }
 
 

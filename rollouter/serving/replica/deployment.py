@@ -19,7 +19,7 @@ METHODS = ("generate_tokens", "apply_version", "attach", "check_health", "record
 OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "detokenize")
 """The methods of `LLMServer` that Ray's ingress calls."""
 HTTP_METHODS = (*OPENAI_METHODS, "engine_metrics")
-"""What only replicas behind the HTTP API offer."""
+"""The methods that only replicas behind the HTTP API offer."""
 
 
 class _UserConfig(ConfigSection):

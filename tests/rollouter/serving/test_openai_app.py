@@ -56,12 +56,9 @@ class Fleet:
 
 
 def client(replica: Replica | None = None, fleet: Fleet | None = None, access: HttpAccess | None = None) -> TestClient:
-    from ray.serve.llm import LLMConfig
-
     from rollouter.serving.openai_app import openai_app
 
-    config = LLMConfig(model_loading_config={"model_id": "small", "model_source": "/nowhere/small"})
-    app = openai_app(config, replica or Replica(), fleet or Fleet())
+    app = openai_app("small", replica or Replica(), fleet or Fleet())
     return TestClient(checked_app(app, access or HttpAccess(None, None)))
 
 
@@ -103,6 +100,9 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
         ('{"model": "small", "messages": "12+34"}', "messages"),
         ('{"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', "max_tokens"),
         ('{"model": "small", "messages": [{"role": "user", "content": "x"}], "temperature": []}', "temperature"),
+        ('{"model": "small", "messages": [{"role": "user", "content": [7]}]}', "content"),
+        ('{"model": "small", "messages": [{"role": "user", "content": {"a": 1}}]}', "content"),
+        ('{"model": "small", "messages": [{"role": "assistant", "tool_calls": [7]}]}', "tool_calls"),
         ('{"model": 7, "messages": [{"role": "user", "content": "x"}]}', "model"),
     ],
 )
@@ -137,7 +137,8 @@ def test_unknown_paths_methods_models_and_keys_are_refused_alike() -> None:
         "param": "model", "code": "model_not_found"}  # fmt: skip
     assert error_of(served.get("/v1/models/gpt-9", headers=key), 404)["code"] == "model_not_found"
     assert [one["id"] for one in served.get("/v1/models", headers=key).json()["data"]] == ["small"]
-    assert served.get("/v1/models/small", headers=key).json()["id"] == "small"
+    card = {"id": "small", "object": "model", "created": 0, "owned_by": "asyncrl"}
+    assert served.get("/v1/models/small", headers=key).json() == card
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_metrics_have_the_requests_and_those_of_vllm_by_replica(vllm_counter: Co
         if one.name.endswith("_total")
     }
     assert requests == {
-        ("/v1/chat/completions", "200"): 1, ("other", "404"): 1, ("/v1/models/{model:path}", "200"): 1}  # fmt: skip
+        ("/v1/chat/completions", "200"): 1, ("other", "404"): 1, ("/v1/models/{name:path}", "200"): 1}  # fmt: skip
     assert answer.text.count("# TYPE vllm:toy_tokens_total") == 1, "a family is written once for all replicas"
 
 
