@@ -7,7 +7,7 @@ absent.
 step_000050/        a checkpoint; renamed to abandoned_step_000050/ once training has gone back to an earlier step
   manifest.json     `asyncrl.storage.checkpoint_manifest`: written last
   actor/, critic/   the state of each engine (`trainer.engines.state.checkpoint`)
-  hf/               the policy as a model directory
+  hf/               the policy as a model directory (`trainer.hf_export`)
 
 There is one checkpoint at a time: the next one begins when the previous one is written or has failed. All ranks must
 have access to the directory.
@@ -21,12 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from asyncrl.config.sections.base import Dtype
 from asyncrl.core.failures import FencedError
 from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.waits import WaitBoard
@@ -57,6 +58,16 @@ CALLS = 6
 """Upper bound of the calls that one checkpoint makes to ranks: begin, wait for the files and finish, for two roles."""
 
 
+class HfExportSettings(NamedTuple):
+    """`trainer.hf_export` and `trainer.hf_export_dtype`."""
+
+    frequency: Literal["every", "last", "never"]
+    dtype: Dtype = "float32"
+
+
+EXPORT_EVERY = HfExportSettings("every")
+
+
 class RoleCheckpoints:
     """Saves the state of every trained role every `save_freq` steps, one checkpoint at a time."""
 
@@ -68,6 +79,7 @@ class RoleCheckpoints:
         *,
         step: int,
         save_freq: int,
+        export: HfExportSettings = EXPORT_EVERY,
         call_limit_s: float,
         waits: WaitBoard,
     ) -> None:
@@ -76,12 +88,16 @@ class RoleCheckpoints:
             roles: the trained roles.
             step: the step that the loop begins with: that of a checkpoint, or 0.
             save_freq: `trainer.save_freq`.
+            export: which checkpoints contain the policy in Hugging Face format.
             call_limit_s: deadline of one call to the ranks.
         """
         self._files = files
         self._roles = roles
         self._queue = queue
         self._save_freq = save_freq
+        self._export = export
+        self._exported = False
+        """Whether the newest checkpoint that has begun contains the policy in Hugging Face format."""
         self._call_limit_s = call_limit_s
         self._waits = waits
         self.step = step
@@ -97,8 +113,12 @@ class RoleCheckpoints:
         (inclusive)."""
         return self._save_freq > 0 and step // self._save_freq > self.step // self._save_freq
 
-    async def begin(self, progress: Progress, tasks: TaskGroup) -> None:
-        """Begin a checkpoint. Nothing may be leased, so that every sample is trained, dropped or outstanding in the
+    def is_due_at_end(self, step: int) -> bool:
+        """Return whether a run that ends after `step` steps lacks a checkpoint there, or its export."""
+        return self.step < step or (self._export.frequency == "last" and step > 0 and not self._exported)
+
+    async def begin(self, progress: Progress, tasks: TaskGroup, *, last: bool = False) -> None:
+        """Begin a checkpoint; `last` if no step follows. Nothing may be leased, so that every sample is trained, dropped or outstanding in the
         snapshot of the queue (`SampleQueue.mark`).
 
         A write error fails the task group `tasks`, and with it the batch that is being trained.
@@ -111,7 +131,7 @@ class RoleCheckpoints:
         with self._waits.waiting("checkpoint", limit_s=limit_s), profile.span("trainer.checkpoint"):
             await self._written.wait()
             queue = await self._queue.mark(progress.step)
-            building = await self.copy_roles(progress.step)
+            building = await self.copy_roles(progress.step, last=last)
         self.step, self._written = progress.step, anyio.Event()
         tasks.start_soon(self._write, building, replace(progress), queue, self._written)
 
@@ -126,12 +146,14 @@ class RoleCheckpoints:
         with anyio.CancelScope(shield=True), anyio.move_on_after(self._call_limit_s):
             await self._written.wait()
 
-    async def copy_roles(self, step: int) -> Path:
+    async def copy_roles(self, step: int, *, last: bool = False) -> Path:
         """Let every role copy its state, so that training may continue, and start writing the copy to the directory
         that is returned. Raises as `begin`."""
         building = await to_thread.run_sync(self._files.open, step, tuple(self._roles))
+        self._exported = self._export.frequency == "every" or (last and self._export.frequency == "last")
         for role, group in self._roles.items():
-            await group.save_checkpoint(building / role, hf=building / HF_DIRECTORY if role == "actor" else None)
+            hf = building / HF_DIRECTORY if role == "actor" and self._exported else None
+            await group.save_checkpoint(building / role, hf=hf, hf_dtype=self._export.dtype)
         return building
 
     async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> int:

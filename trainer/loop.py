@@ -145,7 +145,8 @@ class TrainLoop:
         while not ended and not self._stopping and self._settings.next_batch_size(self.progress) > 0:
             ended = await self._train_next_batch(sink)
             if self._checkpoints.is_due(self.progress.step):
-                await self._checkpoints.begin(self.progress, tasks)
+                over = ended or self._stopping or self._settings.next_batch_size(self.progress) == 0
+                await self._checkpoints.begin(self.progress, tasks, last=over)
         await self._finish(tasks)
 
     async def _train_next_batch(self, sink: RecordSink) -> bool:
@@ -331,8 +332,8 @@ class TrainLoop:
             unvalidated = self._settings.has_validation and self._validated_step < progress.step
             if unpublished or unvalidated:
                 await self._publish(last=True)
-        if self._settings.save_last and self._checkpoints.step < progress.step:
-            await self._checkpoints.begin(progress, tasks)
+        if self._settings.save_last and self._checkpoints.is_due_at_end(progress.step):
+            await self._checkpoints.begin(progress, tasks, last=True)
         await self._checkpoints.wait_written()
         if not self._checkpoints.failed:
             await self._queue.close()

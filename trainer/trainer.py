@@ -26,7 +26,7 @@ from asyncrl.storage.run_dir import RunDir
 from asyncrl.storage.trained_steps import TrainedStepsFile
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.batches import BatchSource, RowRules
-from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
+from trainer.checkpoints import CheckpointDirectory, HfExportSettings, RoleCheckpoints
 from trainer.experience import ExperienceBuilder
 from trainer.loop import TrainLoop
 from trainer.schedule import LoopSettings
@@ -264,6 +264,7 @@ class Trainer:
             queue,
             step=self.progress.step,
             save_freq=config.trainer.save_freq,
+            export=HfExportSettings(config.trainer.hf_export, config.trainer.hf_export_dtype),
             call_limit_s=config.timeouts.train_s,
             waits=self._waits,
         )

@@ -18,8 +18,8 @@ _TRAINING_BYTES = 4 + 4 + 8
 """A parameter's float32 master weight, gradient and two Adam moments."""
 _SAVED_BYTES = 4 + 8
 """A parameter's float32 master weight and two Adam moments in a checkpoint."""
-_EXPORT_BYTES = 4
-"""A parameter of the policy in Hugging Face format."""
+_EXPORT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""A parameter of the policy in Hugging Face format, by `trainer.hf_export_dtype`."""
 _UNSHARDED = ("local", "ddp")
 """Strategies that have the whole model on every rank."""
 _STORED_VERSIONS = 3
@@ -223,7 +223,8 @@ def _bytes_per_parameter(config: Config, name: str) -> int:
 
 def checkpoint_bytes(config: Config, num_parameters: int) -> int:
     """Return the size of a checkpoint: weights and moments in float32 of the trained models, and the export."""
-    policy = _EXPORT_BYTES + (0 if config.model.lora_rank else _SAVED_BYTES)
+    export = 0 if config.trainer.hf_export == "never" else _EXPORT_BYTES[config.trainer.hf_export_dtype]
+    policy = export + (0 if config.model.lora_rank else _SAVED_BYTES)
     return num_parameters * (policy + (_SAVED_BYTES if config.needs_critic else 0))
 
 

@@ -350,8 +350,7 @@ def _checkpoint(path: Path, config: Config) -> _ResumeSource:
         where = f"to step {rewind.step} (lineage {rewind.lineage})" if rewind is not None else "to an earlier step"
         raise ConfigError(
             f"resume={config.resume}: training went back {where}, and this checkpoint's samples "
-            f"were handed out again: the run cannot continue from it. Start a new one from its weights: resume=none "
-            f"model.path={path / HF_DIRECTORY}"
+            f"were handed out again: the run cannot continue from it. Start a new one: resume=none{_from_weights(path)}"
         )
     return source
 
@@ -441,7 +440,9 @@ def _differs(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None
 
 
 def _from_weights(checkpoint: Path | None) -> str:
-    return f" (model.path={checkpoint / HF_DIRECTORY} starts from its weights)" if checkpoint else ""
+    if checkpoint is None or not (checkpoint / HF_DIRECTORY).is_dir():  # trainer.hf_export
+        return ""
+    return f" (model.path={checkpoint / HF_DIRECTORY} starts from its weights)"
 
 
 def _check_same_model(run_dir: Path, config: Config) -> None:
@@ -478,6 +479,8 @@ def _check_architecture(checkpoint: Path, model_path: str) -> None:
     if not present_file.is_file():
         return
     saved_file = checkpoint / HF_DIRECTORY / "config.json"
+    if not saved_file.parent.is_dir():  # trainer.hf_export
+        return
     saved, present = _read_model_config(saved_file), _read_model_config(present_file)
     for key in _ARCHITECTURE:
         if key in saved and key in present and saved[key] != present[key]:

@@ -149,6 +149,10 @@ class Resume:
         return self.history.lineage
 
 
+_NOT_OF_TRAINING = ("val_files", "max_val_samples", "num_workers", "cache_dir")
+"""Keys of `data` that do not change the training prompts or their order."""
+
+
 def run_identity(config: Config) -> dict[str, Any]:
     """Return the settings that define feed indices and samples per version; checkpoints record them.
 
@@ -158,7 +162,7 @@ def run_identity(config: Config) -> dict[str, Any]:
     data = config.identity_values()["data"]
     return {
         "seed": config.seed,
-        **{f"data.{key}": value for key, value in data.items() if key not in ("val_files", "max_val_samples")},
+        **{f"data.{key}": value for key, value in data.items() if key not in _NOT_OF_TRAINING},
         "trainer.ppo_mini_batch_size": config.trainer.ppo_mini_batch_size,
         "samples per version": config.samples_per_version,
     }

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.base import Dtype
 from asyncrl.core.failures import AsyncRLError, ConfigError, FencedError, InfraError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.core.types import SampleId
@@ -41,7 +42,7 @@ from tests.fakes import hostile
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import FakeGroup
 from trainer import checkpoints as checkpoint_module
-from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
+from trainer.checkpoints import EXPORT_EVERY, CheckpointDirectory, HfExportSettings, RoleCheckpoints
 from trainer.workers.worker import RoleGroup
 
 SNAPSHOT = QueueSnapshot(
@@ -77,8 +78,11 @@ class AgreeingQueue(LocalSampleQueue):
             raise FencedError("it was replaced")
 
 
-def saving(files: CheckpointDirectory, queue: AgreeingQueue, **roles: RoleGroup) -> RoleCheckpoints:
-    return RoleCheckpoints(files, roles, queue, step=0, save_freq=1, call_limit_s=5.0, waits=WaitBoard())  # type: ignore[arg-type]
+def saving(
+    files: CheckpointDirectory, queue: AgreeingQueue, export: HfExportSettings = EXPORT_EVERY, **roles: RoleGroup
+) -> RoleCheckpoints:
+    waits = WaitBoard()
+    return RoleCheckpoints(files, roles, queue, step=0, save_freq=1, export=export, call_limit_s=5.0, waits=waits)  # type: ignore[arg-type]
 
 
 def fill(building: Path, *, critic: bool = False) -> None:
@@ -375,12 +379,12 @@ class SavingGroup(FakeGroup):
         self.error = error
         self.file = Path()
 
-    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
+    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:
         self.file = directory / "state"
         self.file.write_text("half")
         if hf is not None:
             await anyio.Path(hf).mkdir()
-            (hf / "config.json").write_text("{}")
+            (hf / "config.json").write_text(json.dumps({"dtype": hf_dtype}))
 
     async def finish_checkpoint(self) -> None:
         if self.error is not None:
@@ -394,8 +398,38 @@ async def test_a_checkpoint_has_all_roles_and_the_state_at_its_beginning(tmp_pat
     assert checkpoint_steps(tmp_path / CHECKPOINTS) == {}
     assert await checkpoints.finish(building, progress(7), SNAPSHOT) == 7
     manifest = load_manifest(checkpoint_steps(tmp_path / CHECKPOINTS)[7])
-    assert manifest.files == {"actor/state": 5, "critic/state": 5, "hf/config.json": 2}
+    assert manifest.files == {"actor/state": 5, "critic/state": 5, "hf/config.json": 20}
     assert (manifest.progress, manifest.queue) == (progress(7), SNAPSHOT)
+
+
+@pytest.mark.parametrize(("frequency", "exported"), [("every", [1, 2, 3]), ("last", [3]), ("never", [])])
+async def test_the_model_is_exported_with_the_configured_checkpoints_and_type(
+    tmp_path: Path, frequency: Any, exported: list[int]
+) -> None:
+    queue, group = AgreeingQueue(agreed=6), SavingGroup()
+    export = HfExportSettings(frequency, "bfloat16")
+    checkpoints = saving(checkpointer(tmp_path, keep=3), queue, export, actor=group, critic=SavingGroup())
+    for step in (1, 2, 3):
+        building = await checkpoints.copy_roles(step, last=step == 3)
+        await checkpoints.finish(building, progress(step), SNAPSHOT)
+    found = {step: path / "hf" / "config.json" for step, path in checkpoint_steps(tmp_path / CHECKPOINTS).items()}
+    assert [step for step, file in found.items() if file.is_file()] == exported
+    assert {found[step].read_text() for step in exported} <= {'{"dtype": "bfloat16"}'}
+    assert [load_manifest(file.parents[1]).progress.step for file in found.values()] == [1, 2, 3]
+
+
+async def test_a_run_that_ends_at_a_checkpoint_without_an_export_writes_it_again(tmp_path: Path) -> None:
+    """The stream may end right after a checkpoint that was not known to be the last."""
+    last = saving(checkpointer(tmp_path), AgreeingQueue(), HfExportSettings("last"), actor=SavingGroup())
+    every = saving(checkpointer(tmp_path), AgreeingQueue(), actor=SavingGroup())
+    assert not last.is_due_at_end(0), "a run without a step has no checkpoint"
+    for checkpoints, again in ((last, True), (every, False)):
+        assert checkpoints.is_due_at_end(1)
+        await checkpoints.copy_roles(1)
+        checkpoints.step = 1
+        assert checkpoints.is_due_at_end(1) is again
+        await checkpoints.copy_roles(1, last=True)
+        assert not checkpoints.is_due_at_end(1)
 
 
 @pytest.mark.parametrize(("agreed", "left"), [(0, [5]), (1, [5, 7]), (2, [7])])
@@ -532,6 +566,19 @@ def test_the_checkpoint_of_another_model_is_refused_before_anything_is_loaded(tm
     assert find_resume(make_config(small, resume=str(tmp_path / "run"))) is not None
     with pytest.raises(ConfigError, match=r"config\.json has hidden_size=16, .* has 32: .* another model"):
         find_resume(make_config(large, resume=str(path)))
+
+
+def test_a_checkpoint_without_an_export_continues_and_no_error_points_to_it(tmp_path: Path) -> None:
+    run, config = tmp_path / "run", make_config(write_model(tmp_path / "model"))
+    writer = checkpointer(run, config)
+    building = writer.open(1, ("actor",))
+    path = writer.commit(building, progress(1), SNAPSHOT)
+    found = find_resume(config.model_copy(update={"resume": str(path)}))
+    assert found is not None
+    other = Config.model_validate({"resume": str(run), "seed": 1, "model": {"path": config.model.path}})
+    with pytest.raises(ConfigError, match="resume=none") as caught:
+        find_resume(other)
+    assert "hf" not in caught.value.message.replace(str(tmp_path), "")
 
 
 # ------------------------------------------------------------------------------------------------ resume=

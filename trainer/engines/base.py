@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from tensordict import TensorDict
 from torch import Tensor
 
+from asyncrl.config.sections.base import Dtype
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 
@@ -200,7 +201,7 @@ class BaseEngine(ABC):
         """Switch the LoRA adapters off within the context. Raises ConfigError without LoRA."""
 
     @abstractmethod
-    def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: Dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face checkpoint names and full contiguous CPU tensors on rank 0, empty tensors on other
         ranks. LoRA is merged. A tied head appears once, under the embedding's name. Collective: iterate to the end
         on every rank.
@@ -209,12 +210,12 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
-    def save(self, directory: Path, *, hf: Path | None = None) -> None:
+    def save(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:
         """Begin a checkpoint: copy the state, so that training may continue, and write the copy in the background.
         Collective.
 
         Waits for the previous one. `directory` exists and is visible to all ranks. In `hf`, rank 0 also writes the full
-        model in Hugging Face format.
+        model in Hugging Face format, with floating-point weights rounded to `hf_dtype`.
         """
 
     def wait_for_files(self) -> None:

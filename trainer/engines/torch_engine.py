@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asyncrl.config.sections.base import Dtype
 from asyncrl.config.sections.trainer import OptimConfig
 from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceError, InfraError
 from trainer.engines import dist
@@ -218,15 +219,17 @@ class TorchEngine(BaseEngine, abstract=True):
     def adapters_off(self) -> AbstractContextManager[None]:
         return lora.adapters_off(self._model)
 
-    def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: Dtype) -> Iterator[tuple[str, Tensor]]:
         with dist.guarded("weights"), self._on_device(optimizer=False):
             yield from full_weights(self._model, dtype)
 
-    def save(self, directory: Path, *, hf: Path | None = None) -> None:
+    def save(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:
         self.finish_save()
         with dist.guarded("save"), self._on_device(optimizer=True):
-            optimizer = self._current.optimizer
-            self._pending = state.begin_save(directory, self._model, optimizer, self._step, self.spec, hf=hf)
+            model, optimizer = self._model, self._current.optimizer
+            self._pending = state.begin_save(
+                directory, model, optimizer, self._step, self.spec, hf=hf, hf_dtype=hf_dtype
+            )
 
     def wait_for_files(self) -> None:
         if (pending := self._pending) is not None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
+from asyncrl.config.sections.base import Dtype
 from asyncrl.core.failures import BugError, DataError
 from asyncrl.core.ports import Publication, WeightsProbe
 from asyncrl.core.records import Metrics
@@ -135,9 +136,9 @@ class TrainingWorker:
             return self.engine.infer(batch)
 
     @dispatched("all")
-    def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
+    def save_checkpoint(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:
         """Begin a checkpoint; training may continue when this returns. See `BaseEngine.save`."""
-        self.engine.save(directory, hf=hf)
+        self.engine.save(directory, hf=hf, hf_dtype=hf_dtype)
 
     @dispatched("all")
     def finish_checkpoint(self) -> None:
@@ -155,7 +156,7 @@ class TrainingWorker:
         self._pending_loss = 0.0
         self.engine.load(directory)
 
-    def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> dict[str, NDArray[Any]]:
+    def weights(self, dtype: Dtype) -> dict[str, NDArray[Any]]:
         """Return the full weights by Hugging Face names on rank 0, bfloat16 as its bits in uint16; nothing elsewhere.
         Collective.
 
@@ -284,8 +285,8 @@ class RoleGroup(ABC):
     async def reset(self) -> None:
         await self.call("reset")
 
-    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
-        await self.call("save_checkpoint", directory, hf=hf)
+    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:
+        await self.call("save_checkpoint", directory, hf=hf, hf_dtype=hf_dtype)
 
     async def finish_checkpoint(self) -> None:
         # Other calls may run until the files are written; only then do the ranks synchronize briefly.

@@ -201,6 +201,12 @@ class TrainerConfig(EngineConfig, NodePool):
     run on another machine from its last checkpoint (docs/reliability.md)."""
     save_last: bool = True
     """Write a checkpoint at the end of the run."""
+    hf_export: Literal["every", "last", "never"] = "every"
+    """Which checkpoints contain the policy in Hugging Face format, as `hf/`: `every` one, the `last` one of the run, or
+    `never`. To write it, rank 0 needs memory for the whole model."""
+    hf_export_dtype: Dtype = "float32"
+    """Type of the exported weights. Weights are trained in float32, so other types round them; bfloat16 takes half the
+    space."""
     max_checkpoints_to_keep: Positive = 2
     """Number of checkpoints to keep; older ones are deleted once a newer one is complete."""
 
@@ -528,6 +534,9 @@ RULES: tuple[RuleFunction, ...] = (
                "algorithm.policy_loss=reinforce clips nothing, so nothing limits the later passes over a lease",
                "set it to 1, or use algorithm.policy_loss=ppo", "warning"),
     _dtypes,
+    ConfigRule("trainer.hf_export", lambda c: c.trainer.hf_export == "last" and not c.trainer.save_last,
+               "the run writes no checkpoint at its end (trainer.save_last=false), so it exports the model only if the "
+               "number of its steps is a multiple of trainer.save_freq", "set trainer.save_last=true", "warning"),
     ConfigRule("trainer.num_workers", lambda c: c.trainer.strategy == "local" and c.trainer.num_workers > 1,
                "trainer.strategy=local is one process; several would train independent models",
                "set trainer.strategy to fsdp2, fsdp or ddp, or trainer.num_workers=1"),
@@ -576,6 +585,8 @@ def _only_apart(role: str) -> NoEffectRule:
 
 
 NO_EFFECT = (
+    no_effect("trainer.hf_export_dtype", lambda c: c.trainer.hf_export == "never",
+              "trainer.hf_export is never", "set trainer.hf_export=last"),
     no_effect("trainer.total_epochs", lambda c: c.trainer.total_training_steps is not None,
               "trainer.total_training_steps = {c.trainer.total_training_steps} decides the length",
               "set trainer.total_training_steps=null"),

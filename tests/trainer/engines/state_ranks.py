@@ -93,6 +93,20 @@ def between_backends(directory: Path, source: str, kind: Wrapper, adapters: int)
         snapshot(model)
 
 
+def export(directory: Path, kind: Wrapper, adapters: int) -> None:
+    """Check that ranks export the whole model in another type, with adapters merged before rounding."""
+    spec = make_spec(directory / "model", adapters)
+    model, optimizer = make(spec, kind)
+    step(model, optimizer)
+    target = directory / f"export_{kind}_{adapters}"
+    begin_save(target, model, optimizer, 1, spec, hf=target / "hf", hf_dtype="bfloat16").wait()
+    expected = dict(full_weights(model, "bfloat16"))
+    if dist.get_rank() == 0:
+        saved = load_file(target / "hf" / "model.safetensors")
+        assert_same({name: saved[name] for name in expected}, expected)
+        assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
 def before_the_first_step(directory: Path, kind: Wrapper) -> None:
     """Check that loading a checkpoint without moments resets those of the optimizer."""
     spec = make_spec(directory / "model")
@@ -185,6 +199,7 @@ def checks(directory: Path) -> dict[str, Callable[[], None]]:
             found[f"reshard {kind} {adapters}"] = lambda k=kind, a=adapters: reshard(directory, k, a)  # type: ignore[misc]
         for source, kind in zip(("ddp", "fsdp2", "fsdp"), KINDS, strict=True):
             found[f"{source} to {kind} {adapters}"] = partial(between_backends, directory, source, kind, adapters)
+            found[f"export {kind} {adapters}"] = partial(export, directory, kind, adapters)
     for kind in KINDS:
         found[f"fresh {kind}"] = lambda k=kind: before_the_first_step(directory, k)  # type: ignore[misc]
     found["beside training"] = lambda: beside_training(directory)
@@ -202,6 +217,7 @@ DIRECTORIES = (
     "unwritable",
     *(f"fresh_{k}" for k in KINDS),
     *(f"{k}_{a}" for k in KINDS for a in ADAPTER_RANKS),
+    *(f"export_{k}_{a}" for k in KINDS for a in ADAPTER_RANKS),
 )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,21 @@ def test_persistent_buffers_are_exported(tmp_path: Path) -> None:
     exported = dict(full_weights(model, "bfloat16"))
     assert torch.equal(exported["model.layers.0.bias_correction"], torch.arange(3)), "integers are not rounded"
     assert "model.layers.0.scratch" not in exported
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_export_of_another_type_loads_in_that_type(tmp_path: Path, dtype: Any) -> None:
+    source, target = write_model(tmp_path / "source"), tmp_path / "target"
+    model = load_model(str(source))
+    staged = HfExport.stage(model, dtype)
+    assert staged is not None
+    staged.write(target, ModelConfig(path=str(source)))
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    expected = getattr(torch, dtype)
+    assert json.loads((target / "config.json").read_text())["dtype"] == dtype
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == expected
+        assert torch.equal(parameter, model.get_parameter(name).to(expected)), name
 
 
 @pytest.mark.parametrize("model_type", ["language_model", "value_model", "reward_model"])

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from asyncrl.config.sections.base import Dtype
 from asyncrl.core.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
 from asyncrl.storage.run_dir import disk_error
 from trainer.engines.base import EngineSpec
@@ -89,18 +90,19 @@ def begin_save(
     spec: EngineSpec,
     *,
     hf: Path | None = None,
+    hf_dtype: Dtype = "float32",
 ) -> PendingSave:
     """Copy the state to CPU, so that training may continue, and write it in a thread. Collective; `directory` exists.
 
-    `hf`: the directory into which rank 0 writes the whole model in Hugging Face format; rank 0 then needs memory for
-    the whole model.
+    `hf`: the directory into which rank 0 writes the whole model in Hugging Face format, in `hf_dtype`; rank 0 then needs
+    memory for the whole model.
 
     Raises (on every rank):
         InfraError: the state could not be collected.
     """
     limit_s = WRITE_FACTOR * spec.collective_s
     group = _own_group(model, limit_s)
-    export = HfExport.stage(model) if hf is not None else None
+    export = HfExport.stage(model, hf_dtype) if hf is not None else None
     tensors = live_state(model, optimizer).tensors()
     boxes = gather({name: box_of(tensor) for name, tensor in tensors.items()})
     writer = ShardWriter(directory / SHARDS, boxes, rank())

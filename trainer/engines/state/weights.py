@@ -38,6 +38,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from asyncrl.assets import resolve
+from asyncrl.config.sections.base import Dtype
 from asyncrl.config.sections.data import ModelConfig
 from trainer.engines.compute.lora import Adapter, adapter_of, base_of, is_adapted, is_adapter
 from trainer.engines.compute.optim import local_part
@@ -67,7 +68,7 @@ TOKENIZER_FILES = (
 
 
 def full_weights(
-    model: nn.Module, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    model: nn.Module, dtype: Dtype = "float32"
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield checkpoint names with whole, contiguous CPU tensors on rank 0 and empty tensors on other ranks. Collective:
     iterate to the end on every rank.
@@ -110,21 +111,21 @@ class HfExport:
     """The model, if its code comes from its directory; None otherwise."""
 
     @classmethod
-    def stage(cls, model: nn.Module) -> HfExport | None:
-        """Copy the model. Collective. Returns None on all ranks but 0."""
+    def stage(cls, model: nn.Module, dtype: Dtype = "float32") -> HfExport | None:
+        """Copy the model, with floating-point weights in `dtype`. Collective. Returns None on all ranks but 0."""
         inner = unwrapped(model)
         owned = itertools.chain(model.parameters(), model.buffers())
         live = {local_part(tensor).untyped_storage().data_ptr() for tensor in owned}
         weights = {
             name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
-            for name, tensor in full_weights(model)
+            for name, tensor in full_weights(model, dtype)
         }
         if rank() != 0:
             return None
         config = copy.deepcopy(inner.config)
         if not isinstance(inner, ForeignModel):
             config.architectures = [type(inner).__name__.removeprefix("FSDP")]
-        config.dtype = "float32"
+        config.dtype = dtype
         generation = copy.deepcopy(inner.generation_config) if inner.can_generate() else None
         return cls(weights, config, generation, inner if inner.is_remote_code() else None)
 
