@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
@@ -48,6 +49,8 @@ FLUSH_S = 5.0
 AGENT_REQUESTS = 10_000
 """Additional concurrent calls for agents. `rollouter.serving.http` forwards fewer requests at a time than this."""
 
+logger = logging.getLogger(__name__)
+
 
 class RolloutActor:
     """The Ray actor that `start_rollouter` starts. Other calls run concurrently with `run`."""
@@ -58,6 +61,7 @@ class RolloutActor:
         self._task: RolloutTask | None = None
         self._run_dir: Path | None = None
         self._rollouter: Rollouter | None = None
+        self._loading = ""
         self._stopped = False
         self._links: list[ActorLink] = []
         self._health = ProcessMonitor("rollouter") if ray.is_initialized() else None
@@ -73,11 +77,12 @@ class RolloutActor:
         """
         profile.configure("rollouter", ProfilerSettings.of(self._config.profiler, Path(run_dir)))
         await to_thread.run_sync(SkipManager.init, self._config)
+        cache_dir = Path(self._config.data.cache_dir).expanduser()
         self._links = [ActorLink(self._config, place) for place in range(self._config.rollout.num_workers)]
         async with task_group() as tasks:
             for link in self._links:
                 tasks.start_soon(link.load)
-            task = await to_thread.run_sync(load_task, self._config, Path(run_dir) / "cache")
+            task = await to_thread.run_sync(load_task, self._config, cache_dir, self._report)
         self._task, self._run_dir = task, Path(run_dir)
         return {
             "num_prompts": len(task.prompts),
@@ -85,6 +90,10 @@ class RolloutActor:
             "num_filtered": task.num_filtered,
             "num_val_filtered": task.num_val_filtered,
         }
+
+    def _report(self, progress: str) -> None:
+        logger.info("%s", progress)
+        self._loading = progress
 
     async def first_uncovered(self, remaining: RemainingSamples) -> str:
         """See `rollouter.coverage`. Call it after `prepare`."""
@@ -179,8 +188,8 @@ class RolloutActor:
     async def status(self) -> Mapping[str, Any]:
         """Return `incarnation`, `pid` and `node_id` of this process, and in a Ray run its `health` (`ProcessHealth`).
 
-        Once `run` has been called, the status also contains `profiler` (`Profiler.status`) and all entries of
-        `Rollouter.status`.
+        Until `run` has been called, `loading` is the progress of `prepare`. Afterwards, the status also contains
+        `profiler` (`Profiler.status`) and all entries of `Rollouter.status`.
         """
         own: dict[str, Any] = {
             "incarnation": self._incarnation,
@@ -190,7 +199,7 @@ class RolloutActor:
         if self._health is not None:
             own["health"] = self._health.measure()
         if self._rollouter is None:
-            return own
+            return {**own, "loading": self._loading} if self._loading else own
         return {**own, "profiler": profile.status(), **self._rollouter.status()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from rollouter.gateway.program import load_program
 from rollouter.gateway.session import ChatCache
 from rollouter.interactions.loading import load_interactions
 from rollouter.prompts.chat_template import Decode, decoder, end_token_ids, load_tokenizer
+from rollouter.prompts.files import Report
 from rollouter.prompts.source import load_prompts
 from rollouter.rewards.functions import load_reward_functions
 from rollouter.rewards.scorer import load_scorer
@@ -28,6 +30,8 @@ from rollouter.validation import ValidationPrompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutTask(NamedTuple):
@@ -44,14 +48,18 @@ class RolloutTask(NamedTuple):
     num_val_filtered: int = 0
 
 
-def load_task(config: Config, cache_dir: Path) -> RolloutTask:
+def load_task(config: Config, cache_dir: Path, report: Report = logger.info) -> RolloutTask:
     """Load reward functions, tokenizer and data, in an order that finds cheap errors first. Blocking.
+
+    Args:
+        cache_dir: `data.cache_dir`.
+        report: gets lines about the progress.
 
     Raises:
         ConfigError, DataError, UserCodeError: a reward function, the tokenizer or the data is unusable.
     """
     scorer, decode, agent, tokenizer = load_scoring(config)
-    loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else ())
+    loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else (), report=report)
     return RolloutTask(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
 
 

@@ -16,13 +16,16 @@ from asyncrl.config.rules import check_rules
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DataError
 from asyncrl.core.trajectory import CallStatus
-from asyncrl.core.types import DropReason, FinishReason
+from asyncrl.core.types import DropReason, FinishReason, SampleId
 from asyncrl.observe.metrics.registry import describe
+from asyncrl.storage.data_cache import DataCache
 from rollouter.agent.parsing import known_formats
 from rollouter.interactions.base import EpisodeContext
 from rollouter.interactions.loading import BUILT_IN as INTERACTIONS
 from rollouter.interactions.loading import load_interactions
+from rollouter.prompts.chat_template import load_tokenizer
 from rollouter.prompts.dataset import FileRows, parse_row
+from rollouter.prompts.source import load_prompts
 from rollouter.tools import ToolContext
 from rollouter.tools.loading import BUILT_IN as TOOLS
 from rollouter.tools.loading import LoadedMcpServer, load_tools
@@ -120,11 +123,18 @@ async def test_the_environment_answers_and_is_chosen_by_a_row(here: Path) -> Non
 def test_generated_and_printed_rows_can_be_read(here: Path) -> None:
     runpy.run_path(str(here / "make_rows.py"))
     data = config(here, "data.yaml").data
-    found = FileRows(data.train_files, key="data.train_files", cache_dir=here / "cache")
+    found = FileRows.open(data.train_files, key="data.train_files", cache=DataCache(here / "cache"))
     assert len(found) == 64
     assert parse_row(found.row(0), found.where(0)).data_source == "products"
     for row in (*rows("agents"), *rows("data")):
         assert parse_row(row, "docs").messages
+
+
+def test_rows_with_other_columns_load(here: Path) -> None:
+    (here / "questions.json").write_text(json.dumps([{"question": "2+2?", "answer": "4"}]))
+    settings = config(here, "columns.yaml")
+    prompt = load_prompts(settings, load_tokenizer(settings.model), here / "cache").train.at(SampleId(0, 1))
+    assert (prompt.messages, prompt.ground_truth) == (({"role": "user", "content": "2+2?"},), "4")
 
 
 def test_the_tables_are_complete() -> None:

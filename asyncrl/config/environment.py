@@ -19,6 +19,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from fsspec.registry import get_filesystem_class
+
 from asyncrl import assets
 from asyncrl.config.problems import ConfigProblem
 
@@ -66,6 +68,18 @@ def writable_parent(path: Path) -> tuple[Path, str]:
     except OSError as error:
         return parent, f"cannot be written ({error.strerror})"
     return parent, ""
+
+
+def check_protocol(key: str, url: str, consequence: str, package: str = "") -> Iterator[ConfigProblem]:
+    """Check that `fsspec` knows the protocol of a URL, and that its package is installed."""
+    protocol = url.partition("://")[0]
+    try:
+        get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:  # the error names the package
+        install = f"pip install {package}" if isinstance(error, ImportError) and package else "install that package"
+        yield ConfigProblem(
+            key, url, f"{consequence} ({error})", f"{install}, or give a local path or another URL that fsspec knows"
+        )
 
 
 def check_api_key(section: str, variable: str | None) -> Iterator[ConfigProblem]:

@@ -343,6 +343,11 @@ def _sinks(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 
 
 @_derivation
+def _hf_export(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
+    return {_to(name): "every" if "hf_model" in list(value) else "never"}
+
+
+@_derivation
 def _resume(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
     mode = run.get("trainer.resume_mode")
     if mode == "resume_path":

@@ -391,6 +391,8 @@ class Run:
             self._budgets["replica"].excuse(max(0, explained - self._excused_crashes))
             self._excused_crashes = explained
             self._count_lost_workers(status)
+        elif status.get("loading"):
+            self._view.phase(status["loading"])
 
     def _count_lost_workers(self, status: Any) -> None:
         """Record the workers that the Rollouter has lost and replaced.

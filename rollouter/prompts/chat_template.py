@@ -7,6 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from asyncrl.assets import resolve
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import ConfigError, DataError
@@ -84,29 +86,28 @@ def chosen_tools(extra_info: Mapping[str, Any], names: Sequence[str]) -> tuple[s
     return tuple(named or names)
 
 
-def encode(
+def prompt_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     where: str,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    to_ids: Callable[[str], list[int]] | None = None,
-) -> list[int]:
-    """Return the token ids of a prompt, up to where the assistant's turn begins.
-
-    `to_ids` replaces the tokenizer.
+) -> str:
+    """Return the text of a prompt, up to where the assistant's turn begins.
 
     Raises:
         DataError: the chat template refuses the messages.
     """
     try:
-        text = render(tokenizer, messages, add_generation_prompt=True, tools=tools, template_kwargs=template_kwargs)
+        return render(tokenizer, messages, add_generation_prompt=True, tools=tools, template_kwargs=template_kwargs)
     except DataError as error:
         raise DataError(f"{where}: the chat template refuses field 'prompt': {error.__cause__}") from error
-    ids = encode_text(tokenizer, text) if to_ids is None else to_ids(text)
-    if not ids:
-        raise DataError(f"{where}: field 'prompt' has no tokens after the chat template")
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Tokenize rendered texts as `encode_text` does."""
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return ids
 
 
@@ -140,26 +141,16 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return decode
 
 
-def fit(ids: list[int], max_tokens: int, overlong: Overlong, where: str) -> list[int] | None:
-    """Cut `ids` to at most `max_tokens`; return None if the prompt is filtered out. `left` cuts the beginning.
-
-    Raises:
-        DataError: the prompt is too long and `overlong` is `error`.
-    """
+def cut(ids: TokenIds, max_tokens: int, overlong: Overlong) -> TokenIds:
+    """Return a prompt in at most `max_tokens` tokens, without its beginning (`left`), end or middle."""
     if len(ids) <= max_tokens:
         return ids
     match overlong:
-        case "filter":
-            return None
         case "left":
             return ids[len(ids) - max_tokens :]
         case "right":
             return ids[:max_tokens]
         case "middle":
             head = max_tokens // 2
-            return ids[:head] + ids[len(ids) - (max_tokens - head) :]
-        case "error":
-            raise DataError(
-                f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length = {max_tokens}; raise "
-                "the limit, or set data.overlong_prompts to filter, left, right or middle"
-            )
+            return np.concatenate([ids[:head], ids[len(ids) - (max_tokens - head) :]])
+    raise AssertionError(f"data.overlong_prompts={overlong} cuts no prompt")

@@ -5,6 +5,7 @@ The Rollouter checks all rows again when it tokenizes them. This check reports a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -14,17 +15,23 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.environment import local_path
-from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.problems import ConfigProblem, warning
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
+from asyncrl.config.sections.data import data_suffix, is_remote
+from asyncrl.core.failures import AsyncRLError, ConfigError, DataError, InfraError
 from asyncrl.core.types import Prompt
-from rollouter.prompts.dataset import OwnRows, json_row, parse_row
+from asyncrl.storage.data_cache import DataCache
+from rollouter.prompts.dataset import OwnRows, RowKeys, parse_row
+from rollouter.prompts.files import DataFile, first_url, has_copy, open_url, remote_errors
+from rollouter.prompts.row_files import is_list, is_list_file, json_row, list_spans, read_spans, table_batches
 from rollouter.prompts.source import own_order
 from rollouter.requests import refuse_own_distribution
 
 CHECK_S = 5.0
 """Time after which the remaining rows are left to the Rollouter."""
 _BATCH_ROWS = 100
+_HEAD_BYTES = 2**17
+"""Bytes of a JSON file elsewhere that are checked."""
 _FIX = "correct the function; docs/extending.md has an example of each"
 
 
@@ -32,15 +39,22 @@ def check_data(
     config: Config, *, limit_s: float = CHECK_S, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[ConfigProblem]:
     """Yield a problem for the first row of each data file that cannot be used, among the rows that the run uses and
-    that can be read within `limit_s`. Files that are not on this machine are skipped."""
+    that can be read within `limit_s`. Of files elsewhere, the first rows are checked. Local files that are not on this
+    machine are skipped."""
     until = clock() + limit_s
-    data = config.data
+    data, keys = config.data, RowKeys.of(config.data)
+    remote = [
+        _RemoteCheck(config, key, name)
+        for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files))
+        for name in files
+        if is_remote(name)
+    ]
     for key, files, left in (
         ("data.train_files", data.train_files, data.max_train_samples),
         ("data.val_files", data.val_files, data.max_val_samples),
     ):
         for name in files:
-            path = local_path(name)
+            path = None if is_remote(name) else local_path(name)
             if path is None or not path.is_file():
                 continue
             try:
@@ -49,13 +63,95 @@ def check_data(
                     if left == 0 or clock() > until:
                         break
                     empty, left = False, None if left is None else left - 1
-                    row = parse_row(raw, where, directory=path.parent)
-                    if key == "data.train_files":
-                        refuse_own_distribution(row.extra_info, where, config.rollout.sampling)
+                    _check_row(config, key, keys, raw, where, path.parent)
                 if empty and left != 0 and clock() <= until:
                     yield _problem(config, key, name, "the file is empty: it has no rows", "give a file with prompts")
             except DataError as error:
                 yield _problem(config, key, name, error.message, "correct the row, or remove it")
+    for check in remote:
+        yield from check.problems(until - clock(), limit_s)
+
+
+def _check_row(
+    config: Config, key: str, keys: RowKeys, raw: Mapping[str, Any], where: str, directory: Path | None
+) -> None:
+    row = parse_row(raw, where, keys=keys, directory=directory)
+    if key == "data.train_files":
+        refuse_own_distribution(row.extra_info, where, config.rollout.sampling)
+
+
+class _RemoteCheck:
+    """Checks the first rows of a file elsewhere in a thread, which is left behind if the server does not answer."""
+
+    def __init__(self, config: Config, key: str, name: str) -> None:
+        self._config, self._key, self._name = config, key, name
+        self._error: AsyncRLError | None = None
+        self._thread = threading.Thread(target=self._check, daemon=True, name=f"check of {name}")
+        self._thread.start()
+
+    def _check(self) -> None:
+        try:
+            keys, empty = RowKeys.of(self._config.data), True
+            for raw, where in _first_rows(self._name, self._key):
+                empty = False
+                _check_row(self._config, self._key, keys, raw, where, None)
+            if empty:
+                raise DataError("the file is empty: it has no rows")
+        except AsyncRLError as error:
+            self._error = error
+
+    def problems(self, left_s: float, limit_s: float) -> Iterator[ConfigProblem]:
+        """Yield what was found within `left_s`."""
+        self._thread.join(max(left_s, 0.0))
+        if self._thread.is_alive():
+            consequence = f"its first rows did not arrive within {limit_s:g} s, so they were not checked"
+            yield warning(self._key, self._name, consequence, "nothing, if the Rollouter can read it later")
+            return
+        cache = DataCache(Path(self._config.data.cache_dir).expanduser())
+        if self._error is None or (isinstance(self._error, InfraError) and has_copy(self._name, cache)):
+            return
+        message = self._error.message
+        for prefix in (f"{self._key}: ", f"{self._name} "):
+            message = message.removeprefix(prefix)
+        fix = "correct the row, or remove it" if isinstance(self._error, DataError) else ""
+        if not fix:  # the last sentence of the message
+            message, _, fix = message.rpartition(". ")
+        yield ConfigProblem(self._key, self._name, message or fix, fix)
+
+
+def _first_rows(name: str, key: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the first rows of a file elsewhere, without a download of the rest.
+
+    Raises:
+        ConfigError, InfraError, DataError: see `find_files` and `rows_of`.
+    """
+    url = first_url(name, key)
+    suffix = data_suffix(url)
+    with remote_errors(url, key):
+        files, path = open_url(url)
+        with files.open(path, "rb") as stream:
+            if suffix == ".parquet":
+                if getattr(stream, "size", None) is None:
+                    return  # the server can only send the whole file
+                batch = next(table_batches(stream, url), None)
+                rows = [] if batch is None else batch.to_pylist()
+                yield from ((row, f"{url}, row {number}") for number, row in enumerate(rows, 1))
+                return
+            head = stream.read(_HEAD_BYTES)
+    if is_list(head) and suffix == ".json":
+        try:
+            for span in list_spans(head, url):
+                where = f"{url}, entry {span.number}"
+                yield json_row(head[span.start : span.start + span.length], where), where
+        except DataError:
+            if len(head) < _HEAD_BYTES:
+                raise
+        return
+    lines = head.splitlines()
+    for number, line in enumerate(lines if len(head) < _HEAD_BYTES else lines[:-1], 1):
+        if line.strip():
+            where = f"{url}, line {number}"
+            yield json_row(line, where), where
 
 
 def _problem(config: Config, key: str, name: str, consequence: str, fix: str) -> ConfigProblem:
@@ -76,7 +172,7 @@ def check_own_data(config: Config) -> Iterator[ConfigProblem]:
                 if not len(rows):
                     raise DataError(f"{data.dataset} returned no rows for {split!r}")
                 for index in range(min(len(rows), _BATCH_ROWS)):
-                    parse_row(rows.row(index), rows.where(index))
+                    parse_row(rows.row(index), rows.where(index), keys=RowKeys.of(data))
         except AsyncRLError as error:
             yield ConfigProblem("data.dataset", data.dataset, error.message.removeprefix("data.dataset: "), _FIX)
     if data.sampler is not None:
@@ -96,25 +192,18 @@ def check_own_data(config: Config) -> Iterator[ConfigProblem]:
 
 
 def rows_of(name: str, path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield each row of a file with its location. Raises `DataError` if the file, or a row, cannot be read."""
-    if path.suffix.lower() == ".parquet":
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-
-        try:
-            number = 0
-            with ParquetFile(path) as file:
-                for batch in file.iter_batches(_BATCH_ROWS):
-                    for number, row in enumerate(batch.to_pylist(), number + 1):  # noqa: B020  counts on over batches
-                        yield row, f"{name}, row {number}"
-        except (ArrowException, OSError) as error:
-            raise DataError(f"{name}: cannot be read as .parquet: {error}") from error
-        return
+    """Yield each row of a local file with its location. Raises `DataError` if the file, or a row, cannot be read."""
+    file = DataFile(name, path, data_suffix(name))
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    where = f"{name}, line {number}"
-                    yield json_row(line, where), where
-    except (UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{name}: cannot be read as {path.suffix}: {error}") from error
+        if file.suffix == ".parquet":
+            number = 0
+            for batch in table_batches(path, name):
+                for number, row in enumerate(batch.to_pylist(), number + 1):  # noqa: B020  counts on over batches
+                    yield row, f"{name}, row {number}"
+            return
+        unit = "entry" if is_list_file(file) else "line"
+        for raw, span in read_spans(file):
+            where = f"{name}, {unit} {span.number}"
+            yield json_row(raw, where), where
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read as {file.suffix}: {error}") from error

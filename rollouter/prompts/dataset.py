@@ -1,11 +1,11 @@
-"""Reads the rows of the data set, from files or from reasoning-gym, and checks them.
+"""Reads the rows of the data set, from files, from the user's function or from reasoning-gym, and checks them.
 
-`datasets` reads the files and keeps them memory-mapped in the run's cache. Nothing is written next to the files, and
-nothing is downloaded. The field names are verl's, so verl's files load unchanged.
+The field names are verl's, so verl's files load unchanged; `RowKeys` has other names of columns.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -14,19 +14,21 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from asyncrl.assets import resolve
 from asyncrl.config.import_path import call_problem, defined_at, load_function, nearest
 from asyncrl.config.sections.data import DataConfig, ReasoningGymConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
-from asyncrl.core.text import MAX_DEPTH, TOO_DEEP, parse_json
+from asyncrl.core.text import MAX_DEPTH, TOO_DEEP
 from asyncrl.core.types import Media
+from asyncrl.storage.data_cache import DataCache
+from rollouter.prompts.files import Report, find_files
 from rollouter.prompts.media import extract, has_media
+from rollouter.prompts.row_files import RowFile, open_rows
 from rollouter.user_code import shown
+
+logger = logging.getLogger(__name__)
 
 RESERVED_SAMPLING_PARAMS = frozenset({"seed", "n", "logprobs", "prompt_logprobs", "output_kind"})
 """`seed` crashes the CPU engine; the trajectory format depends on the others."""
-
-_BATCH_ROWS = 100
 
 
 class RowSource(Protocol):
@@ -89,6 +91,35 @@ class OwnRows:
         return None
 
 
+class RowKeys(NamedTuple):
+    """The columns of a row, by their meaning: `data.prompt_key` and its neighbours."""
+
+    prompt: str = "prompt"
+    ground_truth: str = "reward_model.ground_truth"
+    data_source: str = "data_source"
+    images: str = "images"
+    videos: str = "videos"
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Self:
+        return cls(data.prompt_key, data.ground_truth_key, data.reward_fn_key, data.image_key, data.video_key)
+
+    def truth(self, row: Mapping[str, Any], where: str) -> Any:
+        """Return the correct answer; None: the row has none."""
+        if self.ground_truth in row:
+            return row[self.ground_truth]
+        value, path = row, ""
+        *parents, last = self.ground_truth.split(".")
+        for parent in parents:
+            path += parent
+            value = _mapping(value.get(parent), path, where)
+            path += "."
+        return value.get(last)
+
+
+VERL_KEYS = RowKeys()
+
+
 class PromptRow(NamedTuple):
     """A checked row."""
 
@@ -99,10 +130,18 @@ class PromptRow(NamedTuple):
     media: tuple[Media, ...] = ()
 
 
-def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = None, checked: bool = False) -> PromptRow:
-    """Check a raw row. Only `prompt` is required: chat messages, or a string that becomes one user message.
+def parse_row(
+    row: Mapping[str, Any],
+    where: str,
+    *,
+    keys: RowKeys = VERL_KEYS,
+    directory: Path | None = None,
+    checked: bool = False,
+) -> PromptRow:
+    """Check a raw row. Only the prompt is required: chat messages, or a string that becomes one user message.
 
     Args:
+        keys: The names of the columns.
         directory: The base of relative paths of images and videos (`rollouter.prompts.media`).
         checked: Whether the row was parsed before, so that its texts and images need not be checked again.
 
@@ -112,24 +151,24 @@ def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = No
     """
     if not checked and (found := _unusable(row)):
         raise DataError(f"{where}: field '{found.place.removeprefix('.')}': {found.problem}")
-    source = row.get("data_source")
-    reward_model = _mapping(row.get("reward_model"), "reward_model", where)
+    source, truth = row.get(keys.data_source), keys.truth(row, where)
     extra_info = dict(_mapping(row.get("extra_info"), "extra_info", where))
     if extra_info.get("sampling_params") is not None:
         extra_info["sampling_params"] = _sampling_params(extra_info["sampling_params"], where)
-    if "prompt" not in row:
+    if keys.prompt not in row:
         raise DataError(
-            f"{where}: there is no field 'prompt'; the row has {', '.join(map(str, row)) or 'no fields'}. Rename the "
-            "field with the chat messages, or the text, of the prompt"
+            f"{where}: there is no field {keys.prompt!r}; the row has {', '.join(map(str, row)) or 'no fields'}. Set "
+            "data.prompt_key to the field with the chat messages, or the text, of the prompt"
         )
-    messages = _messages(row["prompt"], where)
+    messages = _messages(row[keys.prompt], keys.prompt, where)
     media: tuple[Media, ...] = ()
-    if has_media(row, messages):
-        messages, media = extract(row, messages, directory, where, checked=checked)
+    columns = {"images": row.get(keys.images), "videos": row.get(keys.videos)}
+    if has_media(columns, messages):
+        messages, media = extract(columns, messages, directory, where, checked=checked)
     return PromptRow(
         messages=messages,
         data_source="default" if source is None else str(source),
-        ground_truth=reward_model.get("ground_truth"),
+        ground_truth=truth,
         extra_info=extra_info,
         media=media,
     )
@@ -174,20 +213,20 @@ def _half_of_a_pair(text: str) -> _Unusable | None:
     return None
 
 
-def _messages(prompt: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+def _messages(prompt: Any, field: str, where: str) -> tuple[Mapping[str, Any], ...]:
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, Sequence) or not prompt:
         raise DataError(
-            f"{where}: field 'prompt' is {_shown(prompt)}; expected a non-empty list of chat messages "
+            f"{where}: field '{field}' is {_shown(prompt)}; expected a non-empty list of chat messages "
             '[{"role": "user", "content": "…"}] or a string'
         )
     for position, message in enumerate(prompt):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(f"{where}: field 'prompt[{position}]' is {_shown(message)}; expected 'role' and 'content'")
+            raise DataError(f"{where}: field '{field}[{position}]' is {_shown(message)}; expected 'role' and 'content'")
     if prompt[-1]["role"] == "assistant":
         raise DataError(
-            f"{where}: field 'prompt[{len(prompt) - 1}]' is a message of the assistant, {_shown(prompt[-1])}; expected "
+            f"{where}: field '{field}[{len(prompt) - 1}]' is a message of the assistant, {_shown(prompt[-1])}; expected "
             "the prompt to end where the model's turn begins, so remove the message (a correct answer belongs in "
             "reward_model.ground_truth)"
         )
@@ -227,122 +266,50 @@ def _shown(value: Any) -> str:
 
 
 class FileRows:
-    """The rows of Parquet and JSONL files, one file after the other."""
+    """The rows of Parquet and JSON files, one file after the other."""
 
-    def __init__(self, files: Sequence[str], *, key: str, cache_dir: Path) -> None:
-        """Open the files; `key` is the configuration key that names them.
+    def __init__(self, files: Sequence[RowFile]) -> None:
+        self.files = files
+        self._ends = list(accumulate(len(file) for file in files))
+
+    @classmethod
+    def open(cls, names: Sequence[str], *, key: str, cache: DataCache, report: Report = logger.info) -> Self:
+        """Find the files, download those that are elsewhere, and index or convert them.
+
+        Args:
+            key: the configuration key that names them.
+            report: gets lines about the progress.
 
         Raises:
-            ConfigError: a file is missing or of an unknown kind.
-            DataError: a file cannot be read.
+            ConfigError: a file is missing, of an unknown kind, or may not be read.
+            InfraError: a server cannot be reached.
+            DataError: a file cannot be read as what it should be.
         """
-        self._files = [_open(name, key, cache_dir) for name in files]
-        self._ends = list(accumulate(len(file) for file in self._files))
+        found = [file for name in names for file in find_files(name, key, cache, report)]
+        return cls([open_rows(file, cache) for file in found])
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __iter__(self) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """Yield each row with its location, see `where`. This is faster than access by number."""
-        for file in self._files:
-            yield from ((file.parsed(raw, at), file.where(at)) for at, raw in enumerate(_rows(file.dataset)))
+        """Yield each row with its location, see `where`."""
+        for file in self.files:
+            yield from ((file.row(at), file.where(at)) for at in range(len(file)))
 
-    def _locate(self, index: int) -> tuple[_DataFile, int]:
+    def _locate(self, index: int) -> tuple[RowFile, int]:
         number = bisect_right(self._ends, index)
-        return self._files[number], index - (self._ends[number - 1] if number else 0)
+        return self.files[number], index - (self._ends[number - 1] if number else 0)
 
     def row(self, index: int) -> Mapping[str, Any]:
         file, at = self._locate(index)
-        return file.parsed(file.dataset[at], at)
+        return file.row(at)
 
     def where(self, index: int) -> str:
         file, at = self._locate(index)
         return file.where(at)
 
     def directory(self, index: int) -> Path | None:
-        return self._locate(index)[0].directory
-
-
-def _rows(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `datasets.Dataset`, read in batches: row by row takes about ten times as long."""
-    for columns in dataset.iter(_BATCH_ROWS):
-        for values in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
-
-
-class _DataFile:
-    """One memory-mapped Parquet file."""
-
-    def __init__(self, name: str, dataset: Any) -> None:
-        self.name = name
-        self.directory = Path(resolve(name)).parent
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def parsed(self, raw: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-        return raw
-
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
-
-
-class _JsonLines(_DataFile):
-    """A JSON-lines file, parsed line by line on access, so that rows keep their own keys and types.
-
-    The JSON reader of `datasets` derives one schema for all rows and would turn the text "007" into a number.
-    """
-
-    def __init__(self, name: str, dataset: Any) -> None:
-        self._lines = np.array([i for i, row in enumerate(_rows(dataset)) if row["text"].strip()], dtype=np.int64)
-        super().__init__(name, dataset.select(self._lines) if len(self._lines) < len(dataset) else dataset)
-
-    def parsed(self, raw: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-        return json_row(raw["text"], self.where(index))
-
-    def where(self, index: int) -> str:
-        return f"{self.name}, line {self._lines[index] + 1}"
-
-
-def json_row(line: str, where: str) -> Mapping[str, Any]:
-    """Return the raw row of a line of JSON.
-
-    Raises:
-        DataError: it is not a JSON object.
-    """
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise DataError(f"{where}: {error}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: {_shown(row)} is not a JSON object")
-    return row
-
-
-def _open(name: str, key: str, cache_dir: Path) -> _DataFile:
-    from datasets import Dataset, disable_progress_bars
-    from datasets.exceptions import DatasetsError
-    from pyarrow import ArrowException
-
-    disable_progress_bars()
-    try:
-        path = resolve(name)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    if not Path(path).is_file():
-        raise ConfigError(f"{key}: {name} is not a file; give the path of a .parquet or .jsonl file")
-    if not Path(path).stat().st_size:
-        raise ConfigError(f"{key}: {name} is empty")
-    suffix = Path(path).suffix.lower()
-    try:
-        if suffix == ".parquet":
-            return _DataFile(name, Dataset.from_parquet(path, cache_dir=str(cache_dir)))
-        if suffix in (".jsonl", ".ndjson"):
-            return _JsonLines(name, Dataset.from_text(path, cache_dir=str(cache_dir), keep_linebreaks=False))
-    except (DatasetsError, ArrowException, UnicodeDecodeError) as error:
-        raise DataError.wrap(f"{name}: cannot be read as {suffix}: {error}", error) from error
-    raise ConfigError(f"{key}: {name} has the suffix {suffix!r}; expected .parquet or .jsonl")
+        return self._locate(index)[0].file.directory
 
 
 # ------------------------------------------------------------------------------------------------ reasoning-gym

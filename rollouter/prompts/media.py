@@ -3,7 +3,7 @@
     row ─▶ messages with parts {"type": "image" | "video"}, and their bytes ─▶ tokens
 
 A row may use OpenAI's content parts (`image`, `image_url`, `video`, `video_url`), or verl's columns `images` and
-`videos` with `<image>` and `<video>` in the text. Nothing is fetched from the network.
+`videos` with `<image>` and `<video>` in the text. Media are never fetched from the network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The prompts of a run: renders and tokenizes all rows once, and yields them in a seeded order.
+"""The prompts of a run: selects them among the tokenized rows, and yields them in a seeded order.
 
 The order is a pure function of data, seed and feed index, so one integer describes the position of a run.
 """
@@ -6,11 +6,9 @@ The order is a pure function of data, seed and feed index, so one integer descri
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,9 +19,19 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.rollout import SamplingConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from asyncrl.core.types import Prompt, SampleId
-from rollouter.prompts.chat_template import Overlong, chosen_tools, encode, fit
-from rollouter.prompts.dataset import FileRows, GymRows, OwnRows, PromptRow, RowSource, parse_row
-from rollouter.prompts.media import MessagesWithMedia, VisionEncoder
+from asyncrl.storage.data_cache import DataCache
+from rollouter.prompts.chat_template import Overlong, cut
+from rollouter.prompts.dataset import FileRows, GymRows, OwnRows, RowKeys, RowSource
+from rollouter.prompts.encoding import (
+    HAS_MEDIA,
+    LACKS_TOOLS_KWARGS,
+    OWN_DISTRIBUTION,
+    EncodedPrompts,
+    RowEncoder,
+    encode_rows,
+)
+from rollouter.prompts.files import Report
+from rollouter.prompts.media import VisionEncoder
 from rollouter.requests import refuse_own_distribution
 from rollouter.user_code import shown
 
@@ -37,101 +45,80 @@ CUTTING = ("left", "right", "middle")
 
 
 class PromptSet:
-    """The prompts that remain after filtering, by number. One flat array contains all token ids; the rows have the
-    rest."""
+    """The prompts that remain after filtering, by number. Their token ids are memory-mapped, and rows are read when
+    they are needed."""
 
     def __init__(
         self,
         rows: RowSource,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: RowEncoder,
+        encoded: EncodedPrompts,
         *,
         max_prompt_length: int,
         overlong: Overlong,
-        max_samples: int | None = None,
         train_sampling: SamplingConfig | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-        vision: VisionEncoder | None = None,
     ) -> None:
-        """Check and tokenize every row.
+        """Select the rows.
 
         Args:
+            encoded: The prompts of the first rows; the others are not used.
             train_sampling: The sampling configuration of training; None for a validation set.
-            tools: Schemas of the tools, for the chat template.
-            template_kwargs: `model.chat_template_kwargs`.
-            vision: Encodes images and videos. Without it, rows with images or videos are refused.
 
         Raises:
-            DataError: a row is malformed, asks for another distribution than `train_sampling`, is too long and
-                `overlong` is `error`, or has media and would be cut; the message names file, row and field.
-            ConfigError: rows have images, and the model's processor cannot be loaded.
+            DataError: a row asks for another distribution than `train_sampling`, is too long and `overlong` is `error`,
+                or has media and would be cut; the message names file, row and field.
         """
-        self._rows = rows
-        self._vision = vision
-        kept, flat, ends = array("q"), array("i"), array("q", [0])
-        self.num_overlong = 0
+        self._rows, self._encoder, self._encoded = rows, encoder, encoded
+        self._max_prompt_length, self._overlong = max_prompt_length, overlong
+        for index in np.flatnonzero(encoded.flags & OWN_DISTRIBUTION) if train_sampling is not None else ():
+            assert train_sampling is not None
+            row = encoder.parse(rows, int(index), checked=True)
+            refuse_own_distribution(row.extra_info, rows.where(int(index)), train_sampling)
+        lacking = np.flatnonzero(encoded.flags & LACKS_TOOLS_KWARGS)
+        self.lacks_tools_kwargs = len(lacking), rows.where(int(lacking[0])) if len(lacking) else ""
+        """The number of rows that set `need_tools_kwargs` and have no `tools_kwargs`, and where the first one is."""
+        overlong_rows = encoded.lengths > max_prompt_length
+        self.num_overlong = int(overlong_rows.sum())
         """Number of rows longer than `max_prompt_length`, whether filtered or cut."""
-        self.lacks_tools_kwargs: list[str] = []
-        """Rows that set `need_tools_kwargs` and have no `tools_kwargs`."""
-        schemas = {str(schema["function"]["name"]): schema for schema in tools}
-        num_rows = len(rows) if max_samples is None else min(max_samples, len(rows))
-        for index in range(num_rows):
-            where = rows.where(index)
-            row = self._row(index)
-            if train_sampling is not None:
-                refuse_own_distribution(row.extra_info, where, train_sampling)
-            chosen = chosen_tools(row.extra_info, list(schemas))
-            if row.extra_info.get("need_tools_kwargs") and not row.extra_info.get("tools_kwargs"):
-                self.lacks_tools_kwargs.append(where)
-            full = encode(
-                tokenizer,
-                row.messages,
-                where,
-                tools=[schemas[name] for name in chosen],
-                template_kwargs=template_kwargs,
-                to_ids=partial(vision.encode, media=row.media, where=where) if vision and row.media else None,
+        self._check_overlong(overlong_rows)
+        self._kept = np.flatnonzero(~overlong_rows) if overlong == "filter" else np.arange(len(encoded))
+        self.num_filtered = len(encoded) - len(self._kept)
+
+    def _check_overlong(self, overlong_rows: NDArray[np.bool_]) -> None:
+        refused = overlong_rows
+        if self._overlong in CUTTING:
+            refused = overlong_rows & (self._encoded.flags & HAS_MEDIA > 0)
+        elif self._overlong != "error":
+            return
+        if not refused.any():
+            return
+        index = int(np.argmax(refused))
+        where, length = self._rows.where(index), int(self._encoded.lengths[index])
+        advice = "raise the limit, or set data.overlong_prompts to filter"
+        if self._overlong in CUTTING:
+            raise DataError(
+                f"{where}: the prompt has {length} tokens, more than data.max_prompt_length = {self._max_prompt_length}, "
+                f"and a prompt with images or videos cannot be cut; {advice}"
             )
-            if row.media and overlong in CUTTING and len(full) > max_prompt_length:
-                raise DataError(
-                    f"{where}: the prompt has {len(full)} tokens, more than data.max_prompt_length = "
-                    f"{max_prompt_length}, and a prompt with images or videos cannot be cut; raise the limit, or set "
-                    "data.overlong_prompts to filter"
-                )
-            ids = fit(full, max_prompt_length, overlong, where)
-            self.num_overlong += len(full) > max_prompt_length
-            if ids is None:
-                continue
-            kept.append(index)
-            flat.extend(ids)
-            ends.append(len(flat))
-        self.num_filtered = num_rows - len(kept)
-        self._kept: NDArray[np.int64] = np.array(kept, dtype=np.int64)
-        self._flat: NDArray[np.int32] = np.array(flat, dtype=np.int32)
-        self._ends: NDArray[np.int64] = np.array(ends, dtype=np.int64)
+        raise DataError(
+            f"{where}: the prompt has {length} tokens, more than data.max_prompt_length = {self._max_prompt_length}; "
+            f"{advice}, left, right or middle"
+        )
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, number: int) -> Prompt:
-        row = self._row(int(self._kept[number]), checked=True)
+        index = int(self._kept[number])
+        row = self._encoder.parse(self._rows, index, checked=True)
         return Prompt(
-            prompt_ids=self._flat[self._ends[number] : self._ends[number + 1]],
+            prompt_ids=cut(self._encoded.of_row(index), self._max_prompt_length, self._overlong),
             messages=row.messages,
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
             media=row.media,
         )
-
-    def _row(self, index: int, *, checked: bool = False) -> PromptRow:
-        where = self._rows.where(index)
-        row = parse_row(self._rows.row(index), where, directory=self._rows.directory(index), checked=checked)
-        if not row.media:
-            return row
-        if self._vision is None:
-            raise DataError(f"{where}: it has images or videos, which are not supported here")
-        messages, media = self._vision.fitted(MessagesWithMedia(row.messages, row.media), where)
-        return row._replace(messages=messages, media=media)
 
 
 class ShuffledPrompts:
@@ -208,46 +195,53 @@ def load_prompts(
     cache_dir: Path,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
+    report: Report = logger.info,
 ) -> LoadedPrompts:
     """Open, check and tokenize the training set and the validation set. Blocking.
 
     Args:
+        cache_dir: `data.cache_dir`.
         tools: Schemas of the tools, for the chat template.
+        report: gets lines about the progress.
 
     Raises:
         ConfigError: there is no data, a file is missing, a file or a row cannot be used, or no prompt is left after
             filtering.
+        InfraError: a server cannot be reached, or a process that tokenizes has died.
     """
-    data = config.data
-    vision = VisionEncoder(config.model, tokenizer)
+    data, cache = config.data, DataCache(cache_dir)
+    cache.sweep()
+    encoder = RowEncoder(
+        tokenizer,
+        tools=tools,
+        template_kwargs=config.model.chat_template_kwargs,
+        keys=RowKeys.of(data),
+        vision=VisionEncoder(config.model, tokenizer),
+    )
 
     def load(split: str, max_samples: int | None) -> PromptSet | None:
-        key = f"data.{split}_files"
-        rows: RowSource
+        key = f"data.{split}_files" if data.dataset is None else "data.dataset"
         try:
-            if data.dataset is not None:
-                own = OwnRows.load(data, split)
-                if own is None:
-                    return None
-                key, rows = "data.dataset", own
-            elif gym := data.reasoning_gym:
-                if split == "val" and not gym.val_size:
-                    return None
-                rows = GymRows(gym, split=split, seed=config.seed)
-            elif files := data.train_files if split == "train" else data.val_files:
-                rows = FileRows(files, key=key, cache_dir=cache_dir)
-            else:
+            rows = _rows(config, split, cache, report)
+            if rows is None:
                 return None
+            encoded = encode_rows(
+                rows,
+                encoder,
+                cache,
+                num_rows=len(rows) if max_samples is None else min(max_samples, len(rows)),
+                model=config.model,
+                num_processes=data.num_workers,
+                what=key,
+                report=report,
+            )
             prompts = PromptSet(
                 rows,
-                tokenizer,
+                encoder,
+                encoded,
                 max_prompt_length=data.max_prompt_length,
                 overlong=data.overlong_prompts,
-                max_samples=max_samples,
                 train_sampling=config.rollout.sampling if split == "train" else None,
-                tools=tools,
-                template_kwargs=config.model.chat_template_kwargs,
-                vision=vision,
             )
         except DataError as error:
             raise ConfigError(f"{key}: {error.message}", error.cause) from error
@@ -256,21 +250,22 @@ def load_prompts(
                 "%s: %d of %d prompts are longer than data.max_prompt_length = %d (overlong_prompts: %s)",
                 key,
                 prompts.num_overlong,
-                len(prompts) + prompts.num_filtered,
+                len(encoded),
                 data.max_prompt_length,
                 data.overlong_prompts,
             )
-        if missing := prompts.lacks_tools_kwargs:
+        missing, first = prompts.lacks_tools_kwargs
+        if missing:
             logger.warning(
                 "%s: %d rows, the first one %s, set extra_info.need_tools_kwargs and have no extra_info.tools_kwargs: "
                 "their tools get no arguments from the row",
                 key,
-                len(missing),
-                missing[0],
+                missing,
+                first,
             )
         if not len(prompts):
             raise ConfigError(
-                f"{key}: no prompt is left of {prompts.num_filtered} rows, so the run has nothing to do. Raise "
+                f"{key}: no prompt is left of {len(encoded)} rows, so the run has nothing to do. Raise "
                 f"data.max_prompt_length = {data.max_prompt_length}, or check the files"
             )
         return prompts
@@ -285,3 +280,15 @@ def load_prompts(
         num_filtered=train.num_filtered,
         num_val_filtered=val.num_filtered if val else 0,
     )
+
+
+def _rows(config: Config, split: str, cache: DataCache, report: Report) -> RowSource | None:
+    """Return the rows of a split; None: it has none."""
+    data = config.data
+    if data.dataset is not None:
+        return OwnRows.load(data, split)
+    if gym := data.reasoning_gym:
+        return None if split == "val" and not gym.val_size else GymRows(gym, split=split, seed=config.seed)
+    if files := data.train_files if split == "train" else data.val_files:
+        return FileRows.open(files, key=f"data.{split}_files", cache=cache, report=report)
+    return None

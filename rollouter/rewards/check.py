@@ -21,12 +21,13 @@ import numpy as np
 from asyncrl.config.environment import local_path
 from asyncrl.config.problems import ConfigProblem, Severity, warning
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import is_remote
 from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
 from asyncrl.core.failures import AsyncRLError, DataError, conceal, users_frame
 from asyncrl.core.trajectory import single_turn
 from asyncrl.core.types import FinishReason, Prompt, Span, Turn
 from rollouter.prompts.check import rows_of
-from rollouter.prompts.dataset import PromptRow, parse_row
+from rollouter.prompts.dataset import PromptRow, RowKeys, parse_row
 from rollouter.rewards.functions import BUILT_IN, NO_FUNCTION, listed, load_reward_function, row_of, score_of
 
 LIMIT_S = 3.0
@@ -92,11 +93,11 @@ def _own_functions(config: Config) -> dict[str, RewardConfig | RewardFunctionCon
 def _first_row(config: Config) -> tuple[PromptRow, str] | None:
     """Return the first row of the training files, if it is on this machine and can be read."""
     for name in config.data.train_files:
-        path = local_path(name)
+        path = None if is_remote(name) else local_path(name)
         if path is not None and path.is_file():
             try:
                 for raw, where in rows_of(name, path):
-                    return parse_row(raw, where, directory=path.parent), where
+                    return parse_row(raw, where, keys=RowKeys.of(config.data), directory=path.parent), where
             except DataError:
                 return None  # the check of rows reports it
     return None

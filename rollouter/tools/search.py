@@ -18,6 +18,7 @@ from pydantic import Field
 
 from asyncrl.config.sections.base import ConfigSection, Positive, Share
 from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.dataset import FileRows
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolResponse
 from rollouter.user_code import parse_settings, shown
@@ -236,7 +237,7 @@ def read_documents(path: str) -> list[SearchDocument]:
         DataError: a row is not a document; the message names the file and the row.
     """
     with TemporaryDirectory(prefix="asyncrl-search-") as cache:
-        rows = FileRows([path], key="path", cache_dir=Path(cache))
+        rows = FileRows.open([path], key="path", cache=DataCache(Path(cache)))
         return [_document(row, number, where) for number, (row, where) in enumerate(rows, start=1)]
 
 

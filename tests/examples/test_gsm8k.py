@@ -15,6 +15,7 @@ import pytest
 
 from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.types import SampleId
+from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.dataset import FileRows, parse_row
 from rollouter.tools import ToolContext
 from rollouter.tools.loading import load_tools
@@ -66,7 +67,8 @@ def test_a_row_equals_that_of_verls_script(tmp_path: Path) -> None:
 async def test_the_rows_are_valid_for_the_data_set_and_the_tool(tmp_path: Path) -> None:
     assert run(SAMPLE, "--out", tmp_path, "--interaction", "retry", "--val-share", 0.3) == 0
     names = ("train.parquet", "val.parquet")
-    rows = FileRows([str(tmp_path / name) for name in names], key="data.train_files", cache_dir=tmp_path / "cache")
+    files, cache = [str(tmp_path / name) for name in names], DataCache(tmp_path / "cache")
+    rows = FileRows.open(files, key="data.train_files", cache=cache)
     parsed = [parse_row(rows.row(number), rows.where(number)) for number in range(len(rows))]
     truths = {row.extra_info["index"]: row.ground_truth for row in parsed}
     expected = ["13", "720", "213", "10", "40", "375", "2800", "33", "-2", "0.3", "120", "12"]

@@ -203,7 +203,13 @@ async def test_prepare_counts_prompts_and_a_run_without_prepare_is_a_bug(tmp_pat
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     config = Config(
-        data=DataConfig(train_files=(str(path),), val_files=(str(path),), max_val_samples=2, max_prompt_length=32)
+        data=DataConfig(
+            train_files=(str(path),),
+            val_files=(str(path),),
+            max_val_samples=2,
+            max_prompt_length=32,
+            cache_dir=str(tmp_path / "cache"),
+        )
     )
     actor = RolloutActor(config)
     assert await actor.status() == {"incarnation": 1, "pid": os.getpid(), "node_id": ""}

@@ -2,24 +2,100 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from asyncrl.config.environment import check_code, check_model_path, local_path, model_config, not_there, tensor_shapes
+from asyncrl import assets
+from asyncrl.config.environment import (
+    check_code,
+    check_model_path,
+    check_protocol,
+    local_path,
+    model_config,
+    not_there,
+    tensor_shapes,
+    writable_parent,
+)
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect
 from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive
+from asyncrl.core.failures import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 _JSON_LINES = (".jsonl", ".ndjson")
-_DATA_SUFFIXES = (".parquet", *_JSON_LINES)
+HUB = "hub:"
+DATA_SUFFIXES = (".parquet", *_JSON_LINES, ".json")
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "hdfs": "pyarrow, and Hadoop's client libraries",
+    "http": "aiohttp requests",
+    "https": "aiohttp requests",
+    "hf": "huggingface_hub",
+    "hub:": "datasets",
+    "oss": "ossfs",
+}
+"""The package of each filesystem of `fsspec` that needs one."""
+_HUB_FORM = re.compile(
+    r"hub:(?P<dataset>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^@:]+))?(?::(?:(?P<config>[^:/]+)/)?(?P<split>[^:/]+))?"
+)
 _ALL_LINEAR = "all-linear"
 _NOT_ADAPTED = ("lm_head", "embed_out", "embed_tokens", "wte", "wpe")
 """Names of matrices that get no adapter: embeddings and output heads."""
+
+
+class HubName(NamedTuple):
+    """A split of a data set on the Hugging Face Hub: `hub:owner/name[@revision][:[config/]split]`."""
+
+    name: str
+    """As written."""
+    dataset: str
+    revision: str | None
+    config: str | None
+    split: str
+
+    @classmethod
+    def parse(cls, name: str, key: str) -> HubName:
+        """Read a name. Without a split, it means the split `train` of training files.
+
+        Raises:
+            ConfigError: it is not of this form, or it lacks a split that has no default.
+        """
+        match = _HUB_FORM.fullmatch(name)
+        form = "hub:owner/name:split, with @revision and config/ where needed: hub:openai/gsm8k:main/test"
+        if match is None:
+            raise ConfigError(f"{key}: {name} does not name a data set on the hub; write {form}")
+        split = match["split"] or ("train" if key == "data.train_files" else None)
+        if split is None:
+            raise ConfigError(f"{key}: {name} names no split, and only training has a default (train); write {form}")
+        return cls(name, match["dataset"], match["revision"], match["config"], split)
+
+
+def is_remote(name: str) -> bool:
+    """Return whether a data file is named by a URL or is on the hub."""
+    return name.startswith(HUB) or ("://" in name and not name.startswith(assets.SCHEME))
+
+
+def data_suffix(name: str) -> str:
+    """Return the suffix of a file, or of the path of a URL, in lower case."""
+    path = name.partition("://")[2].partition("?")[0] if "://" in name else name
+    return PurePosixPath(path).suffix.lower()
+
+
+def protocol_package(name: str) -> str:
+    """Return the packages that pip has to install for a URL."""
+    protocol = HUB if name.startswith(HUB) else name.partition("://")[0]
+    return _PACKAGES.get(protocol, f"the package of fsspec for {protocol}://")
 
 
 class ModelConfig(ConfigSection):
@@ -63,9 +139,21 @@ class DataConfig(ConfigSection):
     """Where prompts come from. Rows have verl's fields: prompt, data_source, reward_model.ground_truth, extra_info."""
 
     train_files: tuple[str, ...] = ()
-    """Parquet or JSONL files with training prompts; `asyncrl://quickstart/train.jsonl` is inside the package."""
+    """Parquet, JSON or JSONL files with training prompts: paths, `fsspec` URLs such as `s3://bucket/train.parquet`, or
+    data sets of the Hugging Face Hub, `hub:owner/name:split`. `asyncrl://quickstart/train.jsonl` is inside the
+    package."""
     val_files: tuple[str, ...] = ()
     """Files with validation prompts; empty: the run does not validate."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: chat messages, or a text that becomes the user's message."""
+    ground_truth_key: str = "reward_model.ground_truth"
+    """Column with the correct answer; a dot leads into a mapping."""
+    reward_fn_key: str = "data_source"
+    """Column with the origin of the row, by which reward functions may choose."""
+    image_key: str = "images"
+    """Column with the images of the prompt."""
+    video_key: str = "videos"
+    """Column with the videos of the prompt."""
     reasoning_gym: ReasoningGymConfig | None = None
     """Generate prompts from a reasoning-gym task instead of files."""
     dataset: ImportPath | None = None
@@ -85,6 +173,12 @@ class DataConfig(ConfigSection):
     """Number of rows to use, from the first one; null: all."""
     max_val_samples: Positive | None = None
     """Number of validation rows to use, from the first one; null: all."""
+    num_workers: NonNegative | None = None
+    """Processes that check and tokenize the rows; 0: none but the Rollouter's; null: one per CPU, up to 16. Small data
+    sets need fewer. The result does not depend on it."""
+    cache_dir: str = "~/.asyncrl/data"
+    """Directory in which launches keep downloads and tokenized prompts for the next ones. What no launch has used for 30
+    days is deleted."""
 
 
 def num_prompts(config: Config) -> int | None:
@@ -95,7 +189,7 @@ def num_prompts(config: Config) -> int | None:
         return config.data.reasoning_gym.train_size
     total = 0
     for name in config.data.train_files:
-        local = local_path(name)
+        local = None if is_remote(name) else local_path(name)
         if local is None or local.suffix.lower() not in _JSON_LINES or not local.is_file():
             return None
         with local.open("rb") as stream:
@@ -125,12 +219,30 @@ def _chat_template(config: Config) -> Iterator[ConfigProblem]:
 def _data_files(config: Config) -> Iterator[ConfigProblem]:
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         for name in files:
-            local = local_path(name)
-            if local is None or not local.is_file():
+            local = None if is_remote(name) else local_path(name)
+            if name.startswith(HUB):
+                yield from _hub_name(key, name)
+            elif not is_remote(name) and (local is None or not local.is_file()):
                 yield not_there(key, name, "the file")
-            elif local.suffix.lower() not in _DATA_SUFFIXES:
+            elif data_suffix(name) not in DATA_SUFFIXES:
                 consequence = "files with this suffix cannot be read"
-                yield ConfigProblem(key, name, consequence, f"use {' or '.join(_DATA_SUFFIXES)}")
+                yield ConfigProblem(key, name, consequence, f"use {' or '.join(DATA_SUFFIXES)}")
+            elif is_remote(name):
+                yield from check_protocol(key, name, "it cannot be read", protocol_package(name))
+
+
+def _hub_name(key: str, name: str) -> Iterator[ConfigProblem]:
+    try:
+        HubName.parse(name, key)
+    except ConfigError as error:
+        consequence, _, fix = error.message.removeprefix(f"{key}: {name} ").partition("; ")
+        yield ConfigProblem(key, name, f"it {consequence}", fix)
+
+
+def _cache_dir(config: Config) -> Iterator[ConfigProblem]:
+    parent, obstacle = writable_parent(Path(config.data.cache_dir))
+    if obstacle and config.data.train_files:
+        yield ConfigProblem("data.cache_dir", config.data.cache_dir, f"{parent} {obstacle}", "choose another directory")
 
 
 def _own_code(config: Config) -> Iterator[ConfigProblem]:
@@ -187,7 +299,7 @@ RULES: tuple[RuleFunction, ...] = (
 ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (_policy, _chat_template)
 """Checks for a run and for `asyncrl serve`."""
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _data_files, _own_code, _target_modules)
+ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _data_files, _cache_dir, _own_code, _target_modules)
 
 NO_EFFECT = (
     no_effect("model.lora_alpha model.target_modules", lambda c: c.model.lora_rank == 0,

@@ -9,10 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fsspec import get_filesystem_class
 from pydantic import Field
 
-from asyncrl.config.environment import check_api_key, similar_path, writable_parent
+from asyncrl.config.environment import check_api_key, check_protocol, similar_path, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, warning
 from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import num_prompts
@@ -262,11 +261,7 @@ def _checkpoint_dir(config: Config) -> Iterator[ConfigProblem]:
     if given is None:
         return
     if "://" in given:
-        try:
-            get_filesystem_class(given.partition("://")[0])
-        except (ImportError, ValueError) as error:  # the error names the package
-            fix = "install that package, or give a directory or another URL that fsspec knows"
-            yield ConfigProblem(key, given, f"checkpoints cannot be written there ({error})", fix)
+        yield from check_protocol(key, given, "checkpoints cannot be written there")
         return
     path = Path(given).expanduser()
     parent, obstacle = writable_parent(path)

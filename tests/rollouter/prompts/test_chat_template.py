@@ -15,7 +15,7 @@ from asyncrl.core.types import SampleId
 from rollouter.agent.chat import ChatTokenizer
 from rollouter.agent.loop import BuiltInAgent
 from rollouter.agent.parsing import NO_TOOLS, ToolCallParser
-from rollouter.prompts.chat_template import encode, end_token_ids, load_tokenizer, render
+from rollouter.prompts.chat_template import end_token_ids, load_tokenizer, prompt_text, render
 from rollouter.prompts.source import load_prompts
 
 TEMPLATE = (
@@ -80,7 +80,7 @@ def test_a_row_chooses_its_tools(model: ModelConfig, tmp_path: Path, caplog: pyt
 def test_a_refusal_names_the_row_and_quotes_the_template(model: ModelConfig) -> None:
     tokenizer = load_tokenizer(model)
     with pytest.raises(DataError, match=r"rows\[3\]: the chat template refuses field 'prompt': nothing of"):
-        encode(tokenizer, [{"role": "user", "content": "no"}], "rows[3]")
+        prompt_text(tokenizer, [{"role": "user", "content": "no"}], "rows[3]")
     with pytest.raises(DataError, match="refuses the messages: nothing of that kind"):
         render(tokenizer, [{"role": "user", "content": "no"}], add_generation_prompt=True)
 

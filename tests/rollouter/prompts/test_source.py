@@ -17,9 +17,11 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig, ModelConfig, ReasoningGymConfig
 from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.types import SampleId
-from rollouter.prompts.chat_template import fit, load_tokenizer
+from asyncrl.storage.data_cache import DataCache
+from rollouter.prompts.chat_template import cut, load_tokenizer
 from rollouter.prompts.check import check_data
 from rollouter.prompts.dataset import FileRows, GymRows, parse_row
+from rollouter.prompts.encoding import RowEncoder, encode_rows
 from rollouter.prompts.source import LoadedPrompts, PromptSet, ShuffledPrompts, epoch_order, load_prompts
 from tests.fakes.hostile import BROKEN_JSON, messages, texts, values
 
@@ -29,6 +31,11 @@ QUICKSTART = "asyncrl://quickstart"
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return load_tokenizer(ModelConfig(path=QUICKSTART))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> DataCache:
+    return DataCache(tmp_path_factory.mktemp("cache"))
 
 
 def question(text: str, **fields: Any) -> dict[str, Any]:
@@ -101,7 +108,7 @@ def test_several_files_of_different_kinds_form_one_data_set(tmp_path: Path, toke
 def test_messages_from_parquet_have_no_null_keys(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "1"}, {"role": "tool", "content": "2", "name": "calc"}]}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    rows = FileRows([str(tmp_path / "a.parquet")], key="data.train_files", cache_dir=tmp_path / "cache")
+    rows = FileRows.open([str(tmp_path / "a.parquet")], key="data.train_files", cache=DataCache(tmp_path / "cache"))
     assert parse_row(rows.row(0), "here").messages[0] == {"role": "user", "content": "1"}
 
 
@@ -199,13 +206,17 @@ def test_each_data_set_has_a_maximum_number_of_samples(tmp_path: Path, tokenizer
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [("filter", None), ("left", [3, 4, 5, 6, 7]), ("right", [1, 2, 3, 4, 5]), ("middle", [1, 2, 5, 6, 7])],
+    [("left", [3, 4, 5, 6, 7]), ("right", [1, 2, 3, 4, 5]), ("middle", [1, 2, 5, 6, 7])],
 )
-def test_overlong_prompts_are_cut_or_refused_as_configured(mode: Any, expected: list[int] | None) -> None:
-    assert fit([1, 2, 3, 4, 5, 6, 7], 5, mode, "here") == expected
-    assert fit([1, 2, 3, 4, 5], 5, mode, "here") == [1, 2, 3, 4, 5]
-    with pytest.raises(DataError, match="row 3: the prompt has 7 tokens"):
-        fit([1] * 7, 5, "error", "row 3")
+def test_overlong_prompts_are_cut_as_configured(mode: Any, expected: list[int]) -> None:
+    assert cut(np.arange(1, 8, dtype=np.int32), 5, mode).tolist() == expected
+    assert cut(np.arange(1, 6, dtype=np.int32), 5, mode).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_the_first_overlong_prompt_is_named_where_they_are_errors(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", question("1"), question("1" * 100), question("1" * 200))
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: the prompt has \d+ tokens, more than .* = 20; raise"):
+        load(tmp_path, tokenizer, path, max_prompt_length=20, overlong_prompts="error")
 
 
 def test_overlong_prompts_are_filtered_and_counted(
@@ -216,8 +227,8 @@ def test_overlong_prompts_are_filtered_and_counted(
     assert (len(loaded.train), loaded.num_filtered) == (2, 1)
     assert loaded.train.at(SampleId(0, 2)).messages[0]["content"] == "2"
     assert "1 of 3 prompts are longer than data.max_prompt_length = 20" in caplog.text
-    cut = load(tmp_path, tokenizer, path, max_prompt_length=20, overlong_prompts="left", shuffle=False).train
-    assert len(cut.at(SampleId(0, 2)).prompt_ids) == 20
+    shorter = load(tmp_path, tokenizer, path, max_prompt_length=20, overlong_prompts="left", shuffle=False).train
+    assert len(shorter.at(SampleId(0, 2)).prompt_ids) == 20
     with pytest.raises(ConfigError, match="no prompt is left of 3 rows"):
         load(tmp_path, tokenizer, path, max_prompt_length=1)
 
@@ -241,8 +252,7 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
 def test_a_feed_index_alone_determines_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
     """A new source yields the same prompts from any index, in any order of access."""
     path = write_jsonl(tmp_path / "a.jsonl", *(question(str(n)) for n in range(7)))
-    rows = FileRows([path], key="data.train_files", cache_dir=tmp_path / "cache")
-    prompts = PromptSet(rows, tokenizer, max_prompt_length=64, overlong="filter")
+    prompts = load(tmp_path, tokenizer, path, max_prompt_length=64).train._prompts
     ids = [SampleId((index - 1) // 7, index) for index in range(1, 22)]
     first = ShuffledPrompts(prompts, seed=3, shuffle=True)
     in_order = [first.at(i).messages[0]["content"] for i in ids]
@@ -349,10 +359,14 @@ class OneRow:
     fields=st.dictionaries(st.sampled_from(["data_source", "reward_model", "extra_info", "images", "other"]), values()),
     sampling=values(),
 )
-def test_rows_of_any_shape_are_prompts_or_data_errors(tokenizer: Any, prompt: Any, fields: Any, sampling: Any) -> None:
+def test_rows_of_any_shape_are_prompts_or_data_errors(
+    tokenizer: Any, cache: DataCache, prompt: Any, fields: Any, sampling: Any
+) -> None:
     for row in ({"prompt": prompt, **fields}, question("1", extra_info={"sampling_params": sampling}), fields):
         try:
-            made = PromptSet(OneRow(row), tokenizer, max_prompt_length=10**6, overlong="error")[0]
+            encoder, rows = RowEncoder(tokenizer), OneRow(row)
+            encoded = encode_rows(rows, encoder, cache, num_rows=1)
+            made = PromptSet(rows, encoder, encoded, max_prompt_length=10**6, overlong="error")[0]
         except DataError as error:
             assert error.message.startswith("rows.jsonl, line 1: ")
         else:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -67,9 +67,7 @@ TOKENIZER_FILES = (
 )
 
 
-def full_weights(
-    model: nn.Module, dtype: Dtype = "float32"
-) -> Iterator[tuple[str, Tensor]]:
+def full_weights(model: nn.Module, dtype: Dtype = "float32") -> Iterator[tuple[str, Tensor]]:
     """Yield checkpoint names with whole, contiguous CPU tensors on rank 0 and empty tensors on other ranks. Collective:
     iterate to the end on every rank.
 
