@@ -2,11 +2,11 @@
 
     files ─▶ index or conversion ─▶ check, chat template, tokenizer ─▶ cache, which the next launch only maps
 
-Rows resemble those of GSM8K: a question of some 300 characters, and an answer. Each line is measured in a process of its
-own: `rows_per_s` with an empty cache, `cached_s` with the cache of the line before, and the time of reading a prompt at a
-random place afterwards. `base_mb` is the memory of the process with its tokenizer before it opens the files, `peak_mb` the
-most that it takes until the end, `worker_peak_mb` that of its largest process for tokenizing. Memory is resident, and
-therefore includes pages of mapped files.
+Rows resemble those of GSM8K: a question of some 300 characters, and an answer. Each line is measured in a process of
+its own: `rows_per_s` with an empty cache, `cached_s` with the tokens in the cache, and the time of reading a prompt at
+a random place afterwards. `base_mb` is the memory of the process with its tokenizer before it opens the files,
+`peak_mb` the most that it takes until the end, `worker_peak_mb` that of its largest process for tokenizing. Memory is
+resident, and therefore includes pages of mapped files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from benchmarks.running import print_progress
 from rollouter.prompts.chat_template import load_tokenizer
 from rollouter.prompts.source import load_prompts
 
-WORDS = ["apples", "boxes", "each", "gives", "friends", "hours", "how", "left", "many", "more", "pages", "sells", "than", "the", "time", "weeks", "costs", "twice"]
+WORDS = tuple(
+    "apples boxes each gives friends hours how left many more pages sells than time weeks costs twice".split()  # noqa: SIM905
+)
 QUESTION_WORDS = 55
 READS = 2_000
 _BATCH = 10_000

@@ -77,12 +77,11 @@ class RolloutActor:
         """
         profile.configure("rollouter", ProfilerSettings.of(self._config.profiler, Path(run_dir)))
         await to_thread.run_sync(SkipManager.init, self._config)
-        cache_dir = Path(self._config.data.cache_dir).expanduser()
         self._links = [ActorLink(self._config, place) for place in range(self._config.rollout.num_workers)]
         async with task_group() as tasks:
             for link in self._links:
                 tasks.start_soon(link.load)
-            task = await to_thread.run_sync(load_task, self._config, cache_dir, self._report)
+            task = await to_thread.run_sync(load_task, self._config, None, self._report)
         self._task, self._run_dir = task, Path(run_dir)
         return {
             "num_prompts": len(task.prompts),

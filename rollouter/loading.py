@@ -48,17 +48,18 @@ class RolloutTask(NamedTuple):
     num_val_filtered: int = 0
 
 
-def load_task(config: Config, cache_dir: Path, report: Report = logger.info) -> RolloutTask:
+def load_task(config: Config, cache_dir: Path | None = None, report: Report = logger.info) -> RolloutTask:
     """Load reward functions, tokenizer and data, in an order that finds cheap errors first. Blocking.
 
     Args:
-        cache_dir: `data.cache_dir`.
+        cache_dir: instead of `data.cache_dir`.
         report: gets lines about the progress.
 
     Raises:
         ConfigError, DataError, UserCodeError: a reward function, the tokenizer or the data is unusable.
     """
     scorer, decode, agent, tokenizer = load_scoring(config)
+    cache_dir = Path(config.data.cache_dir).expanduser() if cache_dir is None else cache_dir
     loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else (), report=report)
     return RolloutTask(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
 

@@ -118,10 +118,13 @@ class RoleCheckpoints:
         return self.step < step or (self._export.frequency == "last" and step > 0 and not self._exported)
 
     async def begin(self, progress: Progress, tasks: TaskGroup, *, last: bool = False) -> None:
-        """Begin a checkpoint; `last` if no step follows. Nothing may be leased, so that every sample is trained, dropped or outstanding in the
+        """Begin a checkpoint. Nothing may be leased, so that every sample is trained, dropped or outstanding in the
         snapshot of the queue (`SampleQueue.mark`).
 
         A write error fails the task group `tasks`, and with it the batch that is being trained.
+
+        Args:
+            last: whether no step follows.
 
         Raises:
             InfraError: the disk is full or failing, or a rank died.

@@ -3,8 +3,8 @@
     <root>/<kind>/<key>/             a complete entry; its key determines its content
     <root>/.<random>.tmp/            an entry that is being built, locked by its process
 
-An entry is built under a temporary name, synced to disk and renamed, so every named entry is complete, whenever a launch
-is killed. Two launches may build the same entry; the first one that is complete stays.
+An entry is built under a temporary name, synced to disk and renamed, so every named entry is complete, whenever a
+launch is killed. Two launches may build the same entry; the first one that is complete stays.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class DataCache:
         shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self, *, now: float | None = None, keep_s: float = KEEP_S) -> None:
-        """Delete entries that were not used for `keep_s`, and what killed launches left. Processes that still have files
-        of a deleted entry open keep them."""
+        """Delete entries that were not used for `keep_s`, and what killed launches left. Processes that have files of a
+        deleted entry open keep them."""
         now = time.time() if now is None else now
         for path in self.root.glob("*/*"):
             with suppress(OSError):
@@ -109,7 +109,7 @@ class DataCache:
 
 
 def _is_locked(begun: Path, now: float) -> bool:
-    """Return whether the process that builds an entry is alive. A directory of the last minute may not be locked yet."""
+    """Return whether the process that builds an entry is alive. In its first minute, it may not be locked yet."""
     try:
         if now - begun.stat().st_mtime < 60:
             return True

@@ -226,9 +226,9 @@ def _messages(prompt: Any, field: str, where: str) -> tuple[Mapping[str, Any], .
             raise DataError(f"{where}: field '{field}[{position}]' is {_shown(message)}; expected 'role' and 'content'")
     if prompt[-1]["role"] == "assistant":
         raise DataError(
-            f"{where}: field '{field}[{len(prompt) - 1}]' is a message of the assistant, {_shown(prompt[-1])}; expected "
-            "the prompt to end where the model's turn begins, so remove the message (a correct answer belongs in "
-            "reward_model.ground_truth)"
+            f"{where}: field '{field}[{len(prompt) - 1}]' is a message of the assistant, {_shown(prompt[-1])}; "
+            "expected the prompt to end where the model's turn begins, so remove the message (a correct answer belongs "
+            "in reward_model.ground_truth)"
         )
     # Parquet gives every message the columns of all messages; a template must not see absent keys.
     return tuple(

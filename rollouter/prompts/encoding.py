@@ -2,8 +2,8 @@
 
     rows ─▶ chunks, in this process or in several ─▶ ids.bin, ends.npy, flags.npy in the cache, which are memory-mapped
 
-Chunks are written in the order of the rows, whatever order they are ready in, so the result depends neither on the number
-of processes nor on the cache. It has the whole prompts: `data.max_prompt_length` can change without new tokens.
+Chunks are written in the order of the rows, whatever order they are ready in, so the result depends neither on the
+number of processes nor on the cache. It has the whole prompts: `data.max_prompt_length` can change without new tokens.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     parent ─▶ the job, then "start stop" for each chunk ─▶ process
     parent ◀─ {"rows": …, "tokens": …} and the arrays, or {"error": …} ◀─ process
 
-A process opens the files from the cache by itself, so that rows are neither sent nor pickled. It ends when its input does,
-and so with its parent.
+A process opens the files from the cache by itself, so that rows are neither sent nor pickled. It ends when its input
+does, and so with its parent.
 """
 
 from __future__ import annotations

@@ -259,10 +259,12 @@ def _resolve(hub: HubName, key: str) -> list[str]:
         builder = load_dataset_builder(hub.dataset, hub.config, revision=hub.revision)
     except (DatasetNotFoundError, DataFilesNotFoundError) as error:
         raise ConfigError(
-            f"{key}: {hub.name}: {error}. Check the name, or log in with `hf auth login` if access is restricted"
+            f"{key}: {hub.name}: {str(error).rstrip('.')}. Check the name, or log in with `hf auth login` if access is "
+            "restricted"
         ) from None
-    except ValueError as error:  # the configuration is missing or unknown
-        raise ConfigError(f"{key}: {hub.name}: {error}. Write {HUB}{hub.dataset}:CONFIG/SPLIT") from None
+    except ValueError as error:  # the configuration is missing or unknown; an example of Python follows
+        problem = " ".join(str(error).partition("Example of usage")[0].split())
+        raise ConfigError(f"{key}: {hub.name}: {problem}. Write {HUB}{hub.dataset}:CONFIG/SPLIT") from None
     splits = builder.config.data_files or {}
     if hub.split not in splits:
         known = ", ".join(map(str, splits)) or "none"

@@ -93,17 +93,14 @@ class PromptSet:
         if not refused.any():
             return
         index = int(np.argmax(refused))
-        where, length = self._rows.where(index), int(self._encoded.lengths[index])
-        advice = "raise the limit, or set data.overlong_prompts to filter"
-        if self._overlong in CUTTING:
-            raise DataError(
-                f"{where}: the prompt has {length} tokens, more than data.max_prompt_length = {self._max_prompt_length}, "
-                f"and a prompt with images or videos cannot be cut; {advice}"
-            )
-        raise DataError(
-            f"{where}: the prompt has {length} tokens, more than data.max_prompt_length = {self._max_prompt_length}; "
-            f"{advice}, left, right or middle"
+        problem = (
+            f"{self._rows.where(index)}: the prompt has {self._encoded.lengths[index]} tokens, more than "
+            f"data.max_prompt_length = {self._max_prompt_length}"
         )
+        fix = "raise the limit, or set data.overlong_prompts to filter"
+        if self._overlong in CUTTING:
+            raise DataError(f"{problem}, and a prompt with images or videos cannot be cut; {fix}")
+        raise DataError(f"{problem}; {fix}, left, right or middle")
 
     def __len__(self) -> int:
         return len(self._kept)

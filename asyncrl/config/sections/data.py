@@ -177,8 +177,8 @@ class DataConfig(ConfigSection):
     """Processes that check and tokenize the rows; 0: none but the Rollouter's; null: one per CPU, up to 16. Small data
     sets need fewer. The result does not depend on it."""
     cache_dir: str = "~/.asyncrl/data"
-    """Directory in which launches keep downloads and tokenized prompts for the next ones. What no launch has used for 30
-    days is deleted."""
+    """Directory in which launches keep downloads and tokenized prompts for the next ones. What no launch has used for
+    30 days is deleted."""
 
 
 def num_prompts(config: Config) -> int | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +29,7 @@ from rollouter.prompts.check import check_data
 from rollouter.prompts.dataset import FileRows
 from rollouter.prompts.files import REPORT_S, DataFile, Progress, find_files
 from rollouter.prompts.row_files import json_spans, read_spans
+from tests.fakes.hub import COMMIT, FakeHub, serving
 
 KEY = "data.train_files"
 
@@ -253,6 +257,70 @@ def test_a_url_that_cannot_be_read_is_an_error_with_a_fix(tmp_path: Path, name: 
 def test_names_on_the_hub_have_a_configuration_and_a_split(name: str, expected: tuple[str | None, ...]) -> None:
     assert HubName.parse(name, KEY)[1:] == expected
     assert is_remote(name)
+
+
+FIND = """
+import json, sys
+from pathlib import Path
+from asyncrl.core.failures import AsyncRLError
+from asyncrl.storage.data_cache import DataCache
+from rollouter.prompts.files import find_files
+found = []
+for name in sys.argv[2:]:
+    try:
+        files = find_files(name, "data.x", DataCache(Path(sys.argv[1])))
+        found.append([[file.name, file.path.read_text()] for file in files])
+    except AsyncRLError as error:
+        found.append(f"{type(error).__name__}: {error.message}")
+print(json.dumps(found))
+"""
+
+
+def found_on_hub(tmp_path: Path, url: str, *names: str) -> list[Any]:
+    """Return what a process finds whose hub is at `url`: the hub's clients read the address when they are imported."""
+    online = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+    environment = {**os.environ, **online, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", FIND, str(tmp_path / "cache"), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    answer: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.timeout(240)
+def test_a_data_set_on_the_hub_is_downloaded_at_one_revision_and_used_offline_later(tmp_path: Path) -> None:
+    """The real clients `datasets` and `huggingface_hub`, and a server that answers as the hub does."""
+    lines = "".join(json.dumps({"question": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(3))
+    parts = {
+        name: lines.encode() for name in ("main/train-0.jsonl", "main/train-1.jsonl", "main/test.jsonl", "o/x.csv")
+    }
+    configs = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*.jsonl
+  - split: test
+    path: main/test.jsonl
+- config_name: other
+  data_files: o/*.csv
+---
+"""
+    hub = FakeHub("lab/sums", {"README.md": configs.encode(), **parts})
+    with serving(hub) as url:
+        names = ("main/train", "main/nothing", "train", "other/train")
+        whole, split, config, kind, missing = found_on_hub(
+            tmp_path, url, *(f"hub:lab/sums:{name}" for name in names), "hub:lab/none:train"
+        )
+    base = f"hf://datasets/lab/sums@{COMMIT}/main"
+    assert whole == [[f"{base}/train-0.jsonl", lines], [f"{base}/train-1.jsonl", lines]]
+    assert split.endswith("hub:lab/sums:main/nothing: there is no split 'nothing'; the data set has train, test")
+    assert "available configs: ['main', 'other']. Write hub:lab/sums:CONFIG/SPLIT" in config
+    assert "x.csv has the suffix '.csv'; expected .parquet" in kind
+    assert missing.startswith("ConfigError: data.x: hub:lab/none:train: Dataset 'lab/none' doesn't exist on the Hub")
+    again, other = found_on_hub(tmp_path, url, "hub:lab/sums:main/train", "hub:lab/sums:main/test")
+    assert again == whole, "the hub cannot be reached any more"
+    assert other.startswith("InfraError: data.x: hub:lab/sums:main/test cannot be read: ")
+    assert other.endswith("Check the network of this machine, or give a local copy")
 
 
 def test_validation_on_the_hub_needs_a_split() -> None:

@@ -94,8 +94,8 @@ def begin_save(
 ) -> PendingSave:
     """Copy the state to CPU, so that training may continue, and write it in a thread. Collective; `directory` exists.
 
-    `hf`: the directory into which rank 0 writes the whole model in Hugging Face format, in `hf_dtype`; rank 0 then needs
-    memory for the whole model.
+    `hf`: the directory into which rank 0 writes the whole model in Hugging Face format, in `hf_dtype`; rank 0 then
+    needs memory for the whole model.
 
     Raises (on every rank):
         InfraError: the state could not be collected.
