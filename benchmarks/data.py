@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def write_rows(path: Path, number: int) -> None:
     rows = make_rows(number)
     if path.suffix == ".parquet":
         writer = None
-        while batch := [row for row, _ in zip(rows, range(_BATCH), strict=False)]:
+        while batch := list(islice(rows, _BATCH)):
             table = pa.Table.from_pylist(batch)
             writer = writer or pq.ParquetWriter(path, table.schema)
             writer.write_table(table)

@@ -82,7 +82,7 @@ class RolloutActor:
             for link in self._links:
                 tasks.start_soon(link.load)
             task = await to_thread.run_sync(load_task, self._config, None, self._report)
-        self._task, self._run_dir = task, Path(run_dir)
+        self._task, self._run_dir, self._loading = task, Path(run_dir), ""
         return {
             "num_prompts": len(task.prompts),
             "num_val_prompts": len(task.val_prompts) if task.val_prompts is not None else 0,

@@ -22,7 +22,7 @@ from asyncrl.core.types import Media
 from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.files import Report, find_files
 from rollouter.prompts.media import extract, has_media
-from rollouter.prompts.row_files import RowFile, open_rows
+from rollouter.prompts.row_files import IndexedRows, open_rows
 from rollouter.user_code import shown
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ def _shown(value: Any) -> str:
 class FileRows:
     """The rows of Parquet and JSON files, one file after the other."""
 
-    def __init__(self, files: Sequence[RowFile]) -> None:
+    def __init__(self, files: Sequence[IndexedRows]) -> None:
         self.files = files
         self._ends = list(accumulate(len(file) for file in files))
 
@@ -296,7 +296,7 @@ class FileRows:
         for file in self.files:
             yield from ((file.row(at), file.where(at)) for at in range(len(file)))
 
-    def _locate(self, index: int) -> tuple[RowFile, int]:
+    def _locate(self, index: int) -> tuple[IndexedRows, int]:
         number = bisect_right(self._ends, index)
         return self.files[number], index - (self._ends[number - 1] if number else 0)
 

@@ -28,7 +28,7 @@ from asyncrl.core.types import Media
 from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.chat_template import chosen_tools, encode_texts, prompt_text
 from rollouter.prompts.dataset import VERL_KEYS, FileRows, PromptRow, RowKeys, RowSource, parse_row
-from rollouter.prompts.files import Progress, Report
+from rollouter.prompts.files import LoadingProgress, Report
 from rollouter.prompts.media import MessagesWithMedia, VisionEncoder
 from rollouter.requests import ENDING
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 500
-ROWS_PER_PROCESS = 20_000
-"""Rows for which starting another process pays off."""
+ROWS_PER_PROCESS = 50_000
+"""Rows for which another process, which takes seconds of CPU time to import transformers, pays off."""
 MAX_PROCESSES = 16
 _FORMAT = 1
 """Changes if the same rows get other tokens, or the files another format."""
@@ -245,7 +245,7 @@ def encode_rows(
             logger.warning("%s: the tokens in the cache are damaged (%s) and are made again", what, error)
             cache.discard(entry)
     with cache.building() as begun:
-        progress = Progress(f"tokenizing {what}", num_rows, "rows", report)
+        progress = LoadingProgress(f"tokenizing {what}", num_rows, "rows", report)
         has_media = False
         with (begun / "ids.bin").open("wb") as file:
             lengths, flags = [np.zeros(1, np.int64)], [np.zeros(0, np.uint8)]

@@ -60,7 +60,7 @@ class DataFile(NamedTuple):
         return self.path.parent
 
 
-class Progress:
+class LoadingProgress:
     """Reports how much of a long operation is done, at most every few seconds."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Progress:
 class _Download(Callback):
     """fsspec's callback of a transfer."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: LoadingProgress) -> None:
         super().__init__()
         self._progress = progress
 
@@ -223,7 +223,9 @@ def _download(url: str, key: str, cache: DataCache, report: Report) -> Path:
     if entry is None:
         with cache.building() as begun, remote_errors(url, key):
             target = begun / f"data{data_suffix(url)}"
-            files.get_file(path, str(target), callback=_Download(Progress(f"downloading {url}", None, "bytes", report)))
+            files.get_file(
+                path, str(target), callback=_Download(LoadingProgress(f"downloading {url}", None, "bytes", report))
+            )
             received, size = target.stat().st_size, info.get("size")
             if size is not None and received != size:
                 raise InfraError(f"{key}: {url}: the download ended after {received} of {size} bytes; try again")
@@ -278,7 +280,7 @@ def _resolve(hub: HubName, key: str) -> list[str]:
 def content_digest(path: Path) -> str:
     """Return a digest of a file's content."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()  # type: ignore[arg-type]
+        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 
 def _newest(cache: DataCache, kind: str, name: str) -> Path | None:

@@ -50,7 +50,7 @@ class RowSpan(NamedTuple):
     """Number of the line, or of the entry of a list, from 1."""
 
 
-class RowFile(ABC):
+class IndexedRows(ABC):
     """The rows of one file."""
 
     def __init__(self, file: DataFile, content: str) -> None:
@@ -70,7 +70,7 @@ class RowFile(ABC):
         """Return file and row number, for messages."""
 
 
-def open_rows(file: DataFile, cache: DataCache, content: str | None = None) -> RowFile:
+def open_rows(file: DataFile, cache: DataCache, content: str | None = None) -> IndexedRows:
     """Index or convert a file, unless the cache has it.
 
     Args:
@@ -99,7 +99,7 @@ def open_rows(file: DataFile, cache: DataCache, content: str | None = None) -> R
 # ------------------------------------------------------------------------------------------------ JSON
 
 
-class _JsonRows(RowFile):
+class _JsonRows(IndexedRows):
     def __init__(self, file: DataFile, content: str, entry: Path) -> None:
         super().__init__(file, content)
         self._index: NDArray[np.int64] = np.load(entry / _INDEX, mmap_mode="r").view(np.ndarray)
@@ -245,7 +245,7 @@ def _checksum(row: bytes) -> int:
 # ------------------------------------------------------------------------------------------------ Parquet
 
 
-class _TableRows(RowFile):
+class _TableRows(IndexedRows):
     def __init__(self, file: DataFile, content: str, entry: Path) -> None:
         super().__init__(file, content)
         self._reader = pa.ipc.open_file(pa.memory_map(str(entry / _TABLE)))

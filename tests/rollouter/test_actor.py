@@ -216,7 +216,10 @@ async def test_prepare_counts_prompts_and_a_run_without_prepare_is_a_bug(tmp_pat
     with pytest.raises(BugError, match="before prepare"):
         async for _ in actor.run(None, None, RolloutStart(validate_first=False)):
             pass
+    actor._report("tokenizing data.train_files: 3 of 4 rows")
+    assert (await actor.status())["loading"] == "tokenizing data.train_files: 3 of 4 rows"
     counts = await actor.prepare(str(tmp_path / "run"))
+    assert "loading" not in await actor.status()
     assert counts == {"num_prompts": 6, "num_val_prompts": 2, "num_filtered": 1, "num_val_filtered": 0}
     profile.note("sample.ready")
     profile.flush()

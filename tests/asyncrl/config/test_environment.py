@@ -75,6 +75,11 @@ def conversation(**multi_turn: Any) -> dict[str, Any]:
     [
         ({"data.train_files": ["trian.jsonl"]}, "data.train_files", "did you mean train.jsonl?"),
         ({"data.train_files": ["train.csv"]}, "data.train_files", ".parquet"),
+        ({"data.train_files": ["gs://bucket/train.parquet"]}, "data.train_files", "pip install gcsfs, or give a local"),
+        ({"data.train_files": ["https://host/train.csv?x=.jsonl"]}, "data.train_files", ".parquet"),
+        ({"data.train_files": ["what://host/train.json"]}, "data.train_files", "URL that fsspec knows"),
+        ({"data.val_files": ["hub:openai/gsm8k:main"], "data.train_files": ["hub:a:b:c"]}, "data.train_files", "write hub:"),
+        ({"data.cache_dir": "/proc/cache"}, "data.cache_dir", "choose another directory"),
         ({"data.val_files": ["no/such/val.jsonl"]}, "data.val_files", "there is no directory"),
         ({"data.val_files": ["asyncrl://quickstrat/v.jsonl"]}, "data.val_files", "asyncrl://quick"),
         ({"model.chat_template": "no.jinja"}, "model.chat_template", "is not there"),

@@ -24,6 +24,7 @@ from rollouter.prompts.encoding import EncodedPrompts, RowEncoder, encode_rows
 from rollouter.prompts.encoding_processes import EncodingJob, EncodingProcess
 from rollouter.prompts.source import LoadedPrompts, load_prompts
 
+pytestmark = pytest.mark.timeout(300)  # a process imports transformers
 TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}
 
 

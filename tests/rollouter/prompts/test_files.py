@@ -27,7 +27,7 @@ from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts import check as check_module
 from rollouter.prompts.check import check_data
 from rollouter.prompts.dataset import FileRows
-from rollouter.prompts.files import REPORT_S, DataFile, Progress, find_files
+from rollouter.prompts.files import REPORT_S, DataFile, LoadingProgress, find_files
 from rollouter.prompts.row_files import json_spans, read_spans
 from tests.fakes.hub import COMMIT, FakeHub, serving
 
@@ -286,7 +286,7 @@ def found_on_hub(tmp_path: Path, url: str, *names: str) -> list[Any]:
     return answer
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_data_set_on_the_hub_is_downloaded_at_one_revision_and_used_offline_later(tmp_path: Path) -> None:
     """The real clients `datasets` and `huggingface_hub`, and a server that answers as the hub does."""
     lines = "".join(json.dumps({"question": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(3))
@@ -342,13 +342,13 @@ def test_the_suffix_of_a_url_is_that_of_its_path() -> None:
 def test_progress_is_reported_every_few_seconds_with_the_time_that_is_left() -> None:
     lines: list[str] = []
     now = 100.0
-    progress = Progress("tokenizing prompts", 1_000_000, "rows", lines.append, lambda: now)
+    progress = LoadingProgress("tokenizing prompts", 1_000_000, "rows", lines.append, lambda: now)
     for _ in range(10):
         now += REPORT_S / 2
         progress.advance(10_000)
     assert lines[0] == "tokenizing prompts: 20,000 of 1,000,000 rows (2%), 4,000 rows/s, 245 s left"
     assert len(lines) == 5
-    unknown = Progress("downloading x", None, "bytes", lines.append, lambda: now)
+    unknown = LoadingProgress("downloading x", None, "bytes", lines.append, lambda: now)
     now += REPORT_S
     unknown.advance(10**7)
     assert lines[-1] == "downloading x: 10.0 MB, 2.0 MB/s"
