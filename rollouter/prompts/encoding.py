@@ -200,7 +200,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:
     import transformers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not hasattr(backend, "to_str"):
+    if backend is None or not hasattr(backend, "to_str"):
         return None
     packages = [package.__version__ for package in (transformers, tokenizers, jinja2)]
     # A call sets padding and truncation, which do not change what `encode_text` returns.

@@ -192,6 +192,7 @@ def main() -> None:
     for line in requests:
         start, stop = map(int, line.split())
         arrays: Sequence[np.ndarray[Any, Any]] = ()
+        head: dict[str, Any]
         try:
             rows, encoder = opened = opened or job.open()
             arrays = encoder.encode(rows, start, stop)
