@@ -146,23 +146,17 @@ async def score_each(scorer: RewardScorer, prompt: Prompt, trajectories: Sequenc
 
 
 @dataclass(kw_only=True)
-class RolloutParts:
-    """The ports of one Rollouter, and the state that its dispatcher, sample runner and validation share."""
+class GenerationParts:
+    """The ports of generation and scoring, and the state that their users in one Rollouter share."""
 
     config: Config
     prompts: PromptSource
-    queue: SampleQueue
-    payloads: PayloadStore
-    turns: TurnLog
     fleet: EngineFleet
     scorer: RewardScorer
-    served_version: Callable[[], ServedVersion]
     make_group: Callable[..., TrajectoryGroup] | None = None
     """Makes a `TrajectoryGroup` of its fields; None: groups are generated in this process."""
     agent: ConversationAgent | None = None
     """Holds conversations; None if every trajectory is a single turn."""
-    files: Sequence[TrajectoryFiles] = ()
-    """They receive every scored sample of training."""
     settle_s: float = SETTLE_S
     """See `CrashIsolation`."""
     clock: Callable[[], float] = time.monotonic
@@ -179,6 +173,18 @@ class RolloutParts:
         self.isolation = CrashIsolation(
             self.config.recovery.max_crashes, waits=self.waits, settle_s=self.settle_s, wall_clock=self.wall_clock
         )
+
+
+@dataclass(kw_only=True)
+class RolloutParts(GenerationParts):
+    """The ports of one Rollouter, and the state that its dispatcher, sample runner and validation share."""
+
+    queue: SampleQueue
+    payloads: PayloadStore
+    turns: TurnLog
+    served_version: Callable[[], ServedVersion]
+    files: Sequence[TrajectoryFiles] = ()
+    """They receive every scored sample of training."""
 
 
 class SampleRunner:

@@ -1,26 +1,37 @@
-"""Validates one version on the validation set, concurrently with training generation and without the queue."""
+"""Answers the validation set with one version, concurrently with training generation and without the queue.
+
+Validator.run     one version in a run: metrics for all sinks, and with `trainer.validation_data_dir` every answer
+Validator.answer  any of the prompts, for `rollouter.evaluation`
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import anyio
 import numpy as np
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from asyncrl.core.answer_statistics import Graded, prompt_figures, summarize
 from asyncrl.core.failures import DataError, UserCodeError
 from asyncrl.core.ports import Score, WeightsVersion
 from asyncrl.core.records import Metrics, ValidationRecord
 from asyncrl.core.trajectory import SampleRequest, Trajectory
 from asyncrl.core.types import FinishReason, Prompt, Turn
 from asyncrl.profiling import profile
+from asyncrl.storage.answer_files import Answer, AnsweredPrompt, append_answers, prompt_digest
+from asyncrl.storage.run_dir import replace_file
 from rollouter.crash_isolation import SampleSessions, time_limit
 from rollouter.drop_policy import is_permanent
 from rollouter.prompts.chat_template import Decode
 from rollouter.requests import sampling_params
-from rollouter.sample_runner import RolloutParts, score_trajectories
+from rollouter.sample_runner import GenerationParts, score_trajectories
 from skip import SkipManager
 
 logger = logging.getLogger(__name__)
@@ -57,10 +68,14 @@ class SupersededError(Exception):
         self.other = other
 
 
+Outcome = ScoredPrompt | DataError | UserCodeError
+"""A scored prompt, or the error that excludes it."""
+
+
 class Validator:
     """Generates and scores the validation set with `rollout.val` sampling, using the fleet and scorer of training."""
 
-    def __init__(self, parts: RolloutParts, prompts: ValidationPrompts, decode: Decode) -> None:
+    def __init__(self, parts: GenerationParts, prompts: ValidationPrompts, decode: Decode) -> None:
         self._parts = parts
         self._prompts = prompts
         self._decode = decode
@@ -80,32 +95,18 @@ class Validator:
             DataError: no prompt can ever be answered.
         """
         started = self._parts.clock()
-        answers: list[ScoredPrompt | DataError | UserCodeError | None] = [None] * len(self._prompts)
-        limit = anyio.CapacityLimiter(self._parts.config.rollout.max_concurrent_samples)
-        superseded: list[SupersededError] = []
+        outcomes: dict[int, Outcome] = {}
 
-        async def answer(number: int, group: TaskGroup) -> None:
-            try:
-                async with limit:
-                    name = validation_session(weights_version, number, attempt)
-                    answers[number] = await self._answer(name, self._prompts[number], weights_version.version)
-            except SupersededError as error:
-                superseded.append(error)
-                group.cancel_scope.cancel()
+        async def keep(number: int, outcome: Outcome) -> None:
+            outcomes[number] = outcome
 
-        with (
-            self._parts.waits.waiting("validation"),
-            SkipManager.suspended(),
-            profile.span("validation", version=weights_version.version, prompts=len(self._prompts)),
-        ):
-            async with anyio.create_task_group() as group:
-                for number in range(len(self._prompts)):
-                    group.start_soon(answer, number, group)
-        if superseded:
-            raise superseded[0]
-        answered = [one for one in answers if isinstance(one, ScoredPrompt)]
+        await self.answer(weights_version, range(len(self._prompts)), keep, attempt=attempt)
+        outcomes = dict(sorted(outcomes.items()))
+        answered = [one for one in outcomes.values() if isinstance(one, ScoredPrompt)]
+        if self._parts.config.trainer.validation_data_dir is not None:
+            await self._dump(step, outcomes)
         if not answered:
-            failures = [one for one in answers if isinstance(one, DataError | UserCodeError)]
+            failures = [one for one in outcomes.values() if isinstance(one, DataError | UserCodeError)]
             message = (
                 f"validation of version {weights_version.version}: no prompt of {len(self._prompts)} could be answered"
             )
@@ -113,10 +114,97 @@ class Validator:
                 raise DataError(f"{message}; the first error: {failures[0].message}", failures[0].cause)
             logger.error("%s, so it has no metrics; the first error: %s", message, failures[0].message)
             return None
-        metrics = validation_metrics(answered)
+        metrics = validation_metrics(answered, self._grade)
         metrics["duration_s"] = self._parts.clock() - started
         examples = tuple(self._example(one) for one in answered[:NUM_EXAMPLES])
         return ValidationRecord(weights_version.version, step, metrics, examples, weights_version.lineage)
+
+    async def answer(
+        self,
+        weights_version: WeightsVersion,
+        numbers: Iterable[int],
+        on_outcome: Callable[[int, Outcome], Awaitable[None]],
+        *,
+        attempt: int = 1,
+    ) -> None:
+        """Generate and score the prompts with these numbers, and await `on_outcome` for each as soon as it is done.
+
+        Raises as `run`, except for the last `DataError`.
+        """
+        limit = anyio.CapacityLimiter(self._parts.config.rollout.max_concurrent_samples)
+        superseded: list[SupersededError] = []
+        numbers = list(numbers)
+
+        async def answer(number: int, group: TaskGroup) -> None:
+            try:
+                async with limit:
+                    name = validation_session(weights_version, number, attempt)
+                    outcome = await self._answer(name, self._prompts[number], weights_version.version)
+                await on_outcome(number, outcome)
+            except SupersededError as error:
+                superseded.append(error)
+                group.cancel_scope.cancel()
+
+        with (
+            self._parts.waits.waiting("validation"),
+            SkipManager.suspended(),
+            profile.span("validation", version=weights_version.version, prompts=len(numbers)),
+        ):
+            async with anyio.create_task_group() as group:
+                for number in numbers:
+                    group.start_soon(answer, number, group)
+        if superseded:
+            raise superseded[0]
+
+    def describe(self, number: int, outcome: Outcome) -> AnsweredPrompt:
+        """Return the line of a prompt in a file of answers. Blocking: decodes every answer."""
+        prompt = self._prompts[number]
+        described = partial(
+            AnsweredPrompt, number, prompt_digest(prompt), prompt.data_source, prompt.messages, prompt.ground_truth
+        )
+        if not isinstance(outcome, ScoredPrompt):
+            return described(error=outcome.message)
+        return described(
+            tuple(
+                Answer(
+                    **self._grade(trajectory, score)._asdict(),
+                    text=self._decode(trajectory.turn_ids()),
+                    extra=score.extra,
+                    messages=trajectory.messages,
+                )
+                for trajectory, score in zip(outcome.trajectories, outcome.scores, strict=True)
+            )
+        )
+
+    def _grade(self, trajectory: Trajectory, score: Score) -> Graded:
+        return grade(trajectory, score, self._parts.config.rollout.val.pass_reward)
+
+    async def _dump(self, step: int, outcomes: Mapping[int, Outcome]) -> None:
+        """Write the answers and figures of this step; a failure is logged, as the run does not need them."""
+        given = self._parts.config.trainer.validation_data_dir
+        assert given is not None
+        directory = Path(given).expanduser()
+
+        def write() -> None:
+            directory.mkdir(self._parts.config.directory_mode, parents=True, exist_ok=True)
+            file = directory / f"step_{step:06d}.jsonl"
+            file.unlink(missing_ok=True)  # of an attempt, or of steps that are undone
+            described = [self.describe(number, outcome) for number, outcome in outcomes.items()]
+            for one in described:
+                append_answers(file, one)
+            graded = [(one.data_source, [answer.graded for answer in one.answers]) for one in described if one.answers]
+            text = json.dumps({"step": step, **(summarize(graded) if graded else {})}, ensure_ascii=False, indent=1)
+            replace_file(file.with_suffix(".json"), text + "\n")
+
+        try:
+            await to_thread.run_sync(write, abandon_on_cancel=True)
+        except OSError as error:
+            reason = error.strerror or error
+            logger.warning(
+                "trainer.validation_data_dir=%s: the answers of step %d are not written there (%s); training goes on. "
+                "Set it to another directory",
+                given, step, reason,
+            )  # fmt: skip
 
     async def _answer(self, name: str, prompt: Prompt, version: int) -> ScoredPrompt | DataError | UserCodeError:
         """Return the scored prompt, or the error that excludes it from the validation."""
@@ -176,7 +264,15 @@ def validation_session(weights_version: WeightsVersion, number: int, attempt: in
     return name if attempt == 1 else f"{name}_ask_{attempt}"
 
 
-def validation_metrics(answers: Sequence[ScoredPrompt]) -> Metrics:
+def grade(trajectory: Trajectory, score: Score, pass_reward: float) -> Graded:
+    """Return the answer as the figures see it. Correct is what has an `acc` above 0.5, or without `acc`, which is the name
+    that verl's reward functions use, a reward of at least `pass_reward`."""
+    acc = score.extra.get("acc")
+    is_correct = score.reward >= pass_reward if acc is None else acc > 0.5
+    return Graded(score.reward, is_correct, score.answer, trajectory.num_sampled, str(trajectory.finish_reason))
+
+
+def validation_metrics(answers: Sequence[ScoredPrompt], graded: Callable[[Trajectory, Score], Graded]) -> Metrics:
     """Return means over prompts of the means over their responses; `num_prompts` counts answered prompts."""
     rewards = np.array([np.mean([score.reward for score in one.scores]) for one in answers], dtype=np.float64)
     sources = np.array([one.prompt.data_source for one in answers])
@@ -185,6 +281,7 @@ def validation_metrics(answers: Sequence[ScoredPrompt]) -> Metrics:
     metrics: Metrics = {"reward/mean": float(rewards.mean())}
     for source in sorted(set(sources.tolist())):
         metrics[f"reward/mean/{source}"] = float(rewards[sources == source].mean())
+    metrics |= _figure_metrics(answers, graded)
     scores = [score for one in answers for score in one.scores]
     for part in ("rule", "model"):  # with a reward model, see `rewards.scorer`
         if all(part in score.extra for score in scores):
@@ -196,6 +293,25 @@ def validation_metrics(answers: Sequence[ScoredPrompt]) -> Metrics:
         "num_prompts": float(len(answers)),
         **_conversation_metrics(trajectories),
     }
+
+
+def _figure_metrics(answers: Sequence[ScoredPrompt], graded: Callable[[Trajectory, Score], Graded]) -> Metrics:
+    """Return `pass@<k>`, `best@<k>` and `maj@<k>`, and with several data sources `pass/<data_source>@<k>`, …; mean@n is
+    `reward/mean`."""
+    by_source: dict[str, list[Sequence[Graded]]] = {"": []}
+    for one in answers:
+        own = list(map(graded, one.trajectories, one.scores))
+        by_source[""].append(own)
+        by_source.setdefault(f"/{one.prompt.data_source}", []).append(own)
+    if len(by_source) == 2:
+        by_source.popitem()
+    metrics: Metrics = {}
+    for source, prompts in by_source.items():
+        for name, values in prompt_figures(prompts).items():
+            kind, _, k = name.partition("@")
+            if kind != "mean":
+                metrics[f"{kind}{source}@{k}"] = float(np.mean(values))
+    return metrics
 
 
 def _conversation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -393,6 +393,8 @@ class Score:
     extra: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
     """The parts of `reward` that belong to single turns of the assistant, in order; empty: none do."""
+    answer: str | None = None
+    """The final answer that a reward function extracted from the response (`pred`), which votes in maj@k; None: none."""
 
 
 class RewardScorer(Protocol):

@@ -348,10 +348,10 @@ async def append(directory: Path, index: int, data: bytes, mode: int = 0o700) ->
     path = directory / file_name(index)
     # `aiofiles` calls the opener in its thread, too.
     try:
-        file = await aiofiles.open(path, "ab", buffering=0, opener=_open_at_line)
+        file = await aiofiles.open(path, "ab", buffering=0, opener=open_at_line)
     except FileNotFoundError:
         await aiofiles.os.makedirs(directory, mode, exist_ok=True)
-        file = await aiofiles.open(path, "ab", buffering=0, opener=_open_at_line)
+        file = await aiofiles.open(path, "ab", buffering=0, opener=open_at_line)
     try:
         while data:
             data = data[await file.write(data) :]
@@ -359,7 +359,7 @@ async def append(directory: Path, index: int, data: bytes, mode: int = 0o700) ->
         await file.close()
 
 
-def _open_at_line(path: str, flags: int) -> int:
+def open_at_line(path: str, flags: int) -> int:
     """Open a file to append to; end an incomplete last line."""
     descriptor = os.open(path, (flags & ~os.O_WRONLY) | os.O_RDWR, 0o644)
     try:

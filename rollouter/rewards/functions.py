@@ -33,7 +33,7 @@ def exact_match(
     ground_truths: Sequence[Any],
     extra_infos: Sequence[Mapping[str, Any]],
     pattern: str | None = None,
-) -> list[float]:
+) -> list[dict[str, Any]]:
     """Score 1.0 if the answer equals the ground truth as text, else 0.0. Surrounding white space does not count.
 
     `pattern` is a regular expression: the answer is group 1 of its last match, and a response without a match scores
@@ -45,7 +45,9 @@ def exact_match(
         answers: list[tuple[str | None, ...]] = [(_last_group(pattern, text),) for text in solution_strs]
     else:
         answers = [(text.strip(), text.rpartition("#")[2].strip()) for text in solution_strs]
-    return [float(truth in answer) for answer, truth in zip(answers, truths, strict=True)]
+    return [
+        {"score": float(truth in answer), "pred": answer[-1]} for answer, truth in zip(answers, truths, strict=True)
+    ]
 
 
 def _last_group(pattern: str, text: str) -> str | None:
@@ -55,7 +57,7 @@ def _last_group(pattern: str, text: str) -> str | None:
 
 def math_verify(
     *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], timeout_s: int = 5
-) -> float:
+) -> dict[str, Any]:
     """Score 1.0 if math-verify finds the response's last answer equal to the ground truth, else 0.0.
 
     The ground truth is LaTeX or a plain expression. `timeout_s` bounds each parse and the comparison. A response that
@@ -69,7 +71,9 @@ def math_verify(
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # unparsable responses are normal
     truth = _parsed_truth(_text(ground_truth), timeout_s)
-    return float(verify(truth, parse(solution_str, parsing_timeout=timeout_s), timeout_seconds=timeout_s))
+    answer = parse(solution_str, parsing_timeout=timeout_s)
+    score = float(verify(truth, answer, timeout_seconds=timeout_s))
+    return {"score": score, "pred": str(answer[-1]) if answer else None}  # the last one is the answer as text
 
 
 @lru_cache(maxsize=1024)
@@ -90,7 +94,7 @@ def reasoning_gym(
     ground_truths: Sequence[Any],
     extra_infos: Sequence[Mapping[str, Any]],
     tag: str = "answer",
-) -> list[float]:
+) -> list[dict[str, Any]]:
     """Score the text in the last `<tag>…</tag>`, or else the whole response, with the task's `score_answer`.
 
     Raises:
@@ -107,10 +111,9 @@ def reasoning_gym(
                 "the row has no extra_info.entry with metadata.source_dataset; the reasoning_gym reward scores prompts "
                 "made by data.reasoning_gym, or rows that contain the task's entry"
             )
-        answer = extract_answer(text, tag_name=tag)
-        scores.append(
-            float(_score_answer(metadata["source_dataset"])(text.strip() if answer is None else answer, entry))
-        )
+        extracted = extract_answer(text, tag_name=tag)
+        answer = text.strip() if extracted is None else extracted
+        scores.append({"score": float(_score_answer(metadata["source_dataset"])(answer, entry)), "pred": str(answer)})
     return scores
 
 
@@ -140,6 +143,8 @@ IN_PROCESS = frozenset({"math_verify"})
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 NO_FUNCTION = "none"
+MAX_ANSWER = 1000
+"""Longest answer (`pred`) that is kept, in characters."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class RewardFunction:
     """A reward function and the way it is called. All arguments are passed by name, with verl's names.
 
     A single function, `f(data_source, solution_str, ground_truth, extra_info, **kwargs)`, returns a number, or a
-    mapping with `score` and further numbers. A batch function, `f(data_sources, solution_strs, ground_truths,
+    mapping with `score`, further numbers, and perhaps the answer in the response as `pred`. A batch function, `f(data_sources, solution_strs, ground_truths,
     extra_infos, **kwargs)`, receives lists with one item per trajectory of a group, and returns a list of such results.
     A function that has a parameter `trajectory` (or, with batch, `trajectories`) receives these as well.
     """
@@ -282,7 +287,8 @@ def extra_info(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def score_of(result: Any, about: Callable[[], str], *, num_turns: int) -> Score:
-    """Read the score of one trajectory with `num_turns` turns. Extras that are not finite numbers are dropped.
+    """Read the score of one trajectory with `num_turns` turns. Extras that are not finite numbers are dropped, except a
+    text `pred`.
 
     `about` returns a description of the call, for errors.
 
@@ -296,7 +302,9 @@ def score_of(result: Any, about: Callable[[], str], *, num_turns: int) -> Score:
     turns = _turn_scores(result.get("turn_scores"), about, num_turns)
     extras = {encodable(str(key)): finite(item) for key, item in result.items() if key not in ("score", "turn_scores")}
     extra = {key: item for key, item in extras.items() if item is not None}
-    return Score(_score(result["score"], about) + sum(turns), extra, turns)
+    answer = result.get("pred")
+    answer = None if answer is None else encodable(str(answer))[:MAX_ANSWER]
+    return Score(_score(result["score"], about) + sum(turns), extra, turns, answer)
 
 
 def listed(results: Any, about: Callable[[], str], *, length: int) -> Sequence[Any]:

@@ -167,7 +167,9 @@ class WeightedScorer:
         reward = 0.0
         extra: dict[str, float] = {}
         turns: list[float] = []
+        answer: str | None = None
         for source, score in zip(self._sources, scores, strict=True):
+            answer = score.answer if answer is None else answer
             reward += source.weight * score.reward
             _add_extras(extra, score.extra)
             if self._report_parts and source.name is not None:
@@ -175,7 +177,7 @@ class WeightedScorer:
             if score.turn_rewards:
                 own = [source.weight * value for value in score.turn_rewards]
                 turns = [one + other for one, other in zip(turns, own, strict=True)] if turns else own
-        return Score(reward, extra, tuple(turns) if any(turns) else ())
+        return Score(reward, extra, tuple(turns) if any(turns) else (), answer)
 
 
 def _add_extras(extra: dict[str, float], more: Mapping[str, float]) -> None:

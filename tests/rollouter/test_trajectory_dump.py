@@ -158,7 +158,7 @@ async def test_samples_are_written_one_after_another_in_order(tmp_path: Path, mo
 
 async def test_a_cancelled_sample_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(files_module, "_open_at_line", lambda *_: go.wait(10))
+    monkeypatch.setattr(files_module, "open_at_line", lambda *_: go.wait(10))
     with anyio.fail_after(5):
         with anyio.move_on_after(0.05) as scope:
             await dump_in(tmp_path).write(sample(), prompt(), group(), SCORES)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -21,6 +23,7 @@ from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import Prompt, Turn
 from asyncrl.observe.metrics.registry import check
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.storage.answer_files import read_answers
 from rollouter.validation import Validator
 from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
 from tests.fakes.dispatcher import rollout_parts
@@ -52,12 +55,13 @@ class VersionRig:
         fleet: FakeFleet | None = None,
         scorer: FakeScorer | None = None,
         reward: RewardConfig | None = None,
+        validation_data_dir: str | None = None,
     ) -> None:
         config = Config(
             rollout=RolloutConfig(response_length=6, max_model_len=16, val=ValSamplingConfig(n=2)),
             reward=reward or RewardConfig(),
             timeouts=TimeoutsConfig(sample_s=sample_s, call_s=call_s, start_s=start_s),
-            trainer=TrainerConfig(test_freq=test_freq),
+            trainer=TrainerConfig(test_freq=test_freq, validation_data_dir=validation_data_dir),
         )
         self.feed = FakeFeed()
         self.fleet = fleet or FakeFleet(num_replicas=2)
@@ -310,6 +314,48 @@ async def test_waits_are_reported_and_an_apply_has_its_own_deadline() -> None:
 # ------------------------------------------------------------------------------------------------ the validation record
 
 
+class Judge(FakeScorer):
+    """Answers are `long` or `short`, and those of a long prompt are wrong although they have a high reward."""
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Any]) -> list[Score]:
+        size = len(prompt.prompt_ids)
+        return [
+            Score(float(size), {"acc": float(size < 6)}, answer="long" if size > 2 else "short") for _ in trajectories
+        ]
+
+
+async def test_every_answer_and_the_figures_are_written(tmp_path: Path) -> None:
+    """`acc` decides what is correct, and one data source has no metrics of its own."""
+    rig = VersionRig(validate_first=True, scorer=Judge(), validation_data_dir=str(tmp_path / "answers"))
+    record = await rig.first_validation()
+    assert record.metrics["pass@2"] == record.metrics["maj@2"] == pytest.approx(2 / 3)
+    assert record.metrics["best/b@2"] == 6.0
+    lines = read_answers(tmp_path / "answers" / "step_000000.jsonl")
+    assert [(one.data_source, len(one.answers), one.answers[0].answer) for one in lines.values()] == [
+        ("a", 2, "short"), ("a", 2, "long"), ("b", 2, "long"),
+    ]  # fmt: skip
+    assert lines[0].prompt == ({"role": "user", "content": "1+1"},)
+    assert lines[0].ground_truth == "x" and lines[0].answers[0].text == "1 2"
+    found = json.loads((tmp_path / "answers" / "step_000000.json").read_text())
+    assert found["step"] == 0 and list(found["sources"]) == ["a", "b"]
+    assert found["all"]["figures"]["pass@2"]["value"] == pytest.approx(2 / 3)
+    assert found["sources"]["b"]["figures"]["maj@2"]["value"] == 0.0
+    rig = VersionRig(
+        validate_first=True, prompts=VAL_PROMPTS[:2], scorer=Judge(), validation_data_dir=str(tmp_path / "answers")
+    )
+    record = await rig.first_validation()
+    assert "pass@2" in record.metrics and "pass/a@2" not in record.metrics
+    assert list(read_answers(tmp_path / "answers" / "step_000000.jsonl")) == [0, 1], "an earlier file is replaced"
+
+
+async def test_answers_that_cannot_be_written_stop_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    rig = VersionRig(validate_first=True, validation_data_dir=str(tmp_path / "file" / "below"))
+    record = await rig.first_validation()
+    assert record.metrics["num_prompts"] == 3
+    assert "trainer.validation_data_dir" in caplog.text and "training goes on" in caplog.text
+
+
 async def test_validation_metrics_and_examples() -> None:
     rig = VersionRig(validate_first=True)
     record = await rig.first_validation()
@@ -322,6 +368,8 @@ async def test_validation_metrics_and_examples() -> None:
         "length_share": pytest.approx(1 / 3),
         "num_prompts": 3.0,
         "duration_s": 0.0,
+        **{f"pass{source}@{k}": 1.0 for source in ("", "/a", "/b") for k in (1, 2)},
+        **{"best@2": pytest.approx(4.0), "best/a@2": pytest.approx(3.0), "best/b@2": pytest.approx(6.0)},
     }
     check(f"validation/{name}" for name in record.metrics)
     assert record.examples[0] == {"prompt": "1+1", "response": "1 2", "ground_truth": "x", "reward": 2.0}

@@ -178,8 +178,9 @@ class CriticConfig(RoleConfig):
 class TrainerConfig(EngineConfig, NodePool):
     """The training loop, and the engine of the trained policy."""
 
-    total_training_steps: Positive | None = None
-    """Optimizer steps of the run; null: `total_epochs` decides."""
+    total_training_steps: NonNegative | None = None
+    """Optimizer steps of the run; null: `total_epochs` decides. 0: the model is validated and not trained, as by
+    `asyncrl eval`, and no Trainer is started."""
     total_epochs: Positive = 1
     """Passes over the training prompts, when `total_training_steps` is null."""
     ppo_mini_batch_size: Positive = 32
@@ -191,6 +192,9 @@ class TrainerConfig(EngineConfig, NodePool):
     """Validate version 0, the initial model."""
     test_freq: Frequency = -1
     """Steps between validations; -1: validate only before and after training."""
+    validation_data_dir: str | None = None
+    """Directory for every answer of each validation (`step_000050.jsonl`) and its figures (`step_000050.json`); null: they
+    are not written."""
     partial_final_batch: Literal["train", "drop"] = "train"
     """Treatment of samples at the end that do not fill a lease: train on them, in smaller steps, or leave them out."""
     save_freq: Frequency = -1

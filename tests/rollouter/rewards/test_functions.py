@@ -118,7 +118,9 @@ async def test_functions_can_be_loaded_from_a_file(module: Path) -> None:
     prompt = make_prompt(1, ground_truth="ab")
     good = loaded(function=f"{module}:good", kwargs={"bonus": 0.5})
     scores = await scorer(good).score(prompt, [answer("ab"), answer("x")])
-    assert scores == [Score(1.5, {"length": 2.0}), Score(0.5, {"length": 1.0})]
+    assert scores == [Score(1.5, {"length": 2.0}, answer="ab"), Score(0.5, {"length": 1.0}, answer="x")], (
+        "a text `pred`"
+    )
     assert await rewards(loaded(function=f"{module}:later"), prompt, "abc") == [3.0]
     assert await rewards(loaded(function=f"{module}:JudgeScorer.score"), prompt, "abc") == [2.0]
     batch = loaded(function=f"{module}:batch", batch=True)

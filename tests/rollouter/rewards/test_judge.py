@@ -155,7 +155,7 @@ async def test_a_judge_adds_to_the_reward_function() -> None:
         config = Config.model_validate({"reward": {"judge": judge, "weight": 2.0}})
         functions = function_scorer(config, load_reward_functions(config.reward), decode)
         scorer = CombinedScorer(functions, config, decode, None)
-        assert await scorer.score(prompt(), [answer("22")]) == [Score(2.25, {"rule": 1.0, "judge": 0.5})]
+        assert await scorer.score(prompt(), [answer("22")]) == [Score(2.25, {"rule": 1.0, "judge": 0.5}, answer="22")]
         assert not scorer.whole_group
         await scorer.aclose()
 

@@ -62,7 +62,7 @@ class Lengths:
 async def test_the_reward_of_a_single_turn_comes_from_the_function(weight: float) -> None:
     config = run(reward={"weight": weight})
     scores = await combined(config).score(prompt(), [answer("22"), answer("23")])
-    assert scores == [Score(weight * 1.0), Score(weight * 0.0)]
+    assert scores == [Score(weight * 1.0, answer="22"), Score(weight * 0.0, answer="23")]
     function = {"rule": own(lambda **given: {"score": 0.7, "acc": True, "text": "x"})}
     (score,) = await combined(config, function).score(prompt(), [answer("22")])
     assert (score.reward, score.extra, score.turn_rewards) == (weight * 0.7, {"acc": 1.0}, ())
@@ -118,7 +118,7 @@ async def test_a_reward_model_reads_the_conversation() -> None:
 async def test_the_rollouter_does_not_score_with_the_trainers_reward_model() -> None:
     config = run(reward={"weight": 2.0}, reward_model={"placement": "worker"})
     (score,) = await combined(config).score(prompt(), [answer("22")])
-    assert score == Score(2.0, {"rule": 1.0})
+    assert score == Score(2.0, {"rule": 1.0}, answer="22")
 
 
 async def test_all_sources_together() -> None:
@@ -164,8 +164,8 @@ async def test_functions_and_their_names_come_from_the_configuration(tmp_path: P
     ]
     config = run(reward={"functions": entries})
     scores = await combined(config).score(prompt(), [answer("22"), answer("#22")])
-    assert scores[0] == Score(1.5, {"rule": 1.0, "brief": 1.0, "fives": 0.0})
-    assert scores[1] == Score(1.0, {"rule": 1.0, "brief": 0.0, "fives": 0.0})
+    assert scores[0] == Score(1.5, {"rule": 1.0, "brief": 1.0, "fives": 0.0}, answer="22")
+    assert scores[1] == Score(1.0, {"rule": 1.0, "brief": 0.0, "fives": 0.0}, answer="22")
 
 
 def test_only_user_batch_functions_need_the_whole_group() -> None:
