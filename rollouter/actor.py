@@ -27,6 +27,7 @@ from asyncrl.queue.payloads import make_payloads
 from asyncrl.queue.turn_log import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
+from rollouter.evaluation import Evaluation
 from rollouter.gateway.external import ExternalAgent
 from rollouter.gateway.protocol import GatewayResponse
 from rollouter.gateway.session import AgentGateway
@@ -62,6 +63,7 @@ class RolloutActor:
         self._run_dir: Path | None = None
         self._rollouter: Rollouter | None = None
         self._loading = ""
+        self._evaluation: Evaluation | None = None
         self._stopped = False
         self._links: list[ActorLink] = []
         self._health = ProcessMonitor("rollouter") if ray.is_initialized() else None
@@ -124,19 +126,7 @@ class RolloutActor:
         sink: RecordSink,
     ) -> None:
         config, call_s = self._config, self._config.timeouts.call_s
-        gc.collect()
-        gc.freeze()  # otherwise half of the CPU time per response goes into collections that search what is loaded
-        namespace = ray.get_runtime_context().namespace
-        served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
-        scorer = CombinedScorer(task.scorer, config, task.decode, served)
-        if isinstance(task.agent, ExternalAgent) and start.has_engines:
-            url = await to_thread.run_sync(endpoint_url, rollout_app(config, namespace), abandon_on_cancel=True)
-            task.agent.serve_at(url, self._incarnation)
-        async with task_group() as starting:
-            for link in self._links:
-                starting.start_soon(partial(link.start, has_engines=start.has_engines))
-        start_worker = partial(start_link, config, has_engines=start.has_engines)
-        pool = WorkerPool(self._links, start_worker, limit_s=config.timeouts.probe_s) if self._links else None
+        scorer, pool = await self._start_generation(task, has_engines=start.has_engines)
         turns: FileTurns | NoTurns = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
         self._rollouter = Rollouter(
             config,
@@ -145,7 +135,7 @@ class RolloutActor:
             payloads=make_payloads(config, run_dir, self._incarnation),
             turns=turns,
             feed=ObjectStoreFeed(store_handle, call_s=call_s),
-            fleet=ServeFleet(config, namespace=namespace) if start.has_engines else UnavailableFleet(),
+            fleet=self._fleet() if start.has_engines else UnavailableFleet(),
             sink=sink,
             start=start,
             files=make_files(config, run_dir, task.decode),
@@ -161,6 +151,50 @@ class RolloutActor:
                 await to_thread.run_sync(profile.flush, abandon_on_cancel=True)
             await scorer.aclose()
         await turns.aclose()
+
+    async def evaluate(self, file: str) -> Mapping[str, Any]:
+        """Answer the validation set with the weights in the model's files, and append the answers to `file`. Return
+        `Evaluation.status` at the end. Call it after `prepare` and `start_app`; `stop` ends it early.
+
+        Raises:
+            AsyncRLError: the first failure of any part.
+        """
+        if self._task is None:
+            raise BugError("RolloutActor.evaluate before prepare")
+        scorer, pool = await self._start_generation(self._task, has_engines=True)
+        self._evaluation = Evaluation(
+            self._config, self._task._replace(scorer=scorer), Path(file), fleet=self._fleet(), workers=pool
+        )
+        if self._stopped:
+            self._evaluation.stop()
+        try:
+            await self._evaluation.run()
+        finally:
+            await scorer.aclose()
+        return self._evaluation.status()
+
+    async def _start_generation(
+        self, task: RolloutTask, *, has_engines: bool
+    ) -> tuple[CombinedScorer, WorkerPool | None]:
+        """Return the scorer and the workers, which have started; make the address of agents known."""
+        config = self._config
+        gc.collect()
+        gc.freeze()  # otherwise half of the CPU time per response goes into collections that search what is loaded
+        namespace = ray.get_runtime_context().namespace
+        served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
+        scorer = CombinedScorer(task.scorer, config, task.decode, served)
+        if isinstance(task.agent, ExternalAgent) and has_engines:
+            url = await to_thread.run_sync(endpoint_url, rollout_app(config, namespace), abandon_on_cancel=True)
+            task.agent.serve_at(url, self._incarnation)
+        async with task_group() as starting:
+            for link in self._links:
+                starting.start_soon(partial(link.start, has_engines=has_engines))
+        start_worker = partial(start_link, config, has_engines=has_engines)
+        pool = WorkerPool(self._links, start_worker, limit_s=config.timeouts.probe_s) if self._links else None
+        return scorer, pool
+
+    def _fleet(self) -> ServeFleet:
+        return ServeFleet(self._config, namespace=ray.get_runtime_context().namespace)
 
     async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Answer a request with a trajectory's key, see `AgentGateway.answer`."""
@@ -183,9 +217,12 @@ class RolloutActor:
         self._stopped = True
         if self._rollouter is not None:
             self._rollouter.stop()
+        if self._evaluation is not None:
+            self._evaluation.stop()
 
     async def status(self) -> Mapping[str, Any]:
         """Return `incarnation`, `pid` and `node_id` of this process, and in a Ray run its `health` (`ProcessHealth`).
+        In an evaluation, also `evaluation` (`Evaluation.status`).
 
         Until `run` has been called, `loading` is the progress of `prepare`. Afterwards, the status also contains
         `profiler` (`Profiler.status`) and all entries of `Rollouter.status`.
@@ -197,6 +234,8 @@ class RolloutActor:
         }
         if self._health is not None:
             own["health"] = self._health.measure()
+        if self._evaluation is not None:
+            own["evaluation"] = self._evaluation.status()
         if self._rollouter is None:
             return {**own, "loading": self._loading} if self._loading else own
         return {**own, "profiler": profile.status(), **self._rollouter.status()}

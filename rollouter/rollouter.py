@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
 from typing import Any
 
 import anyio
@@ -27,7 +25,7 @@ from asyncrl.core.ports import (
 from asyncrl.core.records import RecordSink
 from asyncrl.queue.sample_queue import SampleQueue
 from rollouter.dispatcher import Dispatcher
-from rollouter.group_workers.pool import RemoteGroup, WorkerPool, WorkerScorer
+from rollouter.group_workers.pool import WorkerPool
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryFiles
@@ -59,15 +57,15 @@ class Rollouter:
         self._config = config
         self._workers = workers
         self._agent = task.agent if workers is None else None
-        parts = RolloutParts(
+        self._parts = parts = RolloutParts(
             config=config,
             prompts=task.prompts,
             queue=queue,
             payloads=payloads,
             turns=turns,
             fleet=fleet,
-            scorer=task.scorer if workers is None else WorkerScorer(workers, task.scorer),
-            make_group=None if workers is None else partial(RemoteGroup, pool=workers),
+            scorer=task.scorer,
+            workers=workers,
             served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
             agent=task.agent,
             files=files,
@@ -75,10 +73,6 @@ class Rollouter:
             wall_clock=wall_clock,
         )
         self.waits = parts.waits
-        if self._agent is not None:
-            self._agent.watch(self.waits.waiting)
-        if workers is not None:
-            workers.waits = self.waits
         self._dispatcher = Dispatcher(parts)
         self._validator = Validator(parts, task.val_prompts, task.decode) if task.val_prompts is not None else None
         self._versions = WeightUpdateLoop(parts, start, feed=feed, sink=sink, validator=self._validator)
@@ -92,12 +86,7 @@ class Rollouter:
         """
         try:
             with self._scope:
-                async with AsyncExitStack() as stack:
-                    if isinstance(self._agent, AbstractAsyncContextManager):  # tool servers run while the agent is open
-                        await stack.enter_async_context(self._agent)
-                    if self._workers is not None:
-                        await stack.enter_async_context(self._workers.running())
-                    group = await stack.enter_async_context(anyio.create_task_group())
+                async with self._parts.running(), anyio.create_task_group() as group:
                     await group.start(self._versions.run, name="versions")
                     await self._dispatcher.run()
                     self._versions.finish()

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -39,6 +39,7 @@ from rollouter.agent.conversation import ConversationAgent
 from rollouter.crash_isolation import SETTLE_S, CrashIsolation, time_limit
 from rollouter.drop_policy import DropPolicy
 from rollouter.group import GroupGeneration, TrajectoryGroup, is_complete
+from rollouter.group_workers.pool import RemoteGroup, WorkerPool, WorkerScorer
 from rollouter.requests import greedy, sampling_params
 from rollouter.slots import BusyMeter, GenerationSlot, GenerationSlots, SurplusError, SurplusMonitor
 from rollouter.trajectory_dump import TrajectoryFiles
@@ -153,8 +154,8 @@ class GenerationParts:
     prompts: PromptSource
     fleet: EngineFleet
     scorer: RewardScorer
-    make_group: Callable[..., TrajectoryGroup] | None = None
-    """Makes a `TrajectoryGroup` of its fields; None: groups are generated in this process."""
+    workers: WorkerPool | None = None
+    """Generate and score groups; None: this process does."""
     agent: ConversationAgent | None = None
     """Holds conversations; None if every trajectory is a single turn."""
     settle_s: float = SETTLE_S
@@ -162,17 +163,35 @@ class GenerationParts:
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     groups: Callable[..., TrajectoryGroup] = field(init=False)
+    """Makes a `TrajectoryGroup` of its fields."""
     waits: WaitBoard = field(init=False)
     drops: DropPolicy = field(init=False)
     isolation: CrashIsolation = field(init=False)
 
     def __post_init__(self) -> None:
-        self.groups = self.make_group or partial(GroupGeneration, fleet=self.fleet, agent=self.agent)
         self.waits = WaitBoard(self.clock)
+        if self.workers is not None:
+            self.workers.waits = self.waits
+            self.scorer = WorkerScorer(self.workers, self.scorer)
+            self.groups = partial(RemoteGroup, pool=self.workers)
+        else:
+            if self.agent is not None:
+                self.agent.watch(self.waits.waiting)
+            self.groups = partial(GroupGeneration, fleet=self.fleet, agent=self.agent)
         self.drops = DropPolicy(self.config.reward, num_prompts=len(self.prompts))
         self.isolation = CrashIsolation(
             self.config.recovery.max_crashes, waits=self.waits, settle_s=self.settle_s, wall_clock=self.wall_clock
         )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the workers, or the tool servers of the agent, during the block."""
+        async with AsyncExitStack() as stack:
+            if self.workers is not None:
+                await stack.enter_async_context(self.workers.running())
+            elif isinstance(self.agent, AbstractAsyncContextManager):
+                await stack.enter_async_context(self.agent)
+            yield
 
 
 @dataclass(kw_only=True)

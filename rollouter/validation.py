@@ -183,9 +183,9 @@ class Validator:
         """Write the answers and figures of this step; a failure is logged, as the run does not need them."""
         given = self._parts.config.trainer.validation_data_dir
         assert given is not None
-        directory = Path(given).expanduser()
 
         def write() -> None:
+            directory = Path(given).expanduser()
             directory.mkdir(self._parts.config.directory_mode, parents=True, exist_ok=True)
             file = directory / f"step_{step:06d}.jsonl"
             file.unlink(missing_ok=True)  # of an attempt, or of steps that are undone
@@ -265,8 +265,8 @@ def validation_session(weights_version: WeightsVersion, number: int, attempt: in
 
 
 def grade(trajectory: Trajectory, score: Score, pass_reward: float) -> Graded:
-    """Return the answer as the figures see it. Correct is what has an `acc` above 0.5, or without `acc`, which is the name
-    that verl's reward functions use, a reward of at least `pass_reward`."""
+    """Return the answer as the figures see it. It is correct if its `acc`, the name that verl's reward functions use, is
+    above 0.5, and without `acc` if its reward is at least `pass_reward`."""
     acc = score.extra.get("acc")
     is_correct = score.reward >= pass_reward if acc is None else acc > 0.5
     return Graded(score.reward, is_correct, score.answer, trajectory.num_sampled, str(trajectory.finish_reason))

@@ -37,12 +37,14 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
     files = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S)]
     if config.ray.address is not None:  # the cluster may have other files
         files = [replace(problem, severity="warning") for problem in files]
-    code = [*check_own_data(config), *check_own_transport(config)]
+    code = list(check_own_data(config))
+    if not config.validates_only:
+        code += check_own_transport(config)
     if config.reward.manager is not None:
         from rollouter.rewards.scorer import check_own_manager
 
         code += check_own_manager(config)
-    if own_functions(config):  # importing torch takes seconds
+    if own_functions(config) and not config.validates_only:  # importing torch takes seconds
         from trainer.algorithms.own_functions import check_own_functions
 
         code += check_own_functions(config)
@@ -65,7 +67,7 @@ def _disk(config: Config) -> Iterator[ConfigProblem]:
     """Compare the free space of the disk with the checkpoints that the run will keep there."""
     trainer, parameters = config.trainer, num_parameters(config.model.path)
     place = trainer.checkpoint_dir or config.run_dir or "runs"
-    if parameters is None or "://" in place or (trainer.save_freq < 0 and not trainer.save_last):
+    if config.validates_only or parameters is None or "://" in place or (trainer.save_freq < 0 and not trainer.save_last):
         return
     count = 1 if trainer.save_freq < 0 else trainer.max_checkpoints_to_keep + 1  # a new one is complete first
     if trainer.save_freq > 0 and trainer.total_training_steps is not None:

@@ -23,7 +23,7 @@ from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, te
 from asyncrl.config.keys import advice, all_keys, choices, leaves, unknown_keys
 from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
-from asyncrl.config.rules import Scope, as_sync, check_environment, check_rules
+from asyncrl.config.rules import Scope, as_evaluation, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import COMMAND_LINE, SYNC, lines, sources_of_files
 from asyncrl.config.yaml_files import read_yaml
@@ -129,6 +129,7 @@ def _check(
     if config is not None:
         config = config.with_unresolved(unresolved)
         config = as_sync(config) if mode == "sync" else config
+        config = as_evaluation(config) if config.validates_only else config
         problems += check_rules(config, _set_keys(user_values), scope=scope)
         problems += check_environment(config, scope=scope)
     kept = {

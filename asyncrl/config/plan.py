@@ -164,8 +164,9 @@ def _processes(config: Config, machine: MachineResources, num_parameters: int | 
     engine = None if weights is None else weights // rollout.tensor_parallel_size + cache
     engines, threads = rollout.max_replicas * rollout.tensor_parallel_size, 1 if on_gpu else rollout.cpu_threads
     yield PlannedProcess("driver", 1, 1, 0, None)
-    yield PlannedProcess("sample queue", 1, 1, 0, None)
-    yield PlannedProcess("weight store", 1, 1, 0, None if weights is None else _STORED_VERSIONS * weights)
+    if not config.validates_only:
+        yield PlannedProcess("sample queue", 1, 1, 0, None)
+        yield PlannedProcess("weight store", 1, 1, 0, None if weights is None else _STORED_VERSIONS * weights)
     yield PlannedProcess("rollouter", 1, 1, 0, None)
     if rollout.attach is None:
         key = "rollout.autoscaling.max_replicas" if rollout.autoscaling.enable else "rollout.num_replicas"
@@ -174,6 +175,8 @@ def _processes(config: Config, machine: MachineResources, num_parameters: int | 
         replicas = config.reward_model.num_replicas
         key = "reward_model.num_replicas"
         yield PlannedProcess("reward model (Serve)", replicas, 1, int(on_gpu), None, computes=True, key=key)
+    if config.validates_only:
+        return
     yield PlannedProcess("trainer", 1, 1, 0, None)
     yield from _ranks(config, on_gpu, num_parameters)
 

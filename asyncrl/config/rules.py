@@ -13,7 +13,9 @@ from asyncrl.config.interpolation import HIDDEN, looks_secret, secret_names, tex
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import ConfigProblem, RuleFunction, Severity
 from asyncrl.config.schema import Config
+from asyncrl.config.problems import ConfigRule
 from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer
+from asyncrl.config.sections.skip import SkipConfig
 
 Scope = Literal["run", "serve", "app", "simulation"]
 """What a configuration is for: a run, `asyncrl serve`, rollout servers that are deployed with Ray Serve, or a run that
@@ -83,7 +85,29 @@ def _missing_secrets(config: Config) -> Iterator[ConfigProblem]:
 SERVER_RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *rollout.SERVER_RULES, *run.SERVER_RULES)
 RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *(rule for section in _SECTIONS for rule in section.RULES))
 
+EVALUATION_RULES: tuple[RuleFunction, ...] = (
+    _names,
+    _secret_places,
+    *(rule for section in (data, rollout, reward) for rule in section.RULES),
+    *run.SERVER_RULES,
+    ConfigRule("data.val_files", lambda c: not c.has_validation and c.data.dataset is None,
+               "there are no prompts to evaluate (trainer.total_training_steps is 0, or this is `asyncrl eval`)",
+               "set data.val_files=[FILE.parquet] (or .jsonl), data.reasoning_gym or data.dataset"),
+    ConfigRule("resume", lambda c: c.resume != "none",
+               "a run of 0 steps (trainer.total_training_steps) has nothing to continue",
+               "evaluate a checkpoint with `asyncrl eval checkpoint={c.resume}`"),
+    ConfigRule("rollout.attach", lambda c: c.rollout.attach is not None,
+               "an evaluation starts engines of its own, with the weights of model.path",
+               "set rollout.attach=null"),
+)  # fmt: skip
+"""Rules for a run that only validates."""
+
 SERVER_ENVIRONMENT = (*data.ENGINE_ENVIRONMENT, *run.SERVER_ENVIRONMENT)
+EVALUATION_ENVIRONMENT = (
+    _missing_secrets,
+    *run.SERVER_ENVIRONMENT,
+    *(check for section in (data, rollout, reward) for check in section.ENVIRONMENT),
+)
 ENVIRONMENT = (_missing_secrets, *(check for section in _SECTIONS for check in section.ENVIRONMENT))
 DRIVER_ENVIRONMENT = (*trainer.DRIVER_ENVIRONMENT, *observe.DRIVER_ENVIRONMENT, *run.DRIVER_ENVIRONMENT)
 """Checks that the driver's machine has to pass even if the run uses a cluster."""
@@ -98,6 +122,8 @@ def check_rules(config: Config, set_keys: Collection[str] = (), *, scope: Scope 
     """
     if scope in ("serve", "app"):
         return [problem for rule in SERVER_RULES for problem in rule(config)]
+    if config.validates_only:  # a file that was made for training has many keys without effect
+        return [problem for rule in EVALUATION_RULES for problem in rule(config)]
     return [*(problem for rule in RULES for problem in rule(config)), *keys_without_effect(config, set_keys)]
 
 
@@ -108,10 +134,11 @@ def check_environment(config: Config, *, scope: Scope = "run") -> list[ConfigPro
     if scope != "run":
         checks = SERVER_ENVIRONMENT if scope == "app" else (*SERVER_ENVIRONMENT, *run.PORT_ENVIRONMENT)
         return [problem for check in checks for problem in check(config)]
-    found = [problem for check in ENVIRONMENT for problem in check(config)]
+    checks, driver = (EVALUATION_ENVIRONMENT, ()) if config.validates_only else (ENVIRONMENT, DRIVER_ENVIRONMENT)
+    found = [problem for check in checks for problem in check(config)]
     if config.ray.address is not None:  # the cluster may have files and packages that this machine lacks
         found = [replace(problem, severity="warning") for problem in found]
-    return [*found, *(problem for check in DRIVER_ENVIRONMENT for problem in check(config))]
+    return [*found, *(problem for check in driver for problem in check(config))]
 
 
 def keys_without_effect(config: Config, set_keys: Collection[str]) -> Iterator[ConfigProblem]:
@@ -124,6 +151,21 @@ def keys_without_effect(config: Config, set_keys: Collection[str]) -> Iterator[C
                 consequence = f"it would have no effect: {rule.because(config)}"
                 yield ConfigProblem(key, values[key], consequence, f"{rule.fix}, or leave this key out")
                 break
+
+
+def as_evaluation(config: Config) -> Config:
+    """Return the configuration without what an evaluation does not use: the training set, records, events and the
+    scaling of engines."""
+    rollout = config.rollout
+    off = rollout.autoscaling.model_copy(update={"enable": False})
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"train_files": (), "sampler": None}),
+            "rollout": rollout.model_copy(update={"autoscaling": off, "dump_dir": None}),
+            "skip": SkipConfig(),
+            "profiler": config.profiler.model_copy(update={"level": "off"}),
+        }
+    )
 
 
 def as_sync(config: Config) -> Config:

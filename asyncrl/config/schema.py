@@ -147,6 +147,11 @@ class Config(ConfigSection):
         return bool(self.data.val_files) or (gym is not None and gym.val_size > 0)
 
     @property
+    def validates_only(self) -> bool:
+        """Whether nothing is trained, so that neither a Trainer nor a training set is needed."""
+        return self.trainer.total_training_steps == 0
+
+    @property
     def longest_trajectory(self) -> int:
         """Most tokens of a prompt and its response."""
         return self.data.max_prompt_length + self.rollout.response_length

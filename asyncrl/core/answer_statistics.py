@@ -1,4 +1,4 @@
-"""What several graded answers to each prompt say about a policy: mean@n, pass@k, best@k, maj@k and their intervals. Pure.
+"""mean@n, pass@k, best@k and maj@k of several graded answers to each prompt, with bootstrap intervals. Pure.
 
 Each prompt has n answers. mean@n is the mean reward. The others are expectations over k of the n answers, drawn without
 replacement, and are computed exactly, without drawing:
@@ -34,7 +34,7 @@ class Graded(NamedTuple):
     reward: float
     is_correct: bool
     answer: Hashable | None
-    """The final answer, as the reward function extracted it from the response; None: it found none, or extracts none."""
+    """The final answer, as the reward function extracted it from the response; None: it has none."""
     num_tokens: int
     """Tokens that the policy sampled."""
     finish_reason: str
@@ -52,8 +52,8 @@ class Estimate(NamedTuple):
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
     """Return the probability that k of the answers, drawn without replacement, include a correct one.
 
-    This is the unbiased estimator of pass@k: 1 - C(n - c, k) / C(n, k), of Chen et al., "Evaluating Large Language Models
-    Trained on Code" (https://arxiv.org/abs/2107.03374), equation 1.
+    This is the unbiased estimator of pass@k, 1 - C(n - c, k) / C(n, k), of Chen et al., "Evaluating Large Language
+    Models Trained on Code" (https://arxiv.org/abs/2107.03374), equation 1.
 
     Raises:
         ValueError: k is not in 1..n, or c not in 0..n.
@@ -67,10 +67,10 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
 def best_at_k(rewards: Sequence[float], k: int) -> float:
     """Return the expected maximum of k of the rewards, drawn without replacement.
 
-    best@k is a metric of verl's `process_validation_metrics`, which estimates it by 1,000 draws with replacement; at k = n
-    such draws miss the best answer in a third of the cases. The expectation without replacement is a sum over order
-    statistics: the i-th smallest reward is the greatest of C(i - 1, k - 1) of the C(n, k) subsets. With rewards of 0 and 1
-    it equals `pass_at_k`.
+    best@k is a metric of verl's `process_validation_metrics`, which estimates it by 1,000 draws with replacement; for
+    k = n, about a third of such draws miss the best answer. The expectation without replacement is a sum over order
+    statistics: the i-th smallest reward is the greatest of C(i - 1, k - 1) of the C(n, k) subsets. With rewards of 0
+    and 1 it equals `pass_at_k`.
 
     Raises:
         ValueError: k is not in 1..n.
@@ -85,8 +85,8 @@ def majority_at_k(answers: Sequence[Hashable], values: Sequence[float], k: int) 
     """Return the expected value of the most frequent answer among k, drawn without replacement.
 
     maj@k is the metric of verl's `process_validation_metrics` (`calc_maj_val`), there estimated by 1,000 draws with
-    replacement. Equally frequent answers win with equal probability, as in verl, where the first one in a random order wins.
-    The value of an answer is the mean of `values` over its occurrences.
+    replacement. Equally frequent answers win with equal probability, as in verl, where the first one in a random order
+    wins. The value of an answer is the mean of `values` over its occurrences.
 
     Raises:
         ValueError: k is not in 1..n.
@@ -102,10 +102,10 @@ def majority_at_k(answers: Sequence[Hashable], values: Sequence[float], k: int) 
 def _majority(classes: tuple[tuple[int, float], ...], k: int) -> float:
     """Return maj@k for distinct answers with these numbers of occurrences and values, which many prompts share.
 
-    The sum over all subsets is a coefficient of a polynomial. For each number of votes j of the winner, an answer with m
-    occurrences contributes the factor sum_{i<j} b(i) x^i + b(j) x^j y, where y counts answers with exactly j votes. b are
-    binomial probabilities with p = k/n instead of counts, so that nothing overflows; they change all subsets of size k
-    by the same factor.
+    The sum over all subsets is a coefficient of a polynomial. For each number of votes j of the winner, an answer with
+    m occurrences contributes the factor sum_{i<j} b(i) x^i + b(j) x^j y, where y counts answers with exactly j votes.
+    The b are binomial probabilities with p = k/n instead of numbers of subsets, so that nothing overflows; they change
+    all subsets of size k by the same factor.
     """
     n = sum(count for count, _ in classes)
     p, expected = k / n, 0.0
@@ -158,8 +158,8 @@ def estimates(values: Mapping[str, Sequence[float]], seed: int = 0) -> dict[str,
 def prompt_figures(prompts: Sequence[Sequence[Graded]]) -> dict[str, list[float]]:
     """Return the figures of each prompt, by name: `mean@n`, `pass@k`, `best@k`, `maj@k`. All have equally many answers.
 
-    `best@k` and `maj@k` are absent with one answer per prompt, and `maj@k` without an extracted answer. Answers that were
-    not extracted are equal to one another.
+    `best@k` and `maj@k` are absent with one answer per prompt, and `maj@k` without an extracted answer. Answers that
+    were not extracted are equal to one another.
     """
     n = len(prompts[0]) if prompts else 0
     if not n:

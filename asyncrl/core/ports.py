@@ -394,7 +394,7 @@ class Score:
     turn_rewards: tuple[float, ...] = ()
     """The parts of `reward` that belong to single turns of the assistant, in order; empty: none do."""
     answer: str | None = None
-    """The final answer that a reward function extracted from the response (`pred`), which votes in maj@k; None: none."""
+    """The final answer that a reward function found in the response (`pred`), which votes in maj@k; None: none."""
 
 
 class RewardScorer(Protocol):

@@ -42,7 +42,7 @@ def cluster_nodes() -> list[NodeResources]:
 def plan_placement(config: Config) -> Placement:
     """Return the plan of a run's processes on this cluster, as if no other run used it."""
     nodes = cluster_nodes()
-    return place(_gangs(config, nodes), nodes)
+    return place(_gangs(config, nodes, trains=not config.validates_only), nodes)
 
 
 def _gangs(config: Config, nodes: Sequence[NodeResources], *, trains: bool = True) -> tuple[Gang, ...]:

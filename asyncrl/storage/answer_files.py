@@ -5,9 +5,9 @@
      "answers": [{"reward": 1.0, "is_correct": true, "answer": "42", "text": "…", "num_tokens": 34,
                   "finish_reason": "stop", "extra": {"acc": 1.0}, "messages": []}, …]}
 
-Each line is a prompt with all its answers, or the error that excluded it. A line is appended when the prompt is done, so
-the lines are in order of completion. If a prompt has several lines, the last one counts. A process that is killed leaves
-at most one incomplete line, which is ignored.
+Each line is a prompt with all its answers, or the error that excluded it. A line is appended when the prompt is done,
+so the lines are in order of completion. If a prompt has several lines, the last one counts. A process that is killed
+leaves at most one incomplete line, which is ignored.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def check_own_data(config: Config) -> Iterator[ConfigProblem]:
     data = config.data
     if data.dataset is not None:
         try:
-            for split in ("train", "val"):
+            for split in ("val",) if config.validates_only else ("train", "val"):
                 rows = OwnRows.load(data, split)
                 if rows is None:
                     continue

@@ -180,6 +180,7 @@ def own_order(sampler: str, prompts: Sequence[Prompt] | PromptSet, *, seed: int,
 
 class LoadedPrompts(NamedTuple):
     train: ShuffledPrompts
+    """The validation set, if nothing is trained."""
     val: PromptSet | None
     """None if no validation set is configured."""
     num_filtered: int
@@ -267,10 +268,12 @@ def load_prompts(
             )
         return prompts
 
-    train = load("train", data.max_train_samples)
+    val = load("val", data.max_val_samples)
+    train = val if config.validates_only else load("train", data.max_train_samples)
+    if train is None and config.validates_only:
+        raise ConfigError("data.val_files: there is no validation set, so there is nothing to evaluate; give one")
     if train is None:
         raise ConfigError("data.train_files: empty, and data.reasoning_gym is null; set one of the two")
-    val = load("val", data.max_val_samples)
     return LoadedPrompts(
         train=ShuffledPrompts(train, seed=config.seed, shuffle=data.shuffle, sampler=data.sampler),
         val=val,

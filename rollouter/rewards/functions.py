@@ -152,9 +152,10 @@ class RewardFunction:
     """A reward function and the way it is called. All arguments are passed by name, with verl's names.
 
     A single function, `f(data_source, solution_str, ground_truth, extra_info, **kwargs)`, returns a number, or a
-    mapping with `score`, further numbers, and perhaps the answer in the response as `pred`. A batch function, `f(data_sources, solution_strs, ground_truths,
-    extra_infos, **kwargs)`, receives lists with one item per trajectory of a group, and returns a list of such results.
-    A function that has a parameter `trajectory` (or, with batch, `trajectories`) receives these as well.
+    mapping with `score`, further numbers, and perhaps the answer that it found in the response as `pred`. A batch
+    function, `f(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)`, receives lists with one item per
+    trajectory of a group, and returns a list of such results. A function that has a parameter `trajectory` (or, with
+    batch, `trajectories`) receives these as well.
     """
 
     name: str

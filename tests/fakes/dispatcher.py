@@ -106,15 +106,13 @@ class DispatcherRig:
             fleet=self.fleet,
             clock=self.clock,
             turns=self.turns,
-            scorer=self.workers.scorer if self.workers is not None else scorer,
-            make_group=self.workers.make_group if self.workers is not None else None,
+            scorer=scorer,
+            workers=self.workers.pool if self.workers is not None else None,
             served_version=lambda: self.served_version,
             agent=agent,
             files=() if dump is None else [dump],
         )
         self.drops, self.waits = self.parts.drops, self.parts.waits
-        if self.workers is not None:
-            self.workers.pool.waits = self.waits
         self.dispatcher = Dispatcher(self.parts)
 
     @asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import anyio
@@ -14,7 +13,7 @@ from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import EngineFleet, RewardScorer
 from asyncrl.core.tasks import task_group
 from rollouter.agent.conversation import ConversationAgent
-from rollouter.group_workers.pool import RemoteGroup, WorkerPool, WorkerScorer
+from rollouter.group_workers.pool import WorkerPool
 from rollouter.group_workers.worker import Command, GroupWorker, WorkerReport
 
 
@@ -104,8 +103,6 @@ class LocalWorkers:
             return link
 
         self.pool = WorkerPool([new() for _ in range(num_workers)], start, limit_s=limit_s)
-        self.make_group = partial(RemoteGroup, pool=self.pool)
-        self.scorer = WorkerScorer(self.pool, scorer())
 
     @asynccontextmanager
     async def processes(self) -> AsyncIterator[None]:

@@ -282,7 +282,7 @@ _GYM_AND_FILES = "data.reasoning_gym.task = {c.data.reasoning_gym.task} generate
 
 RULES: tuple[RuleFunction, ...] = (
     ConfigRule("data.train_files",
-               lambda c: not (c.data.reasoning_gym or c.data.train_files or c.data.dataset),
+               lambda c: not (c.data.reasoning_gym or c.data.train_files or c.data.dataset or c.validates_only),
                "there are no prompts to train on",
                "set data.train_files=[FILE.parquet] (or .jsonl), data.reasoning_gym.task, data.dataset, or "
                "data=quickstart"),

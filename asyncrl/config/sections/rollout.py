@@ -82,7 +82,8 @@ class ValSamplingConfig(SamplingConfig):
     n: Positive = 1
     """Number of responses per validation prompt."""
     pass_reward: float = 1.0
-    """Lowest reward of a correct response, for pass@k and maj@k. A reward function that returns `acc` decides itself."""
+    """Lowest reward of a correct response, for pass@k and maj@k. A reward function that returns `acc` decides
+    itself."""
 
 
 class McpServerConfig(ConfigSection):

@@ -193,8 +193,8 @@ class TrainerConfig(EngineConfig, NodePool):
     test_freq: Frequency = -1
     """Steps between validations; -1: validate only before and after training."""
     validation_data_dir: str | None = None
-    """Directory for every answer of each validation (`step_000050.jsonl`) and its figures (`step_000050.json`); null: they
-    are not written."""
+    """Directory for every answer of each validation (`step_000050.jsonl`) and its figures (`step_000050.json`); null:
+    they are not written."""
     partial_final_batch: Literal["train", "drop"] = "train"
     """Treatment of samples at the end that do not fill a lease: train on them, in smaller steps, or leave them out."""
     save_freq: Frequency = -1

@@ -1,4 +1,4 @@
-"""The file of a validation's answers: what is written is read again, whatever was in the texts and wherever it was cut."""
+"""The file of a validation's answers is read as it was written, whatever is in the texts and wherever it was cut."""
 
 from __future__ import annotations
 
