@@ -66,7 +66,7 @@ class Evaluation:
                 missing = await to_thread.run_sync(self._missing)
                 async with self._parts.running():
                     await self._validator.answer(MODEL_FILES, missing, self._write)
-        except Exception as failures:
+        except Exception as failures:  # noqa: BLE001  all are raised again, typed
             error = first_failure(failures)
             if isinstance(error, SupersededError):
                 raise InfraError(f"the engines serve weights of a run instead of the model's files: {error}") from None

@@ -265,8 +265,8 @@ def validation_session(weights_version: WeightsVersion, number: int, attempt: in
 
 
 def grade(trajectory: Trajectory, score: Score, pass_reward: float) -> Graded:
-    """Return the answer as the figures see it. It is correct if its `acc`, the name that verl's reward functions use, is
-    above 0.5, and without `acc` if its reward is at least `pass_reward`."""
+    """Return the answer as the figures see it. It is correct if its `acc`, the name that verl's reward functions use,
+    is above 0.5, and without `acc` if its reward is at least `pass_reward`."""
     acc = score.extra.get("acc")
     is_correct = score.reward >= pass_reward if acc is None else acc > 0.5
     return Graded(score.reward, is_correct, score.answer, trajectory.num_sampled, str(trajectory.finish_reason))

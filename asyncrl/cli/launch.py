@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -30,12 +31,12 @@ from asyncrl.config.sources import commented_yaml, source_of
 from asyncrl.core.failures import AsyncRLError
 from asyncrl.driver.cluster import detect_machine
 
-_ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
+ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
 
 
 @click.command()
 @click.argument("mode", type=click.Choice(["fully_async", "sync"]))
-@click.argument("arguments", nargs=-1, metavar=_ARGUMENTS)
+@click.argument("arguments", nargs=-1, metavar=ARGUMENTS)
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -56,6 +57,7 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, full: bool, as
       asyncrl launch fully_async mode_c_async_stale trainer.total_training_steps=40
       asyncrl launch fully_async run_dir=runs/quickstart/20260101-120000 resume=auto
       asyncrl launch sync my.yaml
+      asyncrl launch fully_async my.yaml trainer.total_training_steps=0     validate only, see asyncrl eval
       asyncrl launch fully_async 'data.train_files=[a.parquet,b.jsonl]' reward.function=rewards.py:score
 
     The command reads and checks the whole configuration, then starts Ray, the engines, the Rollouter and the Trainer.
@@ -75,14 +77,18 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, full: bool, as
     outcome = preflight(check_config(source, overrides, mode=mode), detect_machine())
     if dry_run:
         return _show_plan(outcome, source, overrides, mode, full=full, as_json=as_json)
-    config = _checked(outcome)
+    config = checked(outcome)
+    if config.validates_only:
+        from asyncrl.driver.evaluate import evaluate
+
+        return evaluate(config, out=Path(config.run_dir) if config.run_dir is not None else None)
     from asyncrl.driver import launch as driver
 
     return driver.launch(config)
 
 
 @click.command()
-@click.argument("arguments", nargs=-1, metavar=_ARGUMENTS)
+@click.argument("arguments", nargs=-1, metavar=ARGUMENTS)
 def serve(arguments: tuple[str, ...]) -> int:
     """Serve the configured model with an OpenAI-compatible HTTP API, on loopback unless serve.host says otherwise.
 
@@ -95,13 +101,13 @@ def serve(arguments: tuple[str, ...]) -> int:
     outcome = check_config(*split_arguments(arguments), scope="serve")
     if outcome.config is not None:
         outcome = outcome.with_problems(check_machine(outcome.config, detect_machine(), trains=False))
-    config = _checked(outcome)
+    config = checked(outcome)
     from asyncrl.driver import launch as driver
 
     return driver.serve(config)
 
 
-def _checked(outcome: CheckedConfig) -> Config:
+def checked(outcome: CheckedConfig) -> Config:
     config = outcome.require()
     _warn(outcome.warnings)
     return config

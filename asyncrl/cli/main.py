@@ -22,6 +22,7 @@ FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _COMMANDS = {
     "clean": ("clean", "Remove what killed launches left in a Ray cluster."),
+    "eval": ("evaluate", "Evaluate a model or a checkpoint, without training."),
     "launch": ("launch", "Train a model."),
     "migrate": ("migrate", "Translate a configuration of verl."),
     "report": ("report", "Show where a run's time went, as a page."),
@@ -66,6 +67,7 @@ def cli() -> None:
     asyncrl launch fully_async                      train the shipped model, as a first look
     asyncrl launch fully_async my.yaml              train your model
     asyncrl launch sync my.yaml                     the same run with a barrier: the baseline to compare with
+    asyncrl eval checkpoint=quickstart              figures of the newest checkpoint of a run, without training
     asyncrl migrate verl.yaml                       a configuration of verl as one of asyncrl
     asyncrl serve my.yaml                           serve the model without training, OpenAI-compatible
     asyncrl status                                  the state of the newest run, live or dead

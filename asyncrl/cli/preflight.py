@@ -67,7 +67,8 @@ def _disk(config: Config) -> Iterator[ConfigProblem]:
     """Compare the free space of the disk with the checkpoints that the run will keep there."""
     trainer, parameters = config.trainer, num_parameters(config.model.path)
     place = trainer.checkpoint_dir or config.run_dir or "runs"
-    if config.validates_only or parameters is None or "://" in place or (trainer.save_freq < 0 and not trainer.save_last):
+    writes_none = config.validates_only or (trainer.save_freq < 0 and not trainer.save_last)
+    if parameters is None or "://" in place or writes_none:
         return
     count = 1 if trainer.save_freq < 0 else trainer.max_checkpoints_to_keep + 1  # a new one is complete first
     if trainer.save_freq > 0 and trainer.total_training_steps is not None:

@@ -1,4 +1,5 @@
-"""The tables of the rules between keys and of the checks of this machine, and the transform to a synchronous run."""
+"""The tables of the rules between keys and of the checks of this machine, and the transforms to a synchronous run and
+to an evaluation."""
 
 from __future__ import annotations
 
@@ -11,9 +12,8 @@ from typing import Literal
 
 from asyncrl.config.interpolation import HIDDEN, looks_secret, secret_names, texts
 from asyncrl.config.keys import leaves
-from asyncrl.config.problems import ConfigProblem, RuleFunction, Severity
+from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, Severity
 from asyncrl.config.schema import Config
-from asyncrl.config.problems import ConfigRule
 from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer
 from asyncrl.config.sections.skip import SkipConfig
 

@@ -42,7 +42,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: SavedSummary | No
     figures: dict[str, Any] = {
         "requests": request_figures(requests),
         "shares": share_figures(histories),
-        "turns": turn_figures(events, requests),
+        "turns": turn_figures(events, requests, histories),
         "steps": step_figures(events, histories, done, start),
         "idle": idle_figures(events, start, end, down, completed=completed),
         "staleness": staleness_figures(events, histories),

@@ -113,7 +113,8 @@ def summary_lines(found: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(f"and {len(findings) - MOST_SHOWN} more on the page", style="dim")
 
 
-def render(report: Mapping[str, Any], plots_dir: Path) -> str:
+def templates() -> Environment:
+    """Return the environment of the pages, which escapes every value."""
     environment = Environment(
         loader=PackageLoader("asyncrl.observe.report", "."),
         autoescape=select_autoescape(default=True, default_for_string=True),
@@ -122,19 +123,27 @@ def render(report: Mapping[str, Any], plots_dir: Path) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(s=seconds, share=percent, n=_number, anchor=_anchor)
+    return environment
+
+
+def render(report: Mapping[str, Any], plots_dir: Path) -> str:
     severities = [(name, [row for row in report["findings"] if row["severity"] == name]) for name in ("alarm", "hint")]
     steps, outliers = report["steps"]["by_step"], report["steps"]["outliers"]
     # Every request that something on the page refers to.
     requests = [*report["requests"]["slowest"], *(row["request"] for row in outliers if row["request"])]
-    return environment.get_template("page.html.jinja").render(
-        report=report,
-        run=report["run"],
-        images={each["id"]: _data_url(plots_dir / each["png"]) for each in report["figures"]},
-        sections=[(name, list(rows)) for name, rows in groupby(report["figures"], lambda each: each["section"])],
-        severities=[(name, rows) for name, rows in severities if rows],
-        requests=sorted({row["request"]: row for row in requests}.values(), key=lambda row: -row["duration_s"]),
-        shown_steps={row["step"] for row in steps[-MAX_STEPS:]} | {row["step"] for row in outliers},
-        shown_replicas={row["replica"] for row in report["requests"]["by_replica"]},
+    return (
+        templates()
+        .get_template("page.html.jinja")
+        .render(
+            report=report,
+            run=report["run"],
+            images={each["id"]: data_url(plots_dir / each["png"]) for each in report["figures"]},
+            sections=[(name, list(rows)) for name, rows in groupby(report["figures"], lambda each: each["section"])],
+            severities=[(name, rows) for name, rows in severities if rows],
+            requests=sorted({row["request"]: row for row in requests}.values(), key=lambda row: -row["duration_s"]),
+            shown_steps={row["step"] for row in steps[-MAX_STEPS:]} | {row["step"] for row in outliers},
+            shown_replicas={row["replica"] for row in report["requests"]["by_replica"]},
+        )
     )
 
 
@@ -157,7 +166,7 @@ def _not_writable(directory: Path, error: OSError) -> ConfigError:
     )
 
 
-def _data_url(path: Path) -> str:
+def data_url(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 

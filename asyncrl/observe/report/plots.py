@@ -23,12 +23,12 @@ from asyncrl.observe.report.versions import waste_by_reason
 Report = Mapping[str, Any]
 CHEAP_LIMIT = 0.02
 """A lower limit that loses at most this share of the reward is recommended."""
-_WIDTH, _DPI = 11.0, 120
+_WIDTH, DPI = 11.0, 120
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _YELLOW, _SKY, _GREY = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#F0E442", "#56B4E9", "#999999"),
 )  # the palette of Okabe and Ito, whose colours the colour-blind can distinguish
 _BROWN, _PALE = "#7A5C00", "#D9D9D9"
-_CYCLE = (_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY, _RED, _BROWN, "#000000")
+CYCLE = (_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY, _RED, _BROWN, "#000000")
 _KIND_COLOURS = {
     "permit": _PALE, "slot": "#BDBDBD", "gate": "#969696", "queued": "#C6DBEF", "prefill": _SKY, "decode": _BLUE,
     "paused": "#08306B", "tool": _ORANGE, "user": _BROWN, "handling": "#E8B9A0", "siblings": "#B2DFD0",
@@ -39,7 +39,7 @@ _PART_COLOURS = (_YELLOW, _SKY, _PURPLE, _BLUE, _ORANGE, _RED, _PALE)
 _OUTLINE: dict[str, Any] = {"edgecolor": "#666666", "linewidth": 0.5}
 _QUANTILES = ("median", "p95", "max")
 _MAX_BARS = 200
-_STYLE = {
+STYLE = {
     "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "axes.titleweight": "bold",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#E3E3E3",
     "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 10, "figure.facecolor": "white",
@@ -76,9 +76,9 @@ def draw(report: Report, directory: Path, progress: Callable[[str], None] = lamb
     """Write the PNG of each of `report["figures"]`. Raises `OSError`."""
     plots = {each.id: each.parts for each in PLOTS}
     for entry in report["figures"]:
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             _, figure = plots[entry["id"]](report)
-            figure.savefig(directory / entry["png"], dpi=_DPI)
+            figure.savefig(directory / entry["png"], dpi=DPI)
         progress(entry["title"])
 
 
@@ -98,12 +98,12 @@ def _request_times(report: Report) -> Iterator[Any]:
         f"the requests of a step are done in {tail_at} of the time of its longest: the higher this share, the longer "
         f"the tail. It is highest in step {worst['step']}: {percent(worst['done_early'])}."
     )
-    figure, (left, right) = _subplots(2, gridspec_kw={"width_ratios": [3, 2]})
+    figure, (left, right) = subplots(2, gridspec_kw={"width_ratios": [3, 2]})
     _curves_by_step(figure, left, report, time, "seconds of a request", "Share of requests that are done, by step")
     steps, shares = [row["step"] for row in rows], [100 * row["done_early"] for row in rows]
     right.plot(steps, shares, color=_BLUE, marker="o", markersize=3)
     right.set(title="Done at 40 % of the step's longest", xlabel="step", ylim=(0, 102))
-    _format(right, y_percent=True, x_integers=True)
+    format_axes(right, y_percent=True, x_integers=True)
     yield figure
 
 
@@ -123,7 +123,7 @@ def _replica_times(report: Report) -> Iterator[Any]:
             f"Replica {slow['replica']} is the slowest: it decodes a token of a request in {slowest}, the fastest, "
             f"{fast['replica']}, in {fastest}. Curves of equally fast replicas coincide."
         )
-    figure, (left, right) = _subplots(2, gridspec_kw={"width_ratios": [3, 2]})
+    figure, (left, right) = subplots(2, gridspec_kw={"width_ratios": [3, 2]})
     _curves_by_replica(left, report, time, "seconds of a request", "Share of requests that are done, by replica")
     rates = [1000 * row["decode_s_per_token"] for row in rows[-20:]]
     names = [_shorten(row["replica"]) for row in rows[-20:]]
@@ -143,7 +143,7 @@ def _response_lengths(report: Report) -> Iterator[Any]:
         f"Half of the responses (of one request each) have at most {every['median']:.0f} tokens, 95 % at most "
         f"{every['p95']:.0f}, the longest {every['max']:.0f}."
     )
-    figure, (left, right) = _subplots(2)
+    figure, (left, right) = subplots(2)
     label = "tokens of a response"
     _curves_by_step(figure, left, report, lengths, label, "Share of responses up to a length, by step")
     _curves_by_replica(right, report, lengths, label, "The same, by replica")
@@ -166,7 +166,7 @@ def _shares(report: Report) -> Iterator[Any]:
         f"{count(shares['trajectories'], 'trajectory', 'trajectories')}, and all shares add up to 100 %."
     )
     rows = [row for row in shares["table"] if row["percent"] > 0][::-1]
-    figure, axes = _subplots(height=0.7 + 0.3 * max(4, len(rows)))
+    figure, axes = subplots(height=0.7 + 0.3 * max(4, len(rows)))
     values = [row["percent"] for row in rows]
     labels = [f"{row['percent']:.3g} %  ({seconds(row['mean_s'])} on average)" for row in rows]
     colours = [_KIND_COLOURS[row["kind"]] for row in rows]
@@ -186,7 +186,7 @@ def _shares_by_step(report: Report) -> Iterator[Any]:
         f"From the first to the last step, the greatest change is in “{KINDS[kind]}”: from {first[kind]:.0f} % to "
         f"{last[kind]:.0f} % of a trajectory's time."
     )
-    figure, axes = _subplots(height=4.2)
+    figure, axes = subplots(height=4.2)
     steps = [(row["first_step"] + row["last_step"]) / 2 for row in periods]
     kinds = [kind for kind in KINDS if max(row["percent"][kind] for row in periods) >= 1.0]
     layers = np.array([[row["percent"][kind] for row in periods] for kind in kinds])
@@ -195,7 +195,7 @@ def _shares_by_step(report: Report) -> Iterator[Any]:
         colors=[*(_KIND_COLOURS[kind] for kind in kinds), "white"], **_OUTLINE,
     )  # fmt: skip
     axes.set(xlabel="step that trained it", ylim=(0, 100), xlim=(steps[0], steps[-1]))
-    _format(axes, y_percent=True, x_integers=True, legend_beside=True)
+    format_axes(axes, y_percent=True, x_integers=True, legend_beside=True)
     yield figure
 
 
@@ -210,7 +210,7 @@ def _lifetimes(report: Report) -> Iterator[Any]:
         most = f"{seconds(bar['seconds'][kind])} {KINDS[kind]}"
         lifetimes.append(f"at the {names[bar['which']]} {seconds(bar['lifetime_s'])}, of which {most}")
     yield f"The lifetime of a sample is {'; '.join(lifetimes)}. It is that of the sample's longest trajectory."
-    figure, axes = _subplots(height=2.9)
+    figure, axes = subplots(height=2.9)
     left, longest = np.zeros(len(bars)), max(bar["lifetime_s"] for bar in bars) or 1.0
     for kind, meaning in KINDS.items():
         widths = np.array([bar["seconds"][kind] for bar in bars])
@@ -225,7 +225,7 @@ def _lifetimes(report: Report) -> Iterator[Any]:
     axes.set(xlabel="seconds from the request for a permit until trained", xlim=(0, longest * 1.02))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    _format(axes, legend_beside=True)
+    format_axes(axes, legend_beside=True)
     yield figure
 
 
@@ -244,7 +244,7 @@ def _turns(report: Report) -> Iterator[Any]:
         f"Trajectories take {turns['mean']:.1f} turns on average, {turns['max']:.0f} at most. The costliest is turn "
         f"{slow['turn']} (counted from 0): {parts}."
     )
-    figure, (left, right) = _subplots(2)
+    figure, (left, right) = subplots(2)
     layers = {"generation": ("generation_s", _BLUE), "tools": ("tool_s", _ORANGE), "users": ("user_s", _BROWN)}
     data = [(name, colour, [row[key] for row in rows]) for name, (key, colour) in layers.items()]
     top = _stacked_bars(left, [row["turn"] for row in rows], data)
@@ -253,8 +253,67 @@ def _turns(report: Report) -> Iterator[Any]:
     shares = {int(number): share for number, share in report["turns"]["percent"].items()}
     _histogram(right, shares, "{:.3g} %", _GREEN)
     right.set(title="Trajectories by their number of turns", xlabel="turns")
-    _format(left, x_integers=True)
-    _format(right, y_percent=True, x_integers=True)
+    format_axes(left, x_integers=True)
+    format_axes(right, y_percent=True, x_integers=True)
+    yield figure
+
+
+@_plot("turns_by_step", "Turns", "Turns over the run")
+def _turns_by_step(report: Report) -> Iterator[Any]:
+    periods = report["turns"]["by_step"]
+    if len(periods) < 2:
+        return
+    numbers = sorted({int(number) for row in periods for number in row["percent"]})
+    means = [
+        sum(int(number) * share for number, share in row["percent"].items()) / 100 for row in (periods[0], periods[-1])
+    ]
+    yield (
+        f"A trajectory of the first step takes {means[0]:.1f} turns on average, and one of the last step "
+        f"{means[1]:.1f}. A turn's time includes the tools and users after it."
+    )
+    figure, (left, right) = subplots(2)
+    steps = [(row["first_step"] + row["last_step"]) / 2 for row in periods]
+    by_turn: dict[int, list[tuple[float, float]]] = {}
+    for step, row in zip(steps, periods, strict=True):
+        for turn in row["turns"]:
+            seconds_of_it = turn["generation_s"] + turn["tool_s"] + turn["user_s"]
+            by_turn.setdefault(turn["turn"], []).append((step, seconds_of_it))
+    for colour, (turn, points) in zip(CYCLE, sorted(by_turn.items()), strict=False):
+        left.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=f"turn {turn}")
+    left.set(title="Mean seconds of a turn, by step", xlabel="step that trained it", ylim=(0, None))
+    left.legend(ncols=2)
+    layers = np.array([[row["percent"].get(str(number), 0.0) for row in periods] for number in numbers])
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.95, len(numbers)))
+    right.stackplot(steps, *layers, labels=[f"{number}" for number in numbers], colors=colours, **_OUTLINE)
+    right.set(title="Trajectories by their number of turns, by step", xlabel="step that trained it", ylim=(0, 100))
+    right.set_xlim(steps[0], steps[-1])
+    format_axes(left, x_integers=True)
+    format_axes(right, y_percent=True, x_integers=True, legend_beside=len(numbers) <= len(CYCLE))
+    yield figure
+
+
+@_plot("time_by_turns", "Turns", "How long trajectories take, by their number of turns")
+def _time_by_turns(report: Report) -> Iterator[Any]:
+    rows = report["turns"]["by_number"]
+    if len(rows) < 2:
+        return
+    fewest, most = rows[0], rows[-1]
+    yield (
+        f"A trajectory with {count(fewest['turns'], 'turn')} takes {seconds(fewest['duration_s'])} on average, one "
+        f"with {count(most['turns'], 'turn')} {seconds(most['duration_s'])}."
+    )
+    figure, axes = subplots(height=3.4)
+    layers = [
+        ("generation and handling", _BLUE, [row["generation_s"] for row in rows]),
+        ("tools", _ORANGE, [row["tool_s"] for row in rows]),
+        ("users", _BROWN, [row["user_s"] for row in rows]),
+    ]
+    numbers = [row["turns"] for row in rows]
+    top = _stacked_bars(axes, numbers, layers)
+    late = [row["duration_s_p95"] for row in rows]
+    axes.scatter(numbers, late, marker="v", color=_RED, zorder=3, label="95th percentile")
+    axes.set(xlabel="turns", ylabel="mean seconds of a trajectory", ylim=(0, 1.1 * max([*top, *late]) or 1))
+    format_axes(axes, x_integers=True, legend_beside=True)
     yield figure
 
 
@@ -270,7 +329,7 @@ def _steps(report: Report) -> Iterator[Any]:
         yield f"{text}{count(len(outliers), 'step')} {verb} out: {names} ({rule}). Causes are below."
     else:
         yield f"{text}None stands out ({rule})."
-    figure, axes = _subplots(height=3.9)
+    figure, axes = subplots(height=3.9)
     parts = zip(rows[0]["parts"], _PART_COLOURS, strict=True)
     layers = [(name, colour, [row["parts"][name] for row in rows]) for name, colour in parts]
     _stacked_bars(axes, [row["step"] for row in rows], layers)
@@ -280,7 +339,7 @@ def _steps(report: Report) -> Iterator[Any]:
     if marks:
         axes.scatter(*zip(*marks, strict=True), marker="v", color=_RED, zorder=4, label="stands out")
     axes.set(xlabel="step (dashed: longer ones stand out)", ylabel="seconds", ylim=(0, 1.1 * highest or 1))
-    _format(axes, x_integers=True, legend_beside=True)
+    format_axes(axes, x_integers=True, legend_beside=True)
     yield figure
 
 
@@ -307,7 +366,7 @@ def _idle(report: Report) -> Iterator[Any]:
     yield text + f". Darker moments were idle for a larger share.{'' if is_known else ' Grey: not known.'}"
     if idle["down_s"]:
         strips["run was down"] = idle["down"]
-    figure, axes = _subplots(height=0.9 + 0.55 * len(strips))
+    figure, axes = subplots(height=0.9 + 0.55 * len(strips))
     image = axes.imshow(
         np.array(list(strips.values()), dtype=float),  # None, not known, becomes nan
         aspect="auto", cmap=matplotlib.colormaps["Blues"].with_extremes(bad="#DDDDDD"), vmin=0, vmax=1,
@@ -336,13 +395,13 @@ def _staleness(report: Report) -> Iterator[Any]:
         f"Trained samples are {staleness['mean']:.2f} versions old on average, {staleness['max']:.0f} at most; "
         f"{percent(mixed)} of them were sampled by more than one version."
     )
-    figure, axes = _subplots(2, height=3.2)
+    figure, axes = subplots(2, height=3.2)
     titles = ("Versions behind when trained", "Newest minus oldest version that sampled it")
     for each, name, title, colour in zip(axes, ("staleness", "version_span"), titles, (_BLUE, _PURPLE), strict=True):
         samples = {int(value): number for value, number in report["staleness"][name]["histogram"].items()}
         _histogram(each, samples, "{:,}", colour)
         each.set(title=title, xlabel="versions", ylabel="samples")
-        _format(each, x_integers=True)
+        format_axes(each, x_integers=True)
     yield figure
 
 
@@ -364,7 +423,7 @@ def _weight_sync(report: Report) -> Iterator[Any]:
         )
     yield " ".join(text) or "The duration of each phase of the weight syncs."
     rows = [*phases.values()][::-1]
-    figure, axes = _subplots(height=1.0 + 0.42 * len(rows))
+    figure, axes = subplots(height=1.0 + 0.42 * len(rows))
     places, (median, p95, longest) = range(len(rows)), ([1000 * row[key] for row in rows] for key in _QUANTILES)
     axes.barh(places, median, color=_BLUE, height=0.6, label="median")
     axes.scatter(p95, places, color=_ORANGE, zorder=3, label="95th percentile")
@@ -372,7 +431,7 @@ def _weight_sync(report: Report) -> Iterator[Any]:
     axes.set_yticks(places, [row["meaning"] for row in rows])
     axes.set(xlabel="milliseconds")
     axes.grid(axis="y", visible=False)
-    _format(axes, x_max=max(longest), legend_beside=True)
+    format_axes(axes, x_max=max(longest), legend_beside=True)
     yield figure
 
 
@@ -393,7 +452,7 @@ def _waste(report: Report) -> Iterator[Any]:
     rows.append(("cut as surplus, and resumed", waste["cut"]["kept_tokens"], _GREEN))
     rows.append(("in aborted attempts", aborted["tokens"], _ORANGE))
     names, values, colours = zip(*([row for row in rows if row[1]] or rows[-1:]), strict=True)
-    figure, axes = _subplots(height=1.0 + 0.42 * len(names))
+    figure, axes = subplots(height=1.0 + 0.42 * len(names))
     labels = [f"{tokens:,.0f}  ({100 * tokens / sampled:.3g} %)" for tokens in values]
     _labelled_bars(axes, names, values, labels, colours, height=0.6)
     axes.set(xlabel=f"tokens, of {sampled:,.0f} sampled", xlim=(0, 1.25 * max(values) or 1))
@@ -406,7 +465,7 @@ def _limits(report: Report) -> Iterator[Any]:
     if not rows:
         return
     yield _limits_caption(limits, [row for row in rows if row["cut_share"] > 0])
-    figure, axes = _subplots(height=3.6)
+    figure, axes = subplots(height=3.6)
     for key, label, colour, marker in (
         ("longest_trajectory_saved_share", "saved of each step's longest trajectory", _BLUE, "o"),
         ("decode_saved_share", "saved of all decoding", _SKY, "s"),
@@ -417,7 +476,7 @@ def _limits(report: Report) -> Iterator[Any]:
             shares = [100 * row[key] for row in rows]
             axes.plot([row["limit"] for row in rows], shares, color=colour, marker=marker, label=label)
     axes.set(xlabel="limit of the response, tokens", ylim=(0, None))
-    _format(axes, y_percent=True, legend_beside=True)
+    format_axes(axes, y_percent=True, legend_beside=True)
     yield figure
 
 
@@ -443,7 +502,7 @@ def _limits_caption(limits: Report, rows: Sequence[Report]) -> str:
 # ---------------------------------------------------------------------------------------------- parts of plots
 
 
-def _subplots(columns: int = 1, height: float = 3.7, **options: Any) -> tuple[Figure, Any]:
+def subplots(columns: int = 1, height: float = 3.7, **options: Any) -> tuple[Figure, Any]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, **options)
@@ -456,7 +515,7 @@ def _curves_by_step(figure: Figure, axes: Any, report: Report, data: Report, lab
         axes.plot(row["cdf"], percents, color=colour, linewidth=1, alpha=0.75)
     axes.plot(data["cdf"], percents, color="black", linewidth=2, label="all steps")
     axes.set(title=title, xlabel=label, ylim=(0, 102))
-    _format(axes, y_percent=True, x_max=data["cdf"][-1])
+    format_axes(axes, y_percent=True, x_max=data["cdf"][-1])
     axes.legend(loc="lower right")
     if len(rows) > 1:
         norm = matplotlib.colors.Normalize(rows[0]["step"], rows[-1]["step"])
@@ -469,15 +528,15 @@ def _curves_by_replica(axes: Any, report: Report, data: Report, label: str, titl
     rows = sorted(data["by_replica"], key=lambda row: -row["median"])
     for place, row in enumerate(rows):
         style: dict[str, Any] = {"color": _GREY, "linewidth": 0.8, "zorder": 2}
-        if place < len(_CYCLE):
-            style = {"color": _CYCLE[place], "linewidth": 1.8, "zorder": 3, "label": _shorten(row["replica"])}
+        if place < len(CYCLE):
+            style = {"color": CYCLE[place], "linewidth": 1.8, "zorder": 3, "label": _shorten(row["replica"])}
         axes.plot(row["cdf"], report["requests"]["quantiles_percent"], **style)
     axes.set(title=title, xlabel=label, ylim=(0, 102))
-    _format(axes, y_percent=True, x_max=max((row["max"] for row in rows), default=1.0))
+    format_axes(axes, y_percent=True, x_max=max((row["max"] for row in rows), default=1.0))
     axes.legend(loc="lower right", title="replica")
 
 
-def _format(
+def format_axes(
     axes: Any,
     *,
     y_percent: bool = False,

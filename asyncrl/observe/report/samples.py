@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,10 +180,8 @@ def share_figures(histories: TracedSamples) -> dict[str, Any]:
     percent = rows[kinds].div(rows["lifetime"], axis=0) * 100
     columns = {"percent": percent.mean(), "mean_s": rows[kinds].mean(), "p95_s": rows[kinds].quantile(0.95)}
     table = pd.DataFrame({"meaning": KINDS, **columns, "max_s": rows[kinds].max()}).rename_axis("kind").reset_index()
-    steps = sorted(rows["step"].unique())
-    size = max(1, math.ceil(len(steps) / MAX_PERIODS))
     by_period = []
-    for period in (steps[start : start + size] for start in range(0, len(steps), size)):
+    for period in _periods(rows["step"]):
         means = percent[rows["step"].isin(period)].mean().to_dict()
         by_period.append({"first_step": period[0], "last_step": period[-1], "percent": means})
     return {
@@ -192,6 +191,13 @@ def share_figures(histories: TracedSamples) -> dict[str, Any]:
         "by_step": by_period,
         "lifetimes": _lifetimes(rows),
     }
+
+
+def _periods(steps: pd.Series) -> list[list[int]]:
+    """Return the steps in ascending order, in at most `MAX_PERIODS` parts."""
+    found = sorted(steps.unique())
+    size = max(1, math.ceil(len(found) / MAX_PERIODS))
+    return [found[start : start + size] for start in range(0, len(found), size)]
 
 
 def _lifetimes(rows: pd.DataFrame) -> list[dict[str, Any]]:
@@ -222,9 +228,13 @@ def _lifetimes(rows: pd.DataFrame) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------- turns
 
 
-def turn_figures(events: Events, requests: pd.DataFrame) -> dict[str, Any]:
-    """Return how many turns trajectories take, and what each costs on average over the trajectories that take it."""
-    turns = completed_trajectories(events)["turns"].dropna().to_numpy()
+def turn_figures(events: Events, requests: pd.DataFrame, histories: TracedSamples) -> dict[str, Any]:
+    """Return how many turns trajectories take, and what each costs on average over the trajectories that take it: over
+    the run, by number of turns, and by the step that trained them."""
+    trajectories = completed_trajectories(events)
+    trajectories = trajectories[trajectories["turns"].notna()]
+    trajectories = trajectories.assign(step=histories.step_of(trajectories["index"], trajectories["step"]))
+    turns = trajectories["turns"].to_numpy()
     requests = requests[requests["turn"] >= 0]
     by_turn = requests.groupby("turn").agg(
         requests=("duration_s", "size"),
@@ -232,19 +242,64 @@ def turn_figures(events: Events, requests: pd.DataFrame) -> dict[str, Any]:
         generation_s_p95=("duration_s", lambda values: values.quantile(0.95)),
         generation_s_max=("duration_s", "max"),
     )
+    between: dict[str, pd.DataFrame] = {}
     for name, event in (("tool_s", "tool.execute"), ("user_s", "user.step")):
         calls = events[event]
-        by_turn[name] = calls[calls["index"] > 0].groupby("turn")["duration_s"].sum() / by_turn["requests"]
+        calls = calls[calls["index"] > 0]
+        between[name] = calls.assign(step=histories.step_of(calls["index"], calls["step"]))
+        by_turn[name] = calls.groupby("turn")["duration_s"].sum() / by_turn["requests"]
     by_turn["tokens"] = requests.groupby("turn")["response_tokens"].mean()
     counts = histogram(turns)
     return {
         "trajectories": len(turns),
         "turns": summarize(turns),
         "by_turn": by_turn.fillna(0.0).head(MAX_TURNS).reset_index().to_dict("records"),
+        "by_number": _by_number_of_turns(trajectories),
+        "by_step": _turns_by_step(trajectories, requests, between),
         "histogram": counts,
         "percent": {turn: 100 * number / len(turns) for turn, number in counts.items()},
         "tools": _tools(events["tool.execute"]),
     }
+
+
+def _by_number_of_turns(trajectories: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the mean seconds of the trajectories that take a number of turns, and the parts of that time."""
+    rows = trajectories.assign(turns=trajectories["turns"].astype("int64"))
+    rows[["tool_s", "user_s"]] = rows[["tool_s", "user_s"]].fillna(0.0)
+    found = rows.groupby("turns").agg(
+        trajectories=("duration_s", "size"),
+        duration_s=("duration_s", "mean"),
+        duration_s_p95=("duration_s", lambda values: values.quantile(0.95)),
+        tool_s=("tool_s", "mean"),
+        user_s=("user_s", "mean"),
+    )
+    found["generation_s"] = (found["duration_s"] - found["tool_s"] - found["user_s"]).clip(lower=0.0)
+    return found.head(MAX_TURNS).reset_index().to_dict("records")
+
+
+def _turns_by_step(
+    trajectories: pd.DataFrame, requests: pd.DataFrame, between: Mapping[str, pd.DataFrame]
+) -> list[dict[str, Any]]:
+    """Return for each period of steps the mean seconds of each turn, with the tools and users after it, and how many
+    percent of the trajectories take each number of turns."""
+    result = []
+    for period in _periods(trajectories["step"]):
+        own = requests[requests["step"].isin(period)].groupby("turn")["duration_s"]
+        turns = pd.DataFrame({"requests": own.size(), "generation_s": own.mean()})
+        for name, calls in between.items():
+            turns[name] = calls[calls["step"].isin(period)].groupby("turn")["duration_s"].sum() / turns["requests"]
+        counts = histogram(trajectories.loc[trajectories["step"].isin(period), "turns"].to_numpy())
+        total = sum(counts.values())
+        result.append(
+            {
+                "first_step": period[0],
+                "last_step": period[-1],
+                "trajectories": total,
+                "turns": turns.fillna(0.0).head(MAX_TURNS).reset_index().to_dict("records"),
+                "percent": {number: 100 * count / total for number, count in counts.items()},
+            }
+        )
+    return result
 
 
 def _tools(calls: pd.DataFrame) -> list[dict[str, Any]]:

@@ -92,6 +92,13 @@ def test_turns_idle_time_staleness_waste_and_steps_equal_numbers_calculated_by_h
     turns = [(row["turn"], row["generation_s"], row["tool_s"]) for row in tiny["turns"]["by_turn"]]
     assert turns == [(0, 5.0, 1.0), (1, 1.0, 0.0)]
     assert tiny["turns"]["percent"] == {"2": 100.0}
+    assert tiny["turns"]["by_number"] == [
+        {"turns": 2, "trajectories": 1, "duration_s": 7.0, "duration_s_p95": 7.0, "tool_s": 1.0, "user_s": 0.0,
+         "generation_s": 6.0}
+    ]  # fmt: skip
+    (period,) = tiny["turns"]["by_step"]
+    assert (period["first_step"], period["last_step"], period["percent"]) == (1, 1, {"2": 100.0})
+    assert [(row["turn"], row["generation_s"], row["tool_s"]) for row in period["turns"]] == turns
     idle = tiny["idle"]
     assert (idle["wall_s"], idle["trainer"]["idle_s"], idle["rollouter"]["idle_s"], idle["both_s"]) == (11, 9, 4, 2)
     assert idle["trainer"]["share"] == pytest.approx(9 / 11, abs=1e-5)
@@ -298,6 +305,32 @@ def test_a_resumed_trajectory_includes_the_time_before_its_cut(tmp_path: Path) -
     assert report["waste"]["wasted_tokens"] == 0
 
 
+def test_turns_are_those_of_the_step_that_trained_them(tmp_path: Path) -> None:
+    """A sample that step 3 trains, although step 1 was current when it was generated, is one of step 3."""
+    lines: list[EventTuple] = []
+    for step, number in ((1, 1), (3, 2)):
+        of = {"step": 1, "sample": f"sample_0_{number}", "trajectory": 0}
+        for turn in range(number):
+            lines.append(
+                ("request", 10.0 + turn, 0.5 * number, {**of, "turn": turn, "replica": "a", "finish_reason": "stop"})
+            )
+            lines.append(("tool.execute", 10.6 + turn, 0.25, {**of, "turn": turn, "tool": "search", "status": "ok"}))
+        ended = {"turns": number, "tokens": 3, "finish_reason": "stop", "tool_s": 0.25 * number}
+        lines += [
+            ("trajectory", 10.0, 2.0 * number, {**of, **ended}),
+            ("sample.generate", 10.0, 2.0 * number, of),
+            ("sample.trained", 20.0, 0.0, {**of, "step": step}),
+        ]
+    found = completed(tmp_path, *lines)["turns"]
+    assert [(row["first_step"], row["percent"]) for row in found["by_step"]] == [(1, {"1": 100.0}), (3, {"2": 100.0})]
+    times = [[(row["turn"], row["generation_s"], row["tool_s"]) for row in one["turns"]] for one in found["by_step"]]
+    assert times == [[(0, 0.5, 0.25)], [(0, 1.0, 0.25), (1, 1.0, 0.25)]]
+    assert [(row["turns"], row["duration_s"], row["tool_s"]) for row in found["by_number"]] == [
+        (1, 2.0, 0.25),
+        (2, 4.0, 0.5),
+    ]
+
+
 def test_only_the_last_generation_of_a_sample_counts(tmp_path: Path) -> None:
     """The first request was aborted when its Rollouter died; the second one starts from the prompt again."""
     turn = {**FIRST, "turn": 0, "replica": "a", "prompt_tokens": 10, "response_tokens": 8}
@@ -410,6 +443,16 @@ def test_invariants_hold_for_any_run(runs: Runs, name: str) -> None:
     percentages = [report["turns"]["percent"], {row["kind"]: row["percent"] for row in report["shares"]["table"]}]
     for each in percentages + [row["percent"] for row in report["shares"]["by_step"]]:
         assert sum(each.values()) == pytest.approx(100, abs=1e-2)
+    turns = report["turns"]
+    assert sum(row["trajectories"] for row in turns["by_step"]) == turns["trajectories"]
+    assert {str(row["turns"]): row["trajectories"] for row in turns["by_number"]} == turns["histogram"]
+    for period in turns["by_step"]:
+        assert sum(period["percent"].values()) == pytest.approx(100, abs=1e-2)
+    for whole in turns["by_turn"]:
+        own = [row for period in turns["by_step"] for row in period["turns"] if row["turn"] == whole["turn"]]
+        for name in ("generation_s", "tool_s"):
+            in_all = sum(row["requests"] * row[name] for row in own)
+            assert in_all == pytest.approx(whole["requests"] * whole[name], rel=1e-3, abs=1e-3)
     for bar in report["shares"]["lifetimes"]:
         assert sum(bar["seconds"].values()) == pytest.approx(bar["lifetime_s"], rel=1e-4)
     for row in report["steps"]["by_step"]:

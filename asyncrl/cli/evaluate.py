@@ -1,0 +1,58 @@
+"""`asyncrl eval`: figures of a model on its validation sets. Only the driver loads Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from asyncrl.cli.launch import ARGUMENTS, checked
+from asyncrl.cli.preflight import preflight
+from asyncrl.config.compose import Mode, check_config, split_arguments
+from asyncrl.config.environment import detect_machine
+from asyncrl.storage.run_dir import SavedConfig
+
+_CHECKPOINT = "checkpoint="
+_NO_TRAINING = ("trainer.total_training_steps=0", "resume=none", "run_dir=null")
+
+
+@click.command(name="eval")
+@click.argument("arguments", nargs=-1, metavar=f"[checkpoint=RUN|PATH] {ARGUMENTS}")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Directory of the results."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print evaluation.json instead of a table.")
+@click.option("--fresh", is_flag=True, help="Answer every prompt again.")
+def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, fresh: bool) -> int:  # the command's name
+    """Evaluate a model on its validation sets: mean@n, pass@k, best@k, maj@k with intervals, lengths and ends.
+
+    CONFIG is a YAML file or a shipped recipe. The checkpoint is a run or an experiment, whose newest checkpoint is
+    taken, one checkpoint, or a model directory; without it, model.path is evaluated. Without CONFIG, the configuration
+    is that of the checkpoint's run.
+
+    \b
+    Examples:
+      asyncrl eval checkpoint=quickstart
+      asyncrl eval checkpoint=runs/quickstart/20260101-120000/checkpoints/step_000050
+      asyncrl eval my.yaml model.path=Qwen/Qwen3-0.6B rollout.val.n=8 rollout.val.temperature=0.6
+      asyncrl eval my.yaml checkpoint=/models/mine 'data.val_files=[aime.parquet,math.parquet]' --json | jq .sources
+
+    Each prompt gets rollout.val.n answers, sampled as rollout.val says. Prompts are grouped by their data_source. The
+    results are in runs/EXPERIMENT/eval/: every answer in answers.jsonl, the figures in evaluation.json and index.html.
+    Press Ctrl-C to stop: the same command continues with the answers that are missing, also after a crash.
+    """
+    given = [one for one in arguments if one.startswith(_CHECKPOINT)]
+    source, overrides = split_arguments([one for one in arguments if not one.startswith(_CHECKPOINT)])
+    mode: Mode = "fully_async"
+    if given:
+        from asyncrl.driver.evaluate import find_model
+
+        model = find_model(given[-1].removeprefix(_CHECKPOINT))
+        overrides = (*overrides, f"model.path={model.path}")
+        if source is None and model.run_dir is not None:
+            source = str(model.run_dir / "config.yaml")
+            mode = "sync" if SavedConfig(model.run_dir).value("mode") == "sync" else mode
+    config = checked(preflight(check_config(source, (*overrides, *_NO_TRAINING), mode=mode), detect_machine()))
+    from asyncrl.driver.evaluate import evaluate
+
+    return evaluate(config, out=out, fresh=fresh, as_json=as_json)
