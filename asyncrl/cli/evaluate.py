@@ -9,7 +9,7 @@ import click
 from asyncrl.cli.launch import ARGUMENTS, checked
 from asyncrl.cli.preflight import preflight
 from asyncrl.config.compose import Mode, check_config, split_arguments
-from asyncrl.config.environment import detect_machine
+from asyncrl.driver.cluster import detect_machine
 from asyncrl.storage.run_dir import SavedConfig
 
 _CHECKPOINT = "checkpoint="

@@ -284,6 +284,8 @@ def _clip(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 
 @_derivation
 def _steps(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
+    if name == "trainer.total_training_steps" and run.get("trainer.val_only"):
+        raise NoCounterpart("trainer.val_only is true, and nothing is trained")
     factor = run.steps_per_update
     if run.asynchronous and name.endswith("_freq"):  # verl counts versions there
         factor *= int(run.number("async_training.trigger_parameter_sync_step", 4))
@@ -309,6 +311,8 @@ def _share_of_steps(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 def _rollout_steps(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
     if not run.asynchronous:
         raise NoCounterpart("it belongs to verl's fully asynchronous trainer")
+    if run.get("trainer.val_only"):
+        raise NoCounterpart("trainer.val_only is true, and nothing is trained")
     return {_to(name): max(1, value // run.mini_batch * run.passes)}
 
 
@@ -333,6 +337,13 @@ def _concurrency(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 def _val_sampling(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
     sampled = run.given.get(f"{ROLLOUT}.val_kwargs.do_sample", False)
     return {_to(name): run.number(f"{ROLLOUT}.val_kwargs.temperature", 0) if sampled else 0}
+
+
+@_derivation
+def _val_only(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
+    if not value:
+        raise NoCounterpart("the run trains, as without this key")
+    return {_to(name): 0}
 
 
 @_derivation

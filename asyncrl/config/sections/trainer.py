@@ -259,7 +259,7 @@ def check_length(config: Config, num_prompts: int) -> Iterator[ConfigProblem]:
 
 def _fixed_length(config: Config) -> Iterator[ConfigProblem]:
     steps, lease = config.trainer.total_training_steps, config.steps_per_lease
-    if steps is None:
+    if not steps:
         return
     if steps % lease:
         factors = "require_batches x trigger_parameter_sync_step" if config.mode == "sync" else "require_batches"

@@ -142,6 +142,16 @@ def test_gsm8k_with_ppo_keeps_verls_synchronous_schedule(tmp_path: Path) -> None
     assert_loads(migration, tmp_path)
 
 
+@pytest.mark.parametrize("config", [GSM8K, FULLY_ASYNC])
+def test_a_run_that_only_validates_has_no_steps(config: Sequence[str]) -> None:
+    more = ["trainer.val_only=true", "trainer.total_training_steps=40", "trainer.validation_data_dir=/d/answers"]
+    migration = migrated([*config, *more])
+    found = values(migration)
+    assert (found["trainer.total_training_steps"], found["trainer.validation_data_dir"]) == (0, "/d/answers")
+    assert "trainer.total_training_steps" in {name for name, _, _ in migration.left_out}
+    assert "trainer.total_training_steps" not in values(migrated([*GSM8K, "trainer.val_only=false"]))
+
+
 def test_the_fully_asynchronous_trainer_with_dapo(tmp_path: Path) -> None:
     migration = migrated(FULLY_ASYNC)
     found = values(migration)
