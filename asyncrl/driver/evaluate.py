@@ -293,7 +293,7 @@ def _summarize(config: Config, directory: Path, status: Mapping[str, Any], wall_
 
     lines = [one for number, one in read_answers(directory / ANSWERS).items() if number < status["prompts"]]
     answered = [one for one in lines if one.answers]
-    figures = summarize([(one.data_source, [each.graded for each in one.answers]) for one in answered])
+    graded = [(one.data_source, [each.graded for each in one.answers]) for one in answered]
     return {
         "format": 1,
         "directory": str(directory),
@@ -307,7 +307,7 @@ def _summarize(config: Config, directory: Path, status: Mapping[str, Any], wall_
         "failed": [
             {"number": one.number, "data_source": one.data_source, "error": one.error} for one in lines if one.error
         ],
-        **(figures if answered else {"all": None, "sources": {}}),
+        **(summarize(graded) if graded else {"all": None, "sources": {}}),
     }
 
 

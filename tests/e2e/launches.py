@@ -145,12 +145,17 @@ def start(
     run_dir: Path | None = None,
 ) -> LaunchedRun:
     """Start `asyncrl launch` on a shipped recipe with `overrides`; files go below `where`."""
-    mark = f"{where.name}-{time.monotonic_ns()}"
     run_dir = run_dir or where / "run"
+    return start_command(where, "launch", mode, recipe, f"run_dir={run_dir}", *overrides, run_dir=run_dir)
+
+
+def start_command(where: Path, *arguments: str, run_dir: Path) -> LaunchedRun:
+    """Start an `asyncrl` command in `where`, which writes into `run_dir`."""
+    mark = f"{where.name}-{time.monotonic_ns()}"
     output_file = where / f"output-{mark}.txt"
     with output_file.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl", "launch", mode, recipe, f"run_dir={run_dir}", *overrides],
+            [sys.executable, "-m", "asyncrl", *arguments],
             cwd=where,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -54,6 +54,12 @@ def test_counts_follow_from_the_config() -> None:
     assert plan.max_model_len == config.data.max_prompt_length + config.rollout.response_length
 
 
+def test_a_run_of_no_steps_has_engines_and_a_rollouter() -> None:
+    plan = plan_of(config_with({STEPS: 0}), prompts=0)
+    assert [part.name for part in plan.parts] == ["driver", "rollouter", "engine (vLLM)"]
+    assert (plan.total_steps, plan.total_versions, plan.total_samples) == (0, 0, 0)
+
+
 def test_passes_over_a_lease_are_steps_on_the_same_samples() -> None:
     plan = plan_of(config_with({SIZE: 4, PASSES: 2, STEPS: 30, "async_training.require_batches": 3}), prompts=100)
     assert (plan.total_samples, plan.samples_per_lease, plan.total_versions) == (60, 12, 5)

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config.compose import check_config
 from asyncrl.config.problems import errors
+from asyncrl.config.rules import as_evaluation
 from asyncrl.config.sections.reward import part_weights
 from tests.fakes.configurations import config_with, machine_problems, rule_problems, single
 
@@ -343,6 +344,26 @@ def test_a_key_without_effect_is_an_error(key: str, value: Any, changes: Changes
 @pytest.mark.parametrize("changes", VALID, ids=[str(number) for number in range(len(VALID))])
 def test_a_valid_combination_is_accepted(changes: Changes) -> None:
     assert rule_problems(changes) == []
+
+
+def test_a_run_of_no_steps_needs_nothing_of_a_trainer() -> None:
+    """Neither training data nor a Trainer's devices and libraries, and keys of training may be set."""
+    none: Changes = {"trainer.total_training_steps": 0}
+    training: Changes = {
+        "trainer.strategy": "megatron", "trainer.device": "cuda", "trainer.num_workers": 8, "critic.warmup_steps": 5,
+        "algorithm.adv_estimator": "gae", "rollout.sampling.temperature": 0.7, "profiler.steps": [9],
+    }  # fmt: skip
+    assert rule_problems(none | training | {"data.train_files": []}) == []
+    assert machine_problems(none | training | {"data.train_files": []}) == []
+    assert single(rule_problems(none | {"data.val_files": []})).key == "data.val_files"
+    assert single(rule_problems(none | {"resume": "auto"})).key == "resume"
+    assert single(machine_problems(none | {"data.val_files": ["nope.jsonl"]})).key == "data.val_files"
+
+
+def test_an_evaluation_leaves_out_what_it_does_not_use() -> None:
+    config = as_evaluation(config_with({"skip.async_rollout.enable": True, "rollout.autoscaling.enable": True}))
+    assert (config.data.train_files, config.profiler.level) == ((), "off")
+    assert not config.skip.async_rollout.enable and not config.rollout.autoscaling.enable
 
 
 EPOCHS: Changes = {"trainer.total_training_steps": None, "trainer.total_epochs": 1, "data.max_train_samples": 50}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig, ModelConfig, ReasoningGymConfig
+from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.types import SampleId
 from asyncrl.storage.data_cache import DataCache
@@ -372,3 +373,13 @@ def test_rows_of_any_shape_are_prompts_or_data_errors(
         else:
             assert len(made.prompt_ids)
             json.dumps([made.messages, made.extra_info, made.ground_truth], ensure_ascii=False).encode()
+
+
+def test_an_evaluation_reads_the_validation_set_alone(tmp_path: Path, tokenizer: Any) -> None:
+    file = write_jsonl(tmp_path / "val.jsonl", question("1+1"), question("2+2"))
+    steps = TrainerConfig(total_training_steps=0)
+    config = Config(data=DataConfig(train_files=("/nowhere.jsonl",), val_files=(file,)), trainer=steps)
+    loaded = load_prompts(config, tokenizer, tmp_path / "cache")
+    assert loaded.val is not None and len(loaded.val) == len(loaded.train) == 2
+    with pytest.raises(ConfigError, match="nothing to evaluate"):
+        load_prompts(Config(trainer=steps), tokenizer, tmp_path / "cache")

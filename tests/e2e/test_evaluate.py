@@ -1,0 +1,90 @@
+"""A real evaluation of a checkpoint: killed, interrupted and continued, it ends with the figures of a whole one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.storage.answer_files import read_answers
+from tests.e2e.launches import LaunchedRun, start, start_command
+
+NUM_PROMPTS = 48
+
+
+def begin(where: Path, run: LaunchedRun, out: str, *more: str) -> LaunchedRun:
+    """Begin to evaluate the run's checkpoint, a few prompts at a time."""
+    arguments = (
+        f"data.max_val_samples={NUM_PROMPTS}",
+        "rollout.max_concurrent_samples=2",
+        "logging.console=plain",
+        *more,
+    )
+    return start_command(where, "eval", f"checkpoint={run.run_dir}", *arguments, "--out", out, run_dir=where / out)
+
+
+def num_answered(evaluation: LaunchedRun) -> int:
+    return len(read_answers(evaluation.run_dir / "answers.jsonl"))
+
+
+def found(evaluation: LaunchedRun) -> dict[str, Any]:
+    assert evaluation.wait() == 0, evaluation.output()
+    assert evaluation.survivors() == []
+    return json.loads((evaluation.run_dir / "evaluation.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated_whatever_ends_the_evaluation_in_between(tmp_path: Path) -> None:
+    run = start(tmp_path, "trainer.total_training_steps=2", "data.val_files=[]", "logging.console=plain")
+    assert run.wait() == 0, run.output()
+    more = ("data.val_files=[asyncrl://quickstart/val.jsonl]",)
+    whole = found(begin(tmp_path, run, "whole", *more))
+    assert whole["model"].endswith("checkpoints/step_000002/hf")
+    assert (whole["prompts"], whole["answered"], whole["failed"]) == (NUM_PROMPTS, NUM_PROMPTS, [])
+    assert 0 < whole["all"]["figures"]["pass@1"]["value"] < 1
+
+    killed = begin(tmp_path, run, "resumed", *more)
+    killed.wait_until(lambda: num_answered(killed) >= 5, "answers")
+    killed.kill_all()
+    kept = num_answered(killed)
+    assert 5 <= kept < NUM_PROMPTS
+
+    stopped = begin(tmp_path, run, "resumed", *more)
+    stopped.wait_until(lambda: num_answered(stopped) >= kept + 3, "more answers")
+    stopped.interrupt()
+    assert stopped.wait(60.0) == 130, stopped.output()
+    assert "the same command continues" in stopped.output() and stopped.survivors() == []
+    kept = num_answered(stopped)
+    assert kept < NUM_PROMPTS
+
+    resumed = found(begin(tmp_path, run, "resumed", *more))
+    assert resumed["kept"] == kept
+    assert (resumed["all"], resumed["sources"]) == (whole["all"], whole["sources"]), "greedy answers are the same"
+    lines = [read_answers(tmp_path / out / "answers.jsonl") for out in ("whole", "resumed")]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.slow
+def test_the_command_of_the_documentation(tmp_path: Path) -> None:
+    """`asyncrl eval checkpoint=quickstart …` (docs/evaluate.md), and the same figures in a run's own validation."""
+    sampling = ("rollout.val.n=8", "rollout.val.temperature=0.6")
+    more = ("data.max_val_samples=16", "trainer.total_training_steps=1", "trainer.validation_data_dir=answers")
+    run = start(tmp_path, *sampling, *more, "logging.console=plain", run_dir=tmp_path / "runs" / "quickstart" / "first")
+    assert run.wait() == 0, run.output()
+    inside = json.loads((tmp_path / "answers" / "step_000001.json").read_text(encoding="utf-8"))
+    names = [f"{kind}@{k}" for kind in ("pass", "best", "maj") for k in (1, 2, 4, 8) if k > 1 or kind == "pass"]
+    assert list(inside["all"]["figures"]) == ["mean@8", *names]
+    assert [len(one.answers) for one in read_answers(tmp_path / "answers" / "step_000000.jsonl").values()] == [8] * 16
+    last = [
+        json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines() if '"validation"' in line
+    ]
+    assert last[-1]["validation/pass@8"] == pytest.approx(inside["all"]["figures"]["pass@8"]["value"])
+
+    evaluation = start_command(
+        tmp_path, "eval", "checkpoint=quickstart", *sampling, "--out", "out", run_dir=tmp_path / "out"
+    )
+    outside = found(evaluation)
+    assert list(outside["all"]["figures"]) == ["mean@8", *names]
+    assert outside["prompts"] == 16, "the configuration is that of the run"
