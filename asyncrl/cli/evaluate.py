@@ -38,7 +38,7 @@ def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, fresh: boo
       asyncrl eval my.yaml checkpoint=/models/mine 'data.val_files=[aime.parquet,math.parquet]' --json | jq .sources
 
     Each prompt gets rollout.val.n answers, sampled as rollout.val says. Prompts are grouped by their data_source. The
-    results are in runs/EXPERIMENT/eval/: every answer in answers.jsonl, the figures in evaluation.json and index.html.
+    results are in evals/EXPERIMENT/: every answer in answers.jsonl, the figures in evaluation.json and index.html.
     Press Ctrl-C to stop: the same command continues with the answers that are missing, also after a crash.
     """
     given = [one for one in arguments if one.startswith(_CHECKPOINT)]

@@ -2,7 +2,7 @@
 
     checkpoint=RUN|PATH ─▶ model directory ─▶ engines ─▶ Rollouter ─▶ answers.jsonl ─▶ evaluation.json, page, terminal
 
-runs/<experiment>/eval/<model>-<digest of the settings>/
+evals/<experiment>/<model>-<digest of the settings>/
   settings.json      what the answers depend on
   answers.jsonl      `asyncrl.storage.answer_files`
   evaluation.json    the figures, once every prompt is done (`asyncrl.observe.report.evaluation`)
@@ -46,6 +46,7 @@ from asyncrl.storage.remote_checkpoints import remote_checkpoints
 from asyncrl.storage.run_dir import RUNS, RunDir, disk_error, find_run, read_json, replace_file
 
 COMPLETED, INTERRUPTED = 0, 130
+EVALUATIONS = Path("evals")
 SETTINGS, EVALUATION = "settings.json", "evaluation.json"
 PROGRESS_S = 1.0
 MAX_MESSAGES = 10
@@ -164,11 +165,11 @@ def _code(names: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield path.name, digest.hexdigest()[:16]
 
 
-def default_directory(config: Config, settings: Mapping[str, Any], *, root: Path = RUNS) -> Path:
+def default_directory(config: Config, settings: Mapping[str, Any], *, root: Path = EVALUATIONS) -> Path:
     """Return the directory of the evaluation with these settings."""
     parts = [part for part in Path(resolve(config.model.path)).absolute().parts if part != HF_DIRECTORY]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    return root / config.experiment_name / "eval" / f"{parts[-1]}-{digest}"
+    return root / config.experiment_name / f"{parts[-1]}-{digest}"
 
 
 # ------------------------------------------------------------------------------------------------ the command

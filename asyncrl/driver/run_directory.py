@@ -110,8 +110,7 @@ def _lock(file: int, run_dir: Path) -> None:
         raise ConfigError(
             f"the run in {run_dir} is still running: another driver ({owner}) holds {LOCK}, and a second one would "
             f"overwrite its records. See its status with `asyncrl status {run_dir}`, or end it first; for another "
-            f"run give "
-            "another run_dir"
+            "run give another run_dir, and for another evaluation another --out"
         ) from None
     except OSError as error:  # a file system without locks
         logger.warning("%s cannot be locked (%s): make sure that no second driver runs there", run_dir, error)

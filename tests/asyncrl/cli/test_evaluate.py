@@ -85,7 +85,7 @@ def evaluate(answering: Answering, cli: CommandLine, tmp_path: Path) -> Callable
 
 def test_figures_are_printed_and_written(answering: Answering, cli: CommandLine, tmp_path: Path) -> None:
     printed = cli("eval", *SHORT)
-    (directory,) = (tmp_path / "runs" / "quickstart" / "eval").iterdir()
+    (directory,) = (tmp_path / "evals" / "quickstart").iterdir()
     assert directory.name.startswith("quickstart-")
     found = json.loads((directory / "evaluation.json").read_text())
     assert (found["prompts"], found["answered"], found["failed"], found["kept"]) == (6, 6, [], 0)
