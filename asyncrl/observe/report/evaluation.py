@@ -111,7 +111,8 @@ def _draw(groups: Mapping[str, Any], file: Path) -> None:
                     own.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
             own.set(title=f"{kind}@k", xlabel="k")
             own.set_xscale("log", base=2)
-            own.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+            sizes = sorted({k for group in groups.values() for k, _ in _points(group["figures"], kind)})
+            own.set_xticks(sizes, [str(k) for k in sizes])
         format_axes(axes[0][-1], legend_beside=True)
         figure.savefig(file, dpi=DPI)
 
