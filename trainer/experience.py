@@ -2,8 +2,9 @@
 
     rows ─▶ batch ─▶ forward passes ─▶ token rewards ─▶ advantages, returns ─▶ off-policy correction
                      old_log_probs    score + reward model                    is_weights, loss_mask
-                     ref_log_probs    overlong punishment, KL
+                     ref_log_probs    overlong punishment, KL      teacher's KL
                      values, scores
+                     teacher_log_probs
 
 The ranks of the roles run the forward passes; the rest is float64 arithmetic on whole groups in this process.
 """
@@ -21,7 +22,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import DataError
 from asyncrl.core.records import Metrics
 from skip import SkipManager
-from trainer.algorithms.advantages import AdvantageInputs, advantage_estimator
+from trainer.algorithms.advantages import AdvantageInputs, advantage_estimator, with_teacher
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.objective import explained_variance
 from trainer.algorithms.rewards import (
@@ -61,12 +62,14 @@ class ExperienceBuilder:
         *,
         actor: RoleGroup,
         ref: RoleGroup | None = None,
+        teacher: RoleGroup | None = None,
         critic: RoleGroup | None = None,
         reward_model: RoleGroup | None = None,
     ) -> None:
         self._config = config
         self._actor = actor
         self._ref = ref
+        self._teacher = teacher
         self._critic = critic
         self._reward_model = reward_model
 
@@ -97,6 +100,8 @@ class ExperienceBuilder:
             batch["old_log_probs"] = (await self._actor.infer_batch(inputs))["log_probs"]
         if self._ref is not None or reference_is_actor(self._config):
             batch["ref_log_probs"] = await self._ref_log_probs(inputs)
+        if self._teacher is not None:
+            batch["teacher_log_probs"] = (await self._teacher.infer_batch(inputs))["log_probs"]
         if self._critic is not None:
             batch["values"] = (await self._critic.infer_batch(inputs))["values"]
         if self._reward_model is not None:
@@ -132,6 +137,10 @@ def compute_advantages(batch: TensorDict, config: Config, trainer_version: int, 
     if "turn_rewards" in batch:
         del batch["turn_rewards"]  # the ranks do not need them
     estimated = advantage_estimator(algorithm)(inputs)
+    if "teacher_log_probs" in batch:
+        log_ratio = batch["old_log_probs"].double() - batch.pop("teacher_log_probs").double()
+        estimated = with_teacher(estimated, log_ratio, batch["response_mask"], config.teacher.coef)
+        metrics["teacher/reverse_kl"] = float(log_ratio[batch["loss_mask"]].mean())
     batch["advantages"], batch["returns"] = estimated.advantages.float(), estimated.returns.float()
     # After a rewind a sample may come from versions that the Trainer has not reached again.
     ages = (trainer_version - batch["versions"]).clamp(min=0)
@@ -208,6 +217,7 @@ def _advantage_metrics(batch: TensorDict) -> Metrics:
 _RESULTS = {
     "old_log_probs": "log-probs of the policy",
     "ref_log_probs": "log-probs of the reference",
+    "teacher_log_probs": "log-probs of the teacher",
     "values": "values of the critic",
 }
 
@@ -219,7 +229,8 @@ def _check_finite(batch: TensorDict) -> None:
             if wrong:
                 raise DataError(
                     f"{wrong} {name} are not finite, in a batch of {len(batch)} rows, so the batch cannot be trained "
-                    "on. Check that model's weights, and the data types trainer.dtype, ref.dtype and critic.dtype"
+                    "on. Check that model's weights, and the data types trainer.dtype, ref.dtype, teacher.dtype and "
+                    "critic.dtype"
                 )
     if "model_scores" in batch and not batch["model_scores"].isfinite().all():
         raise DataError(

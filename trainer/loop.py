@@ -63,9 +63,9 @@ from trainer.schedule import LoopSettings, mini_batches
 from trainer.step_records import StepRecorder, batch_metrics, note_trained, role_metrics, sample_metrics
 from trainer.workers.worker import RoleGroup
 
-EXPERIENCE_CALLS = 5
-"""Upper bound of the calls to ranks for one batch: policy, policy without adapters or reference, critic and reward
-model; one more allows for the arithmetic."""
+EXPERIENCE_CALLS = 6
+"""Upper bound of the calls to ranks for one batch: policy, policy without adapters or reference, teacher, critic and
+reward model; one more allows for the arithmetic."""
 
 
 class TrainLoop:

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_tokenizers(config: Config) -> None:
-    """Compare the policy's tokenizer with those of the reward model and the critic, which receive its token ids.
-    Blocking.
+    """Compare the policy's tokenizer with those of the teacher, the reward model and the critic, which receive its token
+    ids. Blocking.
 
     A model may have additional tokens. A model without a tokenizer cannot be compared, which is logged.
 
@@ -31,6 +31,9 @@ def check_tokenizers(config: Config) -> None:
     if config.needs_critic and critic.path is not None:
         fix = "take a critic of the policy's family, or leave critic.path out"
         readers.append(("critic.path", critic.path, model.trust_remote_code, fix))
+    if config.teacher.path is not None:
+        fix = "take a teacher of the policy's family"
+        readers.append(("teacher.path", config.teacher.path, model.trust_remote_code, fix))
     if not readers:
         return
     policy = model.tokenizer_path or model.path

@@ -255,6 +255,7 @@ class Trainer:
             config,
             actor=roles["actor"],
             ref=roles.get("ref"),
+            teacher=roles.get("teacher"),
             critic=roles.get("critic"),
             reward_model=roles.get("reward_model"),
         )

@@ -28,6 +28,8 @@ def check_model_files(config: Config) -> Iterator[ConfigProblem]:
     paths = {"model.path": config.model.path}
     if config.needs_critic and config.critic.path is not None:
         paths["critic.path"] = config.critic.path
+    if config.teacher.path is not None:
+        paths["teacher.path"] = config.teacher.path
     if config.reward_model.placement != "off" and config.reward_model.path is not None:
         paths["reward_model.path"] = config.reward_model.path
     for key, path in paths.items():

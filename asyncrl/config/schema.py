@@ -27,7 +27,7 @@ from asyncrl.config.sections.run import (
     WeightSyncConfig,
 )
 from asyncrl.config.sections.skip import RolloutSkipConfig, SkipConfig
-from asyncrl.config.sections.trainer import CriticConfig, RefConfig, RewardModelConfig, TrainerConfig
+from asyncrl.config.sections.trainer import CriticConfig, RefConfig, RewardModelConfig, TeacherConfig, TrainerConfig
 
 
 class Config(ConfigSection):
@@ -64,6 +64,7 @@ class Config(ConfigSection):
     reward_model: RewardModelConfig = RewardModelConfig()
     trainer: TrainerConfig = TrainerConfig()
     ref: RefConfig = RefConfig()
+    teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -136,6 +137,10 @@ class Config(ConfigSection):
     @property
     def needs_reference(self) -> bool:
         return self.algorithm.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.teacher.path is not None
 
     @property
     def needs_critic(self) -> bool:

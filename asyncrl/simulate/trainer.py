@@ -54,9 +54,9 @@ class SimulatedTrainer:
         self._seed = seed
         self._progress = Progress()
         self._update_speed = speed_of(trace.trainer.update_tokens_per_s, config.trainer.num_workers)
-        # Without the proximal policy's log-probs, the reference and a reward model, there is no forward pass.
-        bypasses = config.algorithm.rollout_correction.bypass_mode and not config.needs_reference
-        skips = bypasses and config.reward_model.placement != "worker"
+        # Without the proximal policy's log-probs and other models that score, there is no forward pass.
+        others = config.needs_reference or config.needs_teacher or config.reward_model.placement == "worker"
+        skips = config.algorithm.rollout_correction.bypass_mode and not others
         experience = None if skips else trace.trainer.experience_tokens_per_s
         self._experience_speed = speed_of(experience, config.trainer.num_workers) if experience else None
         self.waits_for_samples = False

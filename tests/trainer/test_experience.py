@@ -302,6 +302,7 @@ async def test_turn_rewards_do_not_change_outcome_estimators() -> None:
     [
         ("log_probs", "actor", {"rollout_correction": {"bypass_mode": False}}, "log-probs of the policy"),
         ("log_probs", "ref", {"use_kl_loss": True}, "log-probs of the reference"),
+        ("log_probs", "teacher", {"adv_estimator": "on_policy_distill"}, "log-probs of the teacher"),
         ("values", "critic", {"adv_estimator": "gae"}, "values of the critic"),
         ("scores", "reward_model", {}, "reward model's scores"),
     ],

@@ -57,6 +57,8 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     check_tokenizers(with_reward_model(path, "serve"))
     with pytest.raises(ConfigError, match=r"critic.path=.*2 of \d+ tokens differ.*leave critic.path out"):
         check_tokenizers(config_of(critic={"path": path}, algorithm={"adv_estimator": "gae"}))
+    with pytest.raises(ConfigError, match=r"teacher.path=.*2 of \d+ tokens differ.*teacher of the policy's family"):
+        check_tokenizers(config_of(teacher={"path": path}))
 
 
 def test_missing_tokenizers_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

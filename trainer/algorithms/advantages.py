@@ -198,6 +198,27 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
     return Advantages(whiten(advantages, inputs.response_mask), returns)
 
 
+def on_policy_distill(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """On-policy distillation: rewards have no effect, and `with_teacher` adds all there is to learn."""
+    return _outcome(inputs, torch.zeros_like(inputs.scores))
+
+
+def with_teacher(estimated: Advantages, log_ratio: Tensor, response_mask: Tensor, coefficient: float) -> Advantages:
+    """Subtract from each sampled token's advantage the reverse KL divergence at this token, times `coefficient`.
+
+    `A_t - coefficient · (log π_t - log π_teacher,t)`: on-policy, minus the gradient of the sum over t of
+    KL(π ‖ π_teacher) given the tokens before t, as in generalized knowledge distillation
+    (https://arxiv.org/abs/2306.13649) and Thinking Machines' on-policy distillation
+    (https://thinkingmachines.ai/blog/on-policy-distillation/). What a token changes for later tokens is left out there,
+    too: it is a discount of 0.
+
+    Args:
+        log_ratio: `[B, R]`, log-probs of the proximal policy minus those of the teacher.
+    """
+    estimate = torch.where(response_mask, log_ratio, 0.0)
+    return estimated._replace(advantages=estimated.advantages - coefficient * estimate)
+
+
 ESTIMATORS: dict[str, Callable[[AdvantageInputs, AlgorithmConfig], Advantages]] = {
     "grpo": grpo,
     "grpo_passk": grpo_passk,
@@ -207,6 +228,7 @@ ESTIMATORS: dict[str, Callable[[AdvantageInputs, AlgorithmConfig], Advantages]] 
     "remax": remax,
     "opo": opo,
     "gae": gae,
+    "on_policy_distill": on_policy_distill,
 }
 """Names of `algorithm.adv_estimator`."""
 

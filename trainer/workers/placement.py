@@ -13,7 +13,7 @@ from asyncrl.config.sections.base import Dtype
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig, RoleConfig
 from trainer.engines.base import EngineSpec, ModelType
 
-Role = Literal["actor", "ref", "critic", "reward_model"]
+Role = Literal["actor", "ref", "teacher", "critic", "reward_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,11 @@ class RoleRow(NamedTuple):
 
 def plan_groups(config: Config) -> list[GroupPlan]:
     """Return the actor's group, then a group for each role with `placement: own`."""
-    ref, critic, reward = config.ref, config.critic, config.reward_model
+    ref, teacher, critic, reward = config.ref, config.teacher, config.critic, config.reward_model
     needs_ref = config.needs_reference and not reference_is_actor(config)
     rows = (
         RoleRow("ref", "language_model", needs_ref, ref, None, None),
+        RoleRow("teacher", "language_model", config.needs_teacher, teacher, teacher.path, None),
         RoleRow("critic", "value_model", config.needs_critic, critic, critic.path, critic.optim),
         RoleRow("reward_model", "reward_model", reward.placement == "worker", reward.worker, reward.path, None),
     )

@@ -23,7 +23,7 @@ masks; it has no gradient, and engines drop it before they compute (`trainer.eng
 The Trainer adds before training, all float32 `[B, R]`: `old_log_probs` (proximal policy), `ref_log_probs`,
 `values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss), `token_ages`
 (versions between the Trainer and the weights that sampled each token). If the Trainer runs a reward model, it also adds
-`model_scores`, float32 `[B]`. If a trajectory has several rows, it adds `trajectory_tokens`, int64 `[B]`: the number of
+`model_scores`, float32 `[B]`. A teacher's `teacher_log_probs` become part of the advantages. If a trajectory has several rows, it adds `trajectory_tokens`, int64 `[B]`: the number of
 trained tokens in the row's whole trajectory, so that a mean over trajectories counts the trajectory once
 (`trainer.engines.compute.packing.token_weights`).
 """

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 AdvEstimator = Literal[
-    "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gae"
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gae",
+    "on_policy_distill",
 ]
 PolicyObjective = Literal["ppo", "gspo", "cispo", "reinforce"]
 _KL_NAMES = {"kl": "k1", "mse": "k2", "kl+": "k1+", "mse+": "k2", "k2+": "k2"}
@@ -145,7 +153,8 @@ class AlgorithmConfig(ConfigSection):
     """Advantages and losses. docs/algorithms/ has a page for each estimator and loss."""
 
     adv_estimator: AdvEstimator | ImportPath = "grpo"
-    """How rewards become advantages. `gae` trains a critic (see `critic`). Your own: docs/extending.md."""
+    """How rewards become advantages. `gae` trains a critic (see `critic`); `on_policy_distill` learns from a teacher
+    alone (see `teacher`). Your own: docs/extending.md."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages by the group's standard deviation (GRPO); false: only subtract the mean (Dr.GRPO)."""
     gamma: Share = 1.0
@@ -247,10 +256,24 @@ RULES: tuple[RuleFunction, ...] = (
                "whose rewards only this model distinguishes would be dropped",
                "set reward_model.placement=serve, which scores before the lease, or set this key to false"),
     ConfigRule("algorithm.filter_groups.enable",
+               lambda c: c.algorithm.filter_groups.enable and c.algorithm.adv_estimator == "on_policy_distill",
+               "groups are dropped because of their rewards, and algorithm.adv_estimator=on_policy_distill learns from "
+               "the teacher alone: it would learn from few of its samples, or from none", "set it to false"),
+    ConfigRule("algorithm.filter_groups.enable",
                lambda c: c.algorithm.filter_groups.enable and c.algorithm.filter_groups.drop == "equal_rewards"
-               and c.algorithm.adv_estimator not in NEEDS_GROUPS and not is_own(c.algorithm.adv_estimator),
+               and c.algorithm.adv_estimator not in NEEDS_GROUPS and not is_own(c.algorithm.adv_estimator)
+               and c.algorithm.adv_estimator != "on_policy_distill",
                "algorithm.adv_estimator={c.algorithm.adv_estimator} learns from groups of equal rewards too; they "
                "would be dropped", "set it to false", "warning"),
+    ConfigRule("algorithm.filter_groups.enable",
+               lambda c: c.algorithm.filter_groups.enable and c.algorithm.filter_groups.drop == "equal_rewards"
+               and c.algorithm.adv_estimator in NEEDS_GROUPS and c.needs_teacher,
+               "the teacher has something to say about groups of equal rewards too; they would be dropped",
+               "set it to false, unless the reward shall decide which prompts count", "warning"),
+    ConfigRule("algorithm.use_kl_in_reward",
+               lambda c: c.algorithm.use_kl_in_reward and c.algorithm.adv_estimator == "on_policy_distill",
+               "algorithm.adv_estimator=on_policy_distill does not use rewards, so the penalty would change nothing",
+               "use algorithm.use_kl_loss=true, or leave this key out"),
     ConfigRule("reward_model.placement",
                lambda c: c.algorithm.adv_estimator == "remax" and c.reward_model.placement == "worker",
                "ReMax's greedy responses are scored where they are generated, without the Trainer's reward model, so "

@@ -226,11 +226,11 @@ def _code(config: Config) -> Iterator[ConfigProblem]:
 
 
 RULES: tuple[RuleFunction, ...] = (
-    ConfigRule("reward.function", lambda c: _is_constant(c) and c.reward.function == "none",
+    ConfigRule("reward.function", lambda c: _is_constant(c) and c.reward.function == "none" and not c.needs_teacher,
                "nothing else counts in the reward, so every response would be worth 0 and nothing would be learned",
-               "name a function, a judge (reward.judge) or a reward model (reward_model), or use tools that give "
-               "rewards"),
-    ConfigRule("reward.weight", lambda c: _is_constant(c) and c.reward.function != "none",
+               "name a function, a judge (reward.judge) or a reward model (reward_model), use tools that give "
+               "rewards, or learn from a teacher (teacher.path)"),
+    ConfigRule("reward.weight", lambda c: _is_constant(c) and c.reward.function != "none" and not c.needs_teacher,
                "no other score counts in the reward, so every response would be worth 0 and nothing would be learned",
                "set it to another number, or let a reward model score (reward_model.placement, reward_model.weight)"),
     _functions,

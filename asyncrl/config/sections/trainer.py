@@ -1,4 +1,4 @@
-"""`trainer`, `ref`, `critic`, `reward_model`: steps, engines, optimizers, models, and the checks of their keys."""
+"""`trainer`, `ref`, `teacher`, `critic`, `reward_model`: steps, engines, optimizers, models, and the checks of their keys."""
 
 from __future__ import annotations
 
@@ -161,6 +161,17 @@ class RefConfig(RoleConfig):
     """The frozen reference policy. With LoRA and `placement: actor` it is the policy without its adapters."""
 
 
+class TeacherConfig(RoleConfig):
+    """A frozen model that the policy learns from: the reverse KL divergence from it, token by token on the policy's own
+    samples, is added to the advantages (docs/algorithms/on_policy_distill.md). `algorithm.adv_estimator:
+    on_policy_distill` learns from it alone."""
+
+    path: str | None = None
+    """Model of any size with the tokenizer of the policy; null: no teacher."""
+    coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the reverse KL divergence in the advantages."""
+
+
 class CriticConfig(RoleConfig):
     """The value model, with `algorithm.adv_estimator: gae`."""
 
@@ -219,6 +230,7 @@ def model_roles(config: Config) -> dict[str, RoleConfig]:
     """Return the settings of the run's models besides the policy, by their section."""
     used = {
         "ref": (config.needs_reference, config.ref),
+        "teacher": (config.needs_teacher, config.teacher),
         "critic": (config.needs_critic, config.critic),
         "reward_model.worker": (config.reward_model.placement == "worker", config.reward_model.worker),
     }
@@ -394,6 +406,8 @@ def _other_models(config: Config) -> Iterator[ConfigProblem]:
     if config.needs_critic and config.critic.path is not None:
         otherwise = "; critic.path=null starts from model.path, with a new value head"
         yield from check_model_path("critic.path", config.critic.path, otherwise)
+    if config.teacher.path is not None:
+        yield from check_model_path("teacher.path", config.teacher.path, "; teacher.path=null means no teacher")
     if config.reward_model.placement != "off" and config.reward_model.path is not None:
         otherwise = "; reward_model.placement=off needs none"
         found = list(check_model_path("reward_model.path", config.reward_model.path, otherwise))
@@ -427,6 +441,7 @@ def _strategies(config: Config) -> Iterator[ConfigProblem]:
     strategies = {
         "trainer.strategy": config.trainer.strategy,
         "ref.strategy": config.ref.strategy,
+        "teacher.strategy": config.teacher.strategy,
         "critic.strategy": config.critic.strategy,
         "reward_model.worker.strategy": config.reward_model.worker.strategy,
     }
@@ -566,6 +581,9 @@ RULES: tuple[RuleFunction, ...] = (
     ConfigRule("ref.placement", lambda c: c.model.lora_rank and c.needs_reference and c.ref.placement == "own",
                "with LoRA the policy without its adapters is the reference already; this loads it a second time",
                "set ref.placement=actor", "warning"),
+    ConfigRule("teacher.path", lambda c: c.algorithm.adv_estimator == "on_policy_distill" and not c.needs_teacher,
+               "algorithm.adv_estimator=on_policy_distill learns from a teacher alone, and there is none",
+               "give a model with the policy's tokenizer, such as the hf directory of a checkpoint"),
     ConfigRule("reward_model.path", lambda c: c.reward_model.placement != "off" and not c.reward_model.path,
                "reward_model.placement={c.reward_model.placement} needs a model that scores",
                "give a sequence-classification model with one label, or set reward_model.placement=off"),
@@ -608,6 +626,8 @@ NO_EFFECT = (
     no_effect("ref.*", lambda c: c.model.lora_rank > 0 and c.ref.placement == "actor",
               "with LoRA the reference is the policy without its adapters", "set ref.placement=own"),
     _only_apart("ref"),
+    no_effect("teacher.*", lambda c: not c.needs_teacher, "there is no teacher", "set teacher.path"),
+    _only_apart("teacher"),
     no_effect("critic.*", lambda c: not c.needs_critic, "only algorithm.adv_estimator=gae has a critic",
               "set algorithm.adv_estimator=gae"),
     only_with("critic.optim.min_lr_ratio", "critic.optim.decay", "linear", "cosine"),

@@ -28,6 +28,8 @@ GSPO: Changes = {"algorithm.policy_loss": "gspo"}
 ON_POLICY: Changes = {"async_training.staleness_threshold": 0}
 ADAPTIVE: Changes = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
 FILTER: Changes = {"algorithm.filter_groups.enable": True}
+TEACHER: Changes = {"teacher.path": "large"}
+DISTILL: Changes = {"algorithm.adv_estimator": "on_policy_distill"}
 REFERENCE: Changes = {"algorithm.use_kl_loss": True}
 SERVED: Changes = {"reward_model.placement": "serve", "reward_model.path": "rm"}
 SCORED: Changes = SERVED | {"reward_model.placement": "worker"}
@@ -163,6 +165,9 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("skip.roles.sums", {"skip.roles": OWN_ROLE["skip.roles"]}, "no module registers"),
     ("skip.roles.reward", OWN_ROLE | {"skip.roles": {"reward": {}}}, "has its own section"),
     ("skip.tool.enable", RECORD_TOOLS, "calls no tools"),
+    ("teacher.path", DISTILL, "there is none"),
+    ("algorithm.filter_groups.enable", DISTILL | TEACHER | FILTER, "learns from the teacher alone"),
+    ("algorithm.use_kl_in_reward", DISTILL | TEACHER | {"algorithm.use_kl_in_reward": True}, "does not use rewards"),
     ("skip.ref_log_prob.enable", {"skip.ref_log_prob.enable": True, "skip.ref_log_prob.steps": "all"}, "no reference"),
 ]  # fmt: skip
 
@@ -184,6 +189,7 @@ SURPRISING: list[tuple[str, Changes]] = [
     ("ref.placement", REFERENCE | {"ref.placement": "own", "model.lora_rank": 4}),
     ("reward_model.weight", SERVED | {"reward_model.weight": 0}),
     ("algorithm.filter_groups.enable", GAE | FILTER),
+    ("algorithm.filter_groups.enable", TEACHER | FILTER),
     ("algorithm.kl_loss_coef", REFERENCE | {"algorithm.kl_loss_coef": 0.0}),
     ("algorithm.kl_ctrl.kl_coef", {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.0}),
     ("algorithm.use_kl_in_reward", REFERENCE | {"algorithm.use_kl_in_reward": True}),
@@ -220,6 +226,8 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
     ("trainer.use_liger", True, {"trainer.device": "cpu"}),
     ("trainer.attn_implementation", "eager", {"trainer.strategy": "megatron"}),
     ("ref.dtype", "bfloat16", {}),
+    ("teacher.coef", 2.0, {}),
+    ("teacher.num_workers", 2, TEACHER),
     ("ref.dtype", "bfloat16", REFERENCE | {"model.lora_rank": 4}),
     ("ref.num_workers", 2, REFERENCE),
     ("critic.path", "model", {}),
@@ -296,6 +304,7 @@ VALID: list[Changes] = [
     SERVED | FILTER,
     {"reward.weight": 0, "reward.overlong_buffer.enable": True},
     NO_FUNCTION | JUDGE,
+    NO_FUNCTION | TEACHER | DISTILL | {"rollout.n": 1, "teacher.placement": "own"},
     NO_FUNCTION | TOOLS | {f"{TURNS}.max_tool_response_length": 64},
     NO_FUNCTION | functions(),
     JUDGE | {"reward.judge.prompt": '{conversation} {"json": 1}', "reward.judge.min": -1},

@@ -37,6 +37,8 @@ def find(config: Config, role: str) -> RolePlan:
         (KL | LORA | {"ref": {"placement": "own"}}, {"actor": ("actor",), "ref": ("ref",)}),
         (CRITIC, {"actor": ("actor", "critic")}),
         (CRITIC | {"critic": {"placement": "own"}}, {"actor": ("actor",), "critic": ("critic",)}),
+        ({"teacher": {"path": "large"}}, {"actor": ("actor", "teacher")}),
+        ({"teacher": {"path": "large", "placement": "own"}}, {"actor": ("actor",), "teacher": ("teacher",)}),
         (CRITIC | REWARD, {"actor": ("actor", "critic", "reward_model")}),
         ({"reward_model": {"placement": "serve", "path": "scorer"}}, {"actor": ("actor",)}),
     ],
