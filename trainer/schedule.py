@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.config.schema import Config
 from asyncrl.storage.checkpoint_manifest import Progress
@@ -112,3 +113,48 @@ def mini_batches(groups: Sequence[int], *, size: int, epochs: int = 1, seed: int
         for first in range(0, len(order), size):
             batches.append([row for group in order[first : first + size] for row in rows_of[int(group)]])
     return batches
+
+
+@dataclass(slots=True)
+class RowOrder:
+    """The rows of each step of a supervised run: epoch after epoch, each in its own order, without gaps between them.
+
+    The order is a pure function of these values and the step, so a resumed run continues with the next row.
+    """
+
+    num_rows: int
+    batch_rows: int
+    """Rows of a step; the last step of a run may have fewer."""
+    total_rows: int
+    """Rows of the whole run, over all epochs."""
+    seed: int
+    shuffle: bool
+    _epoch: tuple[int, NDArray[np.int64]] | None = field(default=None, init=False)
+    """The number and the order of the epoch that was asked for last."""
+
+    @classmethod
+    def from_config(cls, config: Config, num_rows: int) -> Self:
+        trainer, size = config.trainer, config.trainer.ppo_mini_batch_size
+        total = num_rows * trainer.total_epochs
+        if trainer.total_training_steps is not None:
+            total = trainer.total_training_steps * size
+        elif trainer.partial_final_batch == "drop":
+            total -= total % size
+        return cls(num_rows, size, total, config.seed, config.data.shuffle)
+
+    @property
+    def total_steps(self) -> int:
+        return math.ceil(self.total_rows / self.batch_rows)
+
+    def rows(self, step: int) -> list[int]:
+        """Return the row numbers of a step, counted from 1."""
+        places = range((step - 1) * self.batch_rows, min(step * self.batch_rows, self.total_rows))
+        return [int(self._order(at // self.num_rows)[at % self.num_rows]) for at in places]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            order = np.arange(self.num_rows)
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, epoch]).permutation(order)
+            self._epoch = (epoch, order)
+        return self._epoch[1]

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_tokenizers(config: Config) -> None:
-    """Compare the policy's tokenizer with those of the teacher, the reward model and the critic, which receive its token
-    ids. Blocking.
+    """Compare the policy's tokenizer with those of the teacher, the reward model and the critic, which receive its
+    token ids. Blocking.
 
     A model may have additional tokens. A model without a tokenizer cannot be compared, which is logged.
 

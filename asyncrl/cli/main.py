@@ -27,6 +27,7 @@ _COMMANDS = {
     "migrate": ("migrate", "Translate a configuration of verl."),
     "report": ("report", "Show where a run's time went, as a page."),
     "serve": ("launch", "Serve a model over HTTP, without training."),
+    "sft": ("sft", "Train a model on demonstrations."),
     "show": ("show", "Print one conversation of a run."),
     "simulate": ("simulate", "Predict how long a run takes, without starting it."),
     "skip": ("skip", "Show, check and remove recorded stages."),
@@ -68,6 +69,7 @@ def cli() -> None:
     asyncrl launch fully_async my.yaml              train your model
     asyncrl launch sync my.yaml                     the same run with a barrier: the baseline to compare with
     asyncrl eval checkpoint=quickstart              figures of the newest checkpoint of a run, without training
+    asyncrl sft my.yaml                             supervised training on demonstrations, before a launch
     asyncrl migrate verl.yaml                       a configuration of verl as one of asyncrl
     asyncrl serve my.yaml                           serve the model without training, OpenAI-compatible
     asyncrl status                                  the state of the newest run, live or dead

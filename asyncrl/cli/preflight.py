@@ -28,6 +28,8 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
     """
     if outcome.config is None or errors(outcome.problems):
         return outcome
+    if outcome.config.mode == "sft":
+        return _preflight_sft(outcome, outcome.config)
     from asyncrl.weights.transport import check_own_transport
     from rollouter.prompts.check import check_data, check_own_data
     from rollouter.rewards.check import RewardCheck
@@ -61,6 +63,15 @@ def check_machine(config: Config, machine: MachineResources, *, trains: bool = T
         return []
     resources = make_plan(config, machine, num_parameters=num_parameters(config.model.path), num_prompts=None)
     return list(shortages(resources, config, trains=trains))
+
+
+def _preflight_sft(outcome: CheckedConfig, config: Config) -> CheckedConfig:
+    from rollouter.prompts.demonstrations import check_demonstrations
+
+    files = [*check_model_files(config), *check_demonstrations(config, limit_s=_ROWS_S)]
+    if config.ray.address is not None:  # the cluster may have other files
+        files = [replace(problem, severity="warning") for problem in files]
+    return outcome.with_problems([*files, *_disk(config)])
 
 
 def _disk(config: Config) -> Iterator[ConfigProblem]:

@@ -23,13 +23,13 @@ from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, te
 from asyncrl.config.keys import advice, all_keys, choices, leaves, unknown_keys
 from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
-from asyncrl.config.rules import Scope, as_evaluation, as_sync, check_environment, check_rules
+from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import COMMAND_LINE, SYNC, lines, sources_of_files
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
 
-Mode = Literal["fully_async", "sync"]
+Mode = Literal["fully_async", "sync", "sft"]
 Tree = dict[str, Any]
 
 CONF = Path(asyncrl.__file__).parent / "conf"
@@ -78,7 +78,8 @@ def load_config(
     Args:
         source: a YAML file, or the name of a shipped recipe; None: the quickstart.
         overrides: `key=value` or `group=option`.
-        mode: `sync` puts a barrier between generation and training (`rules.as_sync`).
+        mode: `sync` puts a barrier between generation and training (`rules.as_sync`); `sft` is a supervised run
+            (`rules.as_sft`).
 
     Raises:
         ConfigError: with every problem in one message.
@@ -122,15 +123,18 @@ def _check(
     problems += [*unknown, *_of_verl(base, unknown)]
     count_processes(tree, user_values)
     if "mode" in user_values and tree.get("mode") != mode:
-        consequence = f"it contradicts `asyncrl launch {mode}`"
+        command = "asyncrl sft" if mode == "sft" else f"asyncrl launch {mode}"
+        consequence = f"it contradicts `{command}`"
         problems.append(ConfigProblem("mode", tree.get("mode"), consequence, "leave the key out; the command sets it"))
     config, type_problems = _validate(tree | {"mode": "fully_async"})
     problems += type_problems
     if config is not None:
         config = config.with_unresolved(unresolved)
-        config = as_sync(config) if mode == "sync" else config
+        config = as_sync(config) if mode == "sync" else as_sft(config) if mode == "sft" else config
         config = as_evaluation(config) if config.validates_only else config
-        problems += check_rules(config, _set_keys(user_values), scope=scope)
+        unused = UNUSED_BY_SFT if mode == "sft" else ()
+        set_keys = {key for key in _set_keys(user_values) if key.partition(".")[0] not in unused}
+        problems += check_rules(config, set_keys, scope=scope)
         problems += check_environment(config, scope=scope)
     kept = {
         key: place for key, place in base.places.items() if not any(key.startswith(f"{one}.") for one in overridden)

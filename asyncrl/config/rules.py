@@ -168,6 +168,19 @@ def as_evaluation(config: Config) -> Config:
     )
 
 
+UNUSED_BY_SFT = (
+    "algorithm", "rollout", "reward", "reward_model", "ref", "teacher", "critic", "async_training", "weight_sync",
+    "recovery", "skip", "serve",
+)  # fmt: skip
+"""Sections that a supervised run does not use, so that one file can configure it and the launch that follows."""
+
+
+def as_sft(config: Config) -> Config:
+    """Return the supervised run of the same model, data and trainer."""
+    trainer = config.trainer.model_copy(update={"ppo_epochs": 1})
+    return config.without(UNUSED_BY_SFT).model_copy(update={"mode": "sft", "trainer": trainer})
+
+
 def as_sync(config: Config) -> Config:
     """Return the same run with a barrier between generation and training.
 

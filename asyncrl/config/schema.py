@@ -6,7 +6,7 @@ Key names follow verl's where verl has the concept. docs/config.md is generated 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from pydantic import PrivateAttr
@@ -14,7 +14,7 @@ from pydantic import PrivateAttr
 from asyncrl.config.interpolation import ValuePath
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Switch
-from asyncrl.config.sections.data import DataConfig, ModelConfig
+from asyncrl.config.sections.data import DataConfig, ModelConfig, SftConfig
 from asyncrl.config.sections.observe import LoggingConfig, ProfilerConfig
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.config.sections.rollout import RolloutConfig
@@ -33,8 +33,8 @@ from asyncrl.config.sections.trainer import CriticConfig, RefConfig, RewardModel
 class Config(ConfigSection):
     """The whole run."""
 
-    mode: Literal["fully_async", "sync"] = "fully_async"
-    """Mode of the run, which `asyncrl launch` sets."""
+    mode: Literal["fully_async", "sync", "sft"] = "fully_async"
+    """Mode of the run, which `asyncrl launch` and `asyncrl sft` set."""
     project_name: str = "asyncrl"
     """Groups experiments in metric sinks."""
     experiment_name: str = "quickstart"
@@ -58,6 +58,7 @@ class Config(ConfigSection):
     """Seed of the data order and of torch. The same seed gives the same prompts in the same feed order."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    sft: SftConfig = SftConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -83,6 +84,13 @@ class Config(ConfigSection):
         config = self.model_copy()
         config._unresolved = dict(texts)
         return config
+
+    def without(self, sections: Collection[str]) -> Config:
+        """Return the configuration with the defaults in these sections."""
+        config = self.model_copy(update={name: getattr(Config(), name) for name in sections})
+        return config.with_unresolved(
+            {path: text for path, text in self._unresolved.items() if path[0] not in sections}
+        )
 
     def public_values(self) -> dict[str, Any]:
         """Return all values in JSON types, as they may be written, shown and sent.
@@ -158,7 +166,9 @@ class Config(ConfigSection):
 
     @property
     def longest_trajectory(self) -> int:
-        """Most tokens of a prompt and its response."""
+        """Most tokens of a prompt and its response, or of a demonstration."""
+        if self.mode == "sft":
+            return self.sft.max_length
         return self.data.max_prompt_length + self.rollout.response_length
 
     @property

@@ -97,6 +97,15 @@ class Prompt:
     """Images and videos in the order of their placeholders."""
 
 
+class Demonstration(NamedTuple):
+    """A conversation to imitate, as tokens."""
+
+    token_ids: TokenIds
+    """int32 `[L]`; the first token is not trained, and the last one is."""
+    mask: Mask
+    """bool `[L]`: the tokens that are trained, which are the assistant's."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """The outcome of one generate call for one trajectory."""

@@ -6,8 +6,10 @@ import functools
 import json
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import anyio
 import click
@@ -53,19 +55,55 @@ def launch(config: Config) -> int:
             was started.
         InfraError: the disk is full; nothing was started.
     """
+    with opened_run(config) as run:
+        if run is None:
+            return COMPLETED
+        with run.view, logging_to(run.view, run.run_dir.logs, config.logging.level):
+            return anyio.run(_launch, config, run)
+
+
+class OpenedRun(NamedTuple):
+    """A run whose directory is locked and ready to be written."""
+
+    run_dir: RunDir
+    resume: Resume | None
+    summary: SummaryFile
+    view: View
+    warnings: Sequence[str]
+    """Notices about what the run continues from."""
+
+    @property
+    def resumed(self) -> ResumePoint | None:
+        if self.resume is None:
+            return None
+        progress, checkpoint = self.resume.manifest.progress, self.resume.checkpoint
+        path = str(checkpoint) if checkpoint is not None else ""
+        return ResumePoint(progress.step, progress.version, path, self.resume.lineage, self.resume.lost)
+
+
+@contextmanager
+def opened_run(config: Config) -> Iterator[OpenedRun | None]:
+    """Choose, lock and open the run directory, and reserve the space of its summary; None: the run is completed, and a
+    message says so.
+
+    Raises:
+        ConfigError, InfraError: see `launch`.
+    """
     hide_secrets(config.model_dump(mode="json"))  # errors of other processes may contain them
     with RunLocks(config.directory_mode) as locks:
         warnings: list[str] = []
         resume = find_locked_resume(config, locks, warnings)
         if (resume is None or resume.run_dir is None) and config.run_dir is not None:
             locks.take(Path(config.run_dir))
-        view = make_view(config.logging.console, f"asyncrl {config.mode} · {config.experiment_name}")
+        console = "plain" if config.mode == "sft" and config.logging.console != "off" else config.logging.console
+        view = make_view(console, f"asyncrl {config.mode} · {config.experiment_name}")
         if resume is not None:
             check_run_dir(config, resume)
             if (message := already_completed(config, resume)) is not None:
                 for text in (*warnings, message):
                     view.message("warning", text)
-                return COMPLETED
+                yield None
+                return
         run_dir = open_run_dir(config, resume)
         locks.take(run_dir.path)
         claim_checkpoints(
@@ -77,23 +115,11 @@ def launch(config: Config) -> int:
         )
         summary = SummaryFile(run_dir.path)
         summary.reserve()
-        with view, logging_to(view, run_dir.logs, config.logging.level):
-            return anyio.run(_launch, config, run_dir, resume, summary, view, warnings)
+        yield OpenedRun(run_dir, resume, summary, view, warnings)
 
 
-async def _launch(
-    config: Config,
-    run_dir: RunDir,
-    resume: Resume | None,
-    summary: SummaryFile,
-    view: View,
-    warnings: Sequence[str],
-) -> int:
-    resumed = None
-    if resume:
-        progress = resume.manifest.progress
-        checkpoint = str(resume.checkpoint) if resume.checkpoint is not None else ""
-        resumed = ResumePoint(progress.step, progress.version, checkpoint, resume.lineage, resume.lost)
+async def _launch(config: Config, run: OpenedRun) -> int:
+    run_dir, view, summary, resumed = run.run_dir, run.view, run.summary, run.resumed
     try:
         recorder = await Recorder.open(config, run_dir, view, resumed)
     except AsyncRLError as error:
@@ -103,14 +129,20 @@ async def _launch(
     if resumed is not None and earlier is not None:
         recorder.add_earlier_tokens(earlier.generated_tokens)
         recorder.add_earlier_restarts(count_restarts(earlier.restarts, earlier.earlier_restarts))
-    for text in warnings:
-        view.message("warning", text)
-        logger.warning("%s", text, extra=ALREADY_SHOWN)
+    show_warnings(run)
     profile.configure("driver", ProfilerSettings.of(config.profiler, run_dir.path, rotates=True))
     profile.set_position(step=(resumed.step if resumed else 0) + 1)
     status = RunStatus(config, run_dir, recorder, resumed_at=resumed)
     stale_namespace = earlier.namespace if earlier is not None else ""
-    outcome, cause = await _run(config, run_dir, resume, recorder, view, status, stale_namespace)
+
+    async def main(namespace: str, interrupts: Interrupts) -> None:
+        from asyncrl.driver.run import Run
+
+        async with recorder.trackers():
+            await Run(config, run_dir, run.resume, recorder, view, status).main(namespace, interrupts)
+            view.phase("shutting down")
+
+    outcome, cause = await run_on_cluster(config, run, main, status.keep_written, stale=stale_namespace)
     await status.take_final_counts()
     final = recorder.summary(outcome, cause)
     status.end(outcome, cause["message"] if cause is not None else "")
@@ -118,37 +150,46 @@ async def _launch(
     await to_thread.run_sync(profile.close)
     summary.write(final)
     view.finish(final, run_dir.path, *recorder.examples())
+    return exit_code(outcome, cause)
+
+
+def show_warnings(run: OpenedRun) -> None:
+    for text in run.warnings:
+        run.view.message("warning", text)
+        logger.warning("%s", text, extra=ALREADY_SHOWN)
+
+
+def exit_code(outcome: RunOutcome, cause: Mapping[str, str] | None) -> int:
     is_bad_config = cause is not None and cause["type"] == ConfigError.__name__
     return BAD_CONFIG if is_bad_config else _EXIT_CODES[outcome]
 
 
-async def _run(
+async def run_on_cluster(
     config: Config,
-    run_dir: RunDir,
-    resume: Resume | None,
-    recorder: Recorder,
-    view: View,
-    status: RunStatus,
-    stale_namespace: str,
+    run: OpenedRun,
+    main: Callable[[str, Interrupts], Awaitable[None]],
+    *background: Callable[[], Coroutine[Any, Any, None]],
+    stale: str = "",
 ) -> tuple[RunOutcome, dict[str, str] | None]:
-    """Run to the end and return the outcome and the error. `stale_namespace`: namespace of the run's last driver."""
-    interrupts = Interrupts()
+    """Start Ray, call `main` with its namespace and the interrupts, and return the outcome and the error.
+
+    Modules that import Ray are imported in `main`, because Ray reads the environment that the cluster has set.
+
+    Args:
+        background: calls that run beside it until it has ended.
+        stale: namespace of the run's last driver.
+    """
+    interrupts, view = Interrupts(), run.view
     view.phase("starting Ray")
     try:
         with interrupts.scope:
             async with anyio.create_task_group() as group:
                 await group.start(interrupts.listen)
-                group.start_soon(status.keep_written)
-                async with (
-                    cluster(config, run_dir.path.name, stale=stale_namespace) as namespace,
-                    recorder.trackers(),
-                ):
-                    link_logs(run_dir.logs)
-                    # Imported here, because Ray reads the environment that the cluster has set.
-                    from asyncrl.driver.run import Run
-
-                    await Run(config, run_dir, resume, recorder, view, status).main(namespace, interrupts)
-                    view.phase("shutting down")
+                for call in background:
+                    group.start_soon(call)
+                async with cluster(config, run.run_dir.path.name, stale=stale) as namespace:
+                    link_logs(run.run_dir.logs)
+                    await main(namespace, interrupts)
                 group.cancel_scope.cancel()
     except Exception as error:  # it goes into summary.json, with its traceback
         logger.debug("the run ended", exc_info=True)

@@ -165,6 +165,7 @@ def run_identity(config: Config) -> dict[str, Any]:
         **{f"data.{key}": value for key, value in data.items() if key not in _NOT_OF_TRAINING},
         "trainer.ppo_mini_batch_size": config.trainer.ppo_mini_batch_size,
         "samples per version": config.samples_per_version,
+        **({"sft": config.sft.model_dump(mode="json")} if config.mode == "sft" else {}),
     }
 
 

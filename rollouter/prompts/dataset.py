@@ -149,8 +149,8 @@ def parse_row(
         DataError: a field is missing, of the wrong type, or has text that cannot be encoded; the message names the row
             and the field.
     """
-    if not checked and (found := _unusable(row)):
-        raise DataError(f"{where}: field '{found.place.removeprefix('.')}': {found.problem}")
+    if not checked:
+        check_texts(row, where)
     source, truth = row.get(keys.data_source), keys.truth(row, where)
     extra_info = dict(_mapping(row.get("extra_info"), "extra_info", where))
     if extra_info.get("sampling_params") is not None:
@@ -172,6 +172,12 @@ def parse_row(
         extra_info=extra_info,
         media=media,
     )
+
+
+def check_texts(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError if the row has a text that cannot be encoded, or is nested too deeply."""
+    if found := _unusable(row):
+        raise DataError(f"{where}: field '{found.place.removeprefix('.')}': {found.problem}")
 
 
 class _Unusable(NamedTuple):
@@ -213,27 +219,37 @@ def _half_of_a_pair(text: str) -> _Unusable | None:
     return None
 
 
-def _messages(prompt: Any, field: str, where: str) -> tuple[Mapping[str, Any], ...]:
-    if isinstance(prompt, str):
-        return ({"role": "user", "content": prompt},)
-    if not isinstance(prompt, Sequence) or not prompt:
+def chat_messages(value: Any, field: str, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the chat messages in a field; a text becomes one user message.
+
+    Raises:
+        DataError: it has no messages, or a message has no role or content.
+    """
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    if not isinstance(value, Sequence) or not value:
         raise DataError(
-            f"{where}: field '{field}' is {_shown(prompt)}; expected a non-empty list of chat messages "
+            f"{where}: field '{field}' is {_shown(value)}; expected a non-empty list of chat messages "
             '[{"role": "user", "content": "…"}] or a string'
         )
-    for position, message in enumerate(prompt):
+    for position, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise DataError(f"{where}: field '{field}[{position}]' is {_shown(message)}; expected 'role' and 'content'")
-    if prompt[-1]["role"] == "assistant":
+    # Parquet gives every message the columns of all messages; a template must not see absent keys.
+    return tuple(
+        {key: item for key, item in message.items() if item is not None or key == "content"} for message in value
+    )
+
+
+def _messages(prompt: Any, field: str, where: str) -> tuple[Mapping[str, Any], ...]:
+    messages = chat_messages(prompt, field, where)
+    if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: field '{field}[{len(prompt) - 1}]' is a message of the assistant, {_shown(prompt[-1])}; "
             "expected the prompt to end where the model's turn begins, so remove the message (a correct answer belongs "
             "in reward_model.ground_truth)"
         )
-    # Parquet gives every message the columns of all messages; a template must not see absent keys.
-    return tuple(
-        {key: value for key, value in message.items() if value is not None or key == "content"} for message in prompt
-    )
+    return messages
 
 
 def _mapping(value: Any, field: str, where: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The losses of the policy and of the critic, as `trainer.engines.base.Loss`. Picklable."""
+"""The losses of the policy, of the critic and of supervised training, as `trainer.engines.base.Loss`. Picklable."""
 
 from __future__ import annotations
 
@@ -135,6 +135,21 @@ class ValueLoss:
             "critic/clip_fraction": terms.clipped.to(predicted),
         }
         return LossParts(loss, {"critic/loss": loss.detach()}, means)
+
+
+class SupervisedLoss:
+    """The loss of `asyncrl sft`: the cross-entropy of the demonstrated tokens in nats, averaged over all of a step."""
+
+    entropy_gradient = False
+    agg_mode: str = "token-mean"
+    agg_scale = 1.0
+
+    def needs_gradient(self, batch: TensorDict) -> Tensor:
+        """Return the rows with a trained token, bool `[B]`."""
+        return batch["loss_mask"].any(dim=1)
+
+    def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
+        return LossParts(-(scores.log_probs * tokens.weight).sum(), {}, {"actor/entropy": scores.entropy.detach()})
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -23,9 +23,11 @@ masks; it has no gradient, and engines drop it before they compute (`trainer.eng
 The Trainer adds before training, all float32 `[B, R]`: `old_log_probs` (proximal policy), `ref_log_probs`,
 `values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss), `token_ages`
 (versions between the Trainer and the weights that sampled each token). If the Trainer runs a reward model, it also adds
-`model_scores`, float32 `[B]`. A teacher's `teacher_log_probs` become part of the advantages. If a trajectory has several rows, it adds `trajectory_tokens`, int64 `[B]`: the number of
-trained tokens in the row's whole trajectory, so that a mean over trajectories counts the trajectory once
-(`trainer.engines.compute.packing.token_weights`).
+`model_scores`, float32 `[B]`. A teacher's `teacher_log_probs` become part of the advantages. If a trajectory has
+several rows, it adds `trajectory_tokens`, int64 `[B]`: the number of trained tokens in the row's whole trajectory, so
+that a mean over trajectories counts the trajectory once (`trainer.engines.compute.packing.token_weights`).
+
+A batch of demonstrations has the first five keys only.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from asyncrl.core.types import Media
+from asyncrl.core.types import Demonstration, Media
 from asyncrl.storage.media import join
 from trainer.batches import TrainRow
 
@@ -77,6 +79,23 @@ def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
     if any(row.media for row in rows):
         batch["media"] = _media(rows)
     return batch
+
+
+def demonstration_batch(rows: Sequence[Demonstration]) -> TensorDict:
+    """Lay out demonstrations. The response of a row begins with its first trained token, and later tokens that are not
+    trained are masked."""
+    starts = [int(row.mask.argmax()) for row in rows]
+    mask = _padded([row.mask[start:] for row, start in zip(rows, starts, strict=True)], np.bool_)
+    return TensorDict(
+        {
+            "input_ids": _padded([row.token_ids for row in rows], np.int64),
+            "prompt_lens": torch.tensor(starts),
+            "response_lens": torch.tensor([len(row.mask) - start for row, start in zip(rows, starts, strict=True)]),
+            "response_mask": mask,
+            "loss_mask": mask.clone(),
+        },
+        batch_size=[len(rows)],
+    )
 
 
 def _padded(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:

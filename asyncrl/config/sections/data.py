@@ -1,4 +1,4 @@
-"""`model` and `data`: the trained model, the prompts, and the checks of their keys."""
+"""`model`, `data`, `sft`: the trained model, prompts and demonstrations, and the checks of their keys."""
 
 from __future__ import annotations
 
@@ -181,6 +181,22 @@ class DataConfig(ConfigSection):
     30 days is deleted."""
 
 
+class SftConfig(ConfigSection):
+    """How `asyncrl sft` reads the demonstrations in the files of `data` (docs/sft.md). A row has chat messages, or a
+    prompt and a response."""
+
+    messages_key: str = "messages"
+    """Column of the chat messages. All turns of the assistant are trained, unless `turns` is `last`."""
+    prompt_key: str = "prompt"
+    """Column of the prompt, a text or chat messages, of rows without messages."""
+    response_key: str = "response"
+    """Column of the response, a text, of rows without messages."""
+    turns: Literal["all", "last"] = "all"
+    """Which turns of the assistant are trained."""
+    max_length: Positive = 2048
+    """Maximum length of a conversation in tokens; longer ones are left out and counted."""
+
+
 def num_prompts(config: Config) -> int | None:
     """Return the number of rows of the training set before filtering, or None if counting them needs a library."""
     if config.data.dataset is not None:
@@ -294,6 +310,12 @@ RULES: tuple[RuleFunction, ...] = (
                _GYM_AND_FILES, "set data.train_files=[] or data.reasoning_gym=null"),
     ConfigRule("data.val_files", lambda c: c.data.reasoning_gym and c.data.val_files,
                _GYM_AND_FILES, "set data.val_files=[] or data.reasoning_gym=null"),
+    ConfigRule("data.reasoning_gym", lambda c: c.mode == "sft" and c.data.reasoning_gym,
+               "its rows are questions without responses, and `asyncrl sft` learns from responses",
+               "set data.reasoning_gym=null and data.train_files"),
+    ConfigRule("data.sampler", lambda c: c.mode == "sft" and c.data.sampler,
+               "it orders the prompts of a launch; `asyncrl sft` orders rows by data.shuffle and seed",
+               "leave it out", "warning"),
 )  # fmt: skip
 
 ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (_policy, _chat_template)

@@ -1,4 +1,4 @@
-"""`trainer`, `ref`, `teacher`, `critic`, `reward_model`: steps, engines, optimizers, models, and the checks of their keys."""
+"""`trainer`, `ref`, `teacher`, `critic`, `reward_model`: steps, engines, optimizers, models; checks of their keys."""
 
 from __future__ import annotations
 

@@ -388,3 +388,25 @@ def test_the_first_argument_is_a_config_unless_it_is_an_override(
     arguments: tuple[str, ...], split: tuple[str | None, tuple[str, ...]]
 ) -> None:
     assert split_arguments(arguments) == split
+
+
+def test_a_supervised_run_has_the_defaults_in_sections_that_only_a_launch_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    file = tmp_path / "both.yaml"
+    file.write_text(
+        "data: {train_files: ['${oc.env:FOLDER}/train.jsonl']}\n"
+        "reward: {function: none, kwargs: {where: '${oc.env:FOLDER}'}, judge: {model: one, base_url: 'http://j/v1'}}\n"
+        "rollout: {n: 4, sampling: {temperature: 0.5}}\n"
+        "trainer: {ppo_epochs: 2, ppo_max_token_len: 64}\n"
+        "sft: {max_length: 64}\n"
+    )
+    config = load_config(file, mode="sft")
+    assert (config.mode, config.longest_trajectory, config.trainer.ppo_epochs) == ("sft", 64, 1)
+    assert (config.rollout, config.reward) == (Config().rollout, Config().reward)
+    assert config.public_values()["data"]["train_files"] == ["${oc.env:FOLDER}/train.jsonl"]
+    assert config.public_values()["reward"]["kwargs"] == {}
+    (problem,) = check_config(file, ["data.sampler=nowhere.py:order"], mode="sft").warnings[-1:]
+    assert problem.key == "data.sampler"
