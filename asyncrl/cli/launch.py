@@ -129,6 +129,7 @@ def _show_plan(
             detect_machine(),
             num_parameters=num_parameters(config.model.path),
             num_prompts=num_prompts(config),
+            teacher_parameters=None if config.teacher.path is None else num_parameters(config.teacher.path),
         )
         placement = None if config.ray.address is None else _placement(config)
     except AsyncRLError as error:

@@ -122,7 +122,12 @@ class ResourcePlan:
 
 
 def make_plan(
-    config: Config, machine: MachineResources, *, num_parameters: int | None, num_prompts: int | None
+    config: Config,
+    machine: MachineResources,
+    *,
+    num_parameters: int | None,
+    num_prompts: int | None,
+    teacher_parameters: int | None = None,
 ) -> ResourcePlan:
     """Return the plan of a run on a machine; `num_prompts` before filtering, None if unknown.
 
@@ -138,7 +143,7 @@ def make_plan(
     surplus = math.ceil(config.rollout.over_sample.samples * config.samples_per_version)
     generating = min(unconsumed + surplus, config.rollout.max_concurrent_samples)
     return ResourcePlan(
-        parts=tuple(_processes(config, machine, num_parameters)),
+        parts=tuple(_processes(config, machine, num_parameters, teacher_parameters)),
         machine=machine,
         num_parameters=num_parameters,
         num_prompts=num_prompts,
@@ -157,7 +162,9 @@ def make_plan(
     )
 
 
-def _processes(config: Config, machine: MachineResources, num_parameters: int | None) -> Iterator[PlannedProcess]:
+def _processes(
+    config: Config, machine: MachineResources, num_parameters: int | None, teacher_parameters: int | None
+) -> Iterator[PlannedProcess]:
     on_gpu, rollout = machine.gpus > 0, config.rollout
     weights = None if num_parameters is None else num_parameters * _BYTES[rollout.dtype]
     cache = 0 if on_gpu else rollout.cpu_kv_cache_gib * GIB
@@ -178,28 +185,34 @@ def _processes(config: Config, machine: MachineResources, num_parameters: int | 
     if config.validates_only:
         return
     yield PlannedProcess("trainer", 1, 1, 0, None)
-    yield from _ranks(config, on_gpu, num_parameters)
+    yield from _ranks(config, on_gpu, num_parameters, teacher_parameters)
 
 
-def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator[PlannedProcess]:
+def _ranks(
+    config: Config, on_gpu: bool, num_parameters: int | None, teacher_parameters: int | None
+) -> Iterator[PlannedProcess]:
     """Yield the training processes that the policy and other models share, and the processes of separate models.
 
-    All models are assumed to have the size of the policy.
+    All models but the teacher are assumed to have the size of the policy, and so is a teacher of unknown size.
     """
+    relative = teacher_parameters / num_parameters if teacher_parameters and num_parameters else 1.0
+
+    def bytes_of(name: str) -> float:
+        return _bytes_per_parameter(config, name) * (relative if name == "teacher" else 1.0)
 
     def process(
-        name: str, count: int, device: str, threads: int, strategy: str, bytes_each: int, section: str = "trainer"
+        name: str, count: int, device: str, threads: int, strategy: str, bytes_each: float, section: str = "trainer"
     ) -> PlannedProcess:
         gpu = device == "cuda" or (device == "auto" and on_gpu)
         shards = 1 if strategy in _UNSHARDED else count
-        memory = None if num_parameters is None else num_parameters * bytes_each // shards
+        memory = None if num_parameters is None else int(num_parameters * bytes_each) // shards
         keys = f"{section}.num_workers", f"{section}.cpu_threads"
         return PlannedProcess(f"{name} rank", count, 1 if gpu else threads, int(gpu), memory, True, *keys)
 
     trainer, roles = config.trainer, model_roles(config)
-    shared = {name: _bytes_per_parameter(config, name) for name, role in roles.items() if role.placement == "actor"}
+    shared = {name: bytes_of(name) for name, role in roles.items() if role.placement == "actor"}
     shared = {name: size for name, size in shared.items() if size}
-    size = _bytes_per_parameter(config, "trainer") + sum(shared.values())
+    size = bytes_of("trainer") + sum(shared.values())
     name = " + ".join(["policy", *shared])
     yield process(name, trainer.num_workers, trainer.device, trainer.cpu_threads, trainer.strategy, size)
     for name, role in roles.items():
@@ -210,7 +223,7 @@ def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator
                 role.device or trainer.device,
                 role.cpu_threads or trainer.cpu_threads,
                 role.strategy or trainer.strategy,
-                _bytes_per_parameter(config, name),
+                bytes_of(name),
                 name if role.num_workers else "trainer",
             )
 

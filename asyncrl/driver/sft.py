@@ -50,9 +50,6 @@ def sft(config: Config) -> int:
 
 
 async def _sft(config: Config, run: OpenedRun) -> int:
-    records: SupervisedRecords | None = None
-    outcome: RunOutcome
-    cause: Mapping[str, str] | None
     try:
         records = await to_thread.run_sync(SupervisedRecords, config, run)
     except AsyncRLError as error:
@@ -240,6 +237,8 @@ class SupervisedRecords:
             f"{number(loss['first'])} → {number(loss['last'])}, validation loss {number(validation['before'])} → "
             f"{number(validation['after'])}, {final['tokens']['trained']:,} tokens",
         )
+        if outcome != "completed":
+            view.message("", f"continue it with run_dir={self._run.run_dir.path} resume=auto")
         if (checkpoint := find_latest(self._run.run_dir.checkpoints)) is not None:
             model = checkpoint / HF_DIRECTORY
             view.message("", f"start a launch from it: asyncrl launch fully_async my.yaml model.path={model}")

@@ -65,8 +65,10 @@ def test_a_trained_model_teaches_an_untrained_one(tmp_path: Path) -> None:
     completed(teacher, 400.0)
     path = teacher.run_dir / "checkpoints" / "step_000125" / "hf"
     config = str(EXAMPLES / "distill" / "config.yaml")
+    run_dir = tmp_path / "run"
     student = start_command(
-        tmp_path, "launch", "fully_async", config, f"teacher.path={path}", "logging.console=plain"
+        tmp_path, "launch", "fully_async", config, f"run_dir={run_dir}", f"teacher.path={path}",
+        "logging.console=plain", run_dir=run_dir,
     )  # fmt: skip
     completed(student, 480.0)
     before, after = (student.summary()["validation"][when]["reward"] for when in ("before", "after"))

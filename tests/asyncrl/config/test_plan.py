@@ -73,6 +73,16 @@ def memory(overrides: list[str]) -> dict[str, tuple[int, float]]:
     return {part.name: (part.count, (part.memory_bytes or 0) / 1000) for part in plan.parts if "rank" in part.name}
 
 
+def test_a_teacher_has_its_own_size() -> None:
+    config = load_config(None, ["teacher.path=asyncrl://quickstart", "teacher.placement=own"])
+    plan = make_plan(config, LAPTOP, num_parameters=1000, num_prompts=None, teacher_parameters=7000)
+    sizes = {part.name: part.memory_bytes for part in plan.parts}
+    assert (sizes["policy rank"], sizes["teacher rank"]) == (16_000, 28_000)
+    shared = config.model_copy(update={"teacher": config.teacher.model_copy(update={"placement": "actor"})})
+    plan = make_plan(shared, LAPTOP, num_parameters=1000, num_prompts=None, teacher_parameters=7000)
+    assert {part.name: part.memory_bytes for part in plan.parts}["policy + teacher rank"] == 44_000
+
+
 def test_planned_memory_is_that_of_weights_optimizer_and_cache() -> None:
     config = load_config(None, ["algorithm=grpo_kl", "rollout.dtype=bfloat16"])
     parts = {part.name: part for part in plan_of(config).parts}

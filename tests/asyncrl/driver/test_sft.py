@@ -135,7 +135,8 @@ def test_ctrl_c_stops_with_a_checkpoint_from_which_the_run_continues(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(InlineGroups, "before_step", staticmethod(interrupt))
-    assert "interrupted after" in run(code=130)
+    out = run(code=130)
+    assert "interrupted after" in out and f"continue it with run_dir={tmp_path}/run resume=auto" in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "interrupted" and 3 <= summary["step"] < 8
     monkeypatch.setattr(InlineGroups, "before_step", staticmethod(lambda step: None))
