@@ -24,6 +24,7 @@ from asyncrl.core.types import Demonstration
 from rollouter.prompts.chat_template import encode_text, end_token_ids, render
 from rollouter.prompts.check import rows_of
 from rollouter.prompts.dataset import FileRows, OwnRows, RowSource, chat_messages, check_texts
+from rollouter.prompts.media import has_media
 from rollouter.user_code import shown
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ def conversation(row: Mapping[str, Any], where: str, sft: SftConfig) -> tuple[Ma
             f"the row has {', '.join(map(str, row)) or 'no fields'}. Set sft.messages_key, or sft.prompt_key and "
             "sft.response_key, to the names of your columns"
         )
+    if has_media(row, messages):
+        raise DataError(f"{where}: it has images or videos, which `asyncrl sft` does not train on; remove the row")
     last = max((number for number, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     if messages[0]["role"] == "assistant" or last < 0:
         problem = "begins with a message of the assistant" if last >= 0 else "has no message of the assistant"

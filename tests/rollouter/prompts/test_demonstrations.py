@@ -99,6 +99,7 @@ def test_a_turn_that_a_launch_would_begin_otherwise_is_refused(tmp_path: Path) -
         ({"messages": [{"role": "user"}]}, r"field 'messages\[0\]'.*'role' and 'content'"),
         ({"messages": CONVERSATION[:2]}, "has no message of the assistant"),
         ({"messages": CONVERSATION[2:]}, "begins with a message of the assistant"),
+        ({"messages": CONVERSATION, "images": ["a.png"]}, "images or videos"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half of a surrogate pair"),
     ],
 )

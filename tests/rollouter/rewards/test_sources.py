@@ -38,6 +38,11 @@ def combined(
     return CombinedScorer(function_scorer(config, loaded, decode), config, decode, model)
 
 
+async def test_with_a_teacher_alone_every_reward_is_zero() -> None:
+    config = run(teacher={"path": "large"}, algorithm={"adv_estimator": "on_policy_distill"})
+    assert await combined(config).score(prompt(), [answer("22"), answer("23")]) == [Score(0.0), Score(0.0)]
+
+
 class Lengths:
     """A reward model that returns the response length, after `gate` is set."""
 
