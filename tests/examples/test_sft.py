@@ -18,7 +18,8 @@ def test_the_demonstrations_are_right_and_the_configuration_uses_them(tmp_path: 
     task = runpy.run_path(str(EXAMPLES / "quickstart" / "make_model.py"))
     for split in ("train", "val"):
         rows = [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
-        prompts = [json.loads(line) for line in Path(resolve(f"asyncrl://quickstart/{split}.jsonl")).open()]
+        shipped = Path(resolve(f"asyncrl://quickstart/{split}.jsonl")).read_text()
+        prompts = [json.loads(line) for line in shipped.splitlines()]
         assert len(rows) == len(prompts)
         for row, prompt in zip(rows, prompts, strict=True):
             question, answer = row["messages"]
