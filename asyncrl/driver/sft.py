@@ -7,6 +7,8 @@ continues it from its last checkpoint.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +28,7 @@ from asyncrl.observe.formats import elapsed, number
 from asyncrl.observe.metrics.file_sinks import rewind_jsonl
 from asyncrl.observe.metrics.rows import MetricsRow, finite
 from asyncrl.observe.metrics.sinks import RemoteSink, Sink, end_remote_sinks, open_sinks
+from asyncrl.observe.status.run_status import STATE_FILE, RunPhase, RunState, StateFile
 from asyncrl.observe.status.summary import RunOutcome, describe_error
 from asyncrl.observe.terminal.live import MAX_STEP_LINES, logging_to
 from asyncrl.profiling import ProfilerSettings, profile
@@ -35,6 +38,7 @@ from asyncrl.storage.checkpoint_claim import read_run_id
 from asyncrl.storage.checkpoint_manifest import HF_DIRECTORY, NO_REWINDS, Progress, find_latest, run_identity
 from asyncrl.storage.remote_checkpoints import remote_checkpoints
 
+TICK_S = 1.0
 _PATIENCE_S = 10.0
 """Longest time between two progress lines, once there is a step to show."""
 
@@ -62,8 +66,8 @@ async def _sft(config: Config, run: OpenedRun) -> int:
         await _train(config, run, records, interrupts)
         run.view.phase("shutting down")
 
-    outcome, cause = await run_on_cluster(config, run, main)
-    await to_thread.run_sync(records.close, outcome == "completed")
+    outcome, cause = await run_on_cluster(config, run, main, records.keep_state_written)
+    await to_thread.run_sync(records.close, outcome, cause)
     await to_thread.run_sync(profile.close)
     run.summary.write(records.summary(outcome, cause))
     records.show_end(outcome, cause)
@@ -165,6 +169,10 @@ class SupervisedRecords:
         self._progress = Progress()
         self._total_steps = 0
         self._sets: dict[str, int] = {}
+        self._phase: RunPhase = "starting"
+        self._state = StateFile(run.run_dir.path / STATE_FILE)
+        self._config = config
+        self._started_at = self._moved_at = time.time()
         resumed = run.resumed
         if resumed is not None:
             rewind_jsonl(run.run_dir.metrics, resumed.step, resumed.version, self._add)
@@ -172,7 +180,7 @@ class SupervisedRecords:
 
     def begin(self, total_steps: int, progress: Progress, train: Any, validation: Any) -> None:
         """Set the length of the run and its data (`LoadedDemonstrations`; None: no validation set)."""
-        self._total_steps, self._progress = total_steps, progress
+        self._total_steps, self._progress, self._phase = total_steps, progress, "running"
         self._sets = {"train": len(train.rows), "left_out": train.num_left_out}
         self._sets["validation"] = len(validation.rows) if validation is not None else 0
         tokens = sum(int(row.mask.sum()) for row in train.rows)
@@ -186,6 +194,7 @@ class SupervisedRecords:
         extra: dict[str, Any] = {"rewards": [], "staleness": []} if kind == "step" else {"examples": []}
         row = MetricsRow(kind, step, 0, self._earlier_s + now - self._began, time.time(), metrics, extra)
         self._add(row)
+        self._moved_at = time.time()
         await to_thread.run_sync(self._write, row)
         every = max(1, self._total_steps // MAX_STEP_LINES)
         if kind == "validation":
@@ -243,11 +252,39 @@ class SupervisedRecords:
             model = checkpoint / HF_DIRECTORY
             view.message("", f"start a launch from it: asyncrl launch fully_async my.yaml model.path={model}")
 
-    def close(self, ok: bool) -> None:
-        """Close the sinks; trackers get the outcome. Blocking."""
-        end_remote_sinks([sink for sink in self._sinks if isinstance(sink, RemoteSink)], ok=ok)
+    def close(self, outcome: RunOutcome, cause: Mapping[str, Any] | None) -> None:
+        """Close the sinks, and write the final state; trackers get the outcome. Blocking."""
+        remote = [sink for sink in self._sinks if isinstance(sink, RemoteSink)]
+        end_remote_sinks(remote, ok=outcome == "completed")
         for sink in self._sinks:
             sink.close()
+        self._phase = outcome
+        self._state.write_now(self._now(cause["message"] if cause is not None else ""))
+
+    async def keep_state_written(self) -> None:
+        """Write state.json every second, for `asyncrl status`, until cancelled."""
+        while True:
+            await self._state.write(self._now())
+            await anyio.sleep(TICK_S)
+
+    def _now(self, error: str = "") -> RunState:
+        return RunState(
+            written_at=time.time(),
+            started_at=self._started_at,
+            pid=os.getpid(),
+            phase=self._phase,
+            experiment=self._config.experiment_name,
+            mode=self._config.mode,
+            host=socket.gethostname(),
+            error=error,
+            total_steps=self._total_steps or None,
+            step=self._progress.step,
+            trained_tokens=self._progress.trained_tokens,
+            num_replicas=0,
+            waits={"trainer": ()},
+            lineage=self._run.resume.lineage if self._run.resume is not None else 0,
+            last_progress_at=self._moved_at,
+        )
 
     def _write(self, row: MetricsRow) -> None:
         for sink in self._sinks:

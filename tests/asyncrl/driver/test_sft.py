@@ -100,7 +100,7 @@ def lines(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
-def test_a_run_leaves_a_model_metrics_and_a_summary(run: Callable[..., str], tmp_path: Path) -> None:
+def test_a_run_leaves_a_model_metrics_and_a_summary(run: Callable[..., str], cli: CommandLine, tmp_path: Path) -> None:
     out = run("trainer.test_freq=4")
     assert "20 rows with " in out and "step 8/8  loss " in out and "validation at step 0: loss" in out
     assert f"model.path={tmp_path}/run/checkpoints/step_000008/hf" in out
@@ -117,6 +117,8 @@ def test_a_run_leaves_a_model_metrics_and_a_summary(run: Callable[..., str], tmp
     assert points[-1][1] < points[0][1]
     saved = read_summary(tmp_path / "run")
     assert saved is not None and saved.step == 8
+    state = cli("status", tmp_path / "run", "--json").json
+    assert (state["phase"], state["step"], state["total_steps"]) == ("completed", 8, 8)
     # The same command again says that it is done; a longer one continues.
     assert "nothing is left to train" in run("resume=auto")
     assert "step 9/12" in run("resume=auto", "trainer.total_epochs=3")
