@@ -87,9 +87,8 @@ async def _train(config: Config, run: OpenedRun, records: SupervisedRecords, int
     view, run_dir, resume, trainer = run.view, run.run_dir, run.resume, config.trainer
     view.phase("reading the rows")
     tokenizer = await to_thread.run_sync(load_tokenizer, config.model)
-    cache = run_dir.path / "cache"
-    train = await to_thread.run_sync(load_demonstrations, config, tokenizer, cache, "train")
-    validation = await to_thread.run_sync(load_demonstrations, config, tokenizer, cache, "val")
+    train = await to_thread.run_sync(load_demonstrations, config, tokenizer, "train")
+    validation = await to_thread.run_sync(load_demonstrations, config, tokenizer, "val")
     if train is None:
         raise ConfigError("data.train_files: empty, so there is nothing to learn; set it, or data.dataset")
     order = RowOrder.from_config(config, len(train.rows))

@@ -18,9 +18,9 @@ import numpy as np
 from asyncrl.config.environment import local_path
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.data import SftConfig
 from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.types import Demonstration
+from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.chat_template import encode_text, end_token_ids, render
 from rollouter.prompts.check import rows_of
 from rollouter.prompts.dataset import FileRows, OwnRows, RowSource, chat_messages, check_texts
@@ -108,26 +108,27 @@ class ConversationTokenizer:
             raise DataError(f"{where}: {error.message}", error.cause) from error
 
 
-def conversation(row: Mapping[str, Any], where: str, sft: SftConfig) -> tuple[Mapping[str, Any], ...]:
+def conversation(row: Mapping[str, Any], where: str, config: Config) -> tuple[Mapping[str, Any], ...]:
     """Return the messages of a raw row, the last of which is the assistant's.
 
     Raises:
         DataError: fields are missing or of the wrong type, nothing is to be learned, or a text cannot be encoded; the
             message names the row and the field.
     """
+    sft, prompt_key = config.sft, config.data.prompt_key
     check_texts(row, where)
     if row.get(sft.messages_key) is not None:
         field, messages = sft.messages_key, chat_messages(row[sft.messages_key], sft.messages_key, where)
-    elif row.get(sft.prompt_key) is not None and row.get(sft.response_key) is not None:
+    elif row.get(prompt_key) is not None and row.get(sft.response_key) is not None:
         response = row[sft.response_key]
         if not isinstance(response, str):
             raise DataError(f"{where}: field '{sft.response_key}' is {shown(response)}; expected a text")
-        field, prompt = sft.prompt_key, chat_messages(row[sft.prompt_key], sft.prompt_key, where)
+        field, prompt = prompt_key, chat_messages(row[prompt_key], prompt_key, where)
         messages = (*prompt, {"role": "assistant", "content": response})
     else:
         raise DataError(
-            f"{where}: there is neither a field '{sft.messages_key}' nor '{sft.prompt_key}' and '{sft.response_key}'; "
-            f"the row has {', '.join(map(str, row)) or 'no fields'}. Set sft.messages_key, or sft.prompt_key and "
+            f"{where}: there is neither a field '{sft.messages_key}' nor '{prompt_key}' and '{sft.response_key}'; "
+            f"the row has {', '.join(map(str, row)) or 'no fields'}. Set sft.messages_key, or data.prompt_key and "
             "sft.response_key, to the names of your columns"
         )
     if has_media(row, messages):
@@ -139,9 +140,7 @@ def conversation(row: Mapping[str, Any], where: str, sft: SftConfig) -> tuple[Ma
     return messages[: last + 1]
 
 
-def load_demonstrations(
-    config: Config, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, split: str
-) -> LoadedDemonstrations | None:
+def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, split: str) -> LoadedDemonstrations | None:
     """Open, check and tokenize the rows of a split, `train` or `val`. Blocking. None: there is no validation set.
 
     Raises:
@@ -160,11 +159,12 @@ def load_demonstrations(
             key, rows = "data.dataset", OwnRows.load(data, split)
         else:
             files = data.train_files if split == "train" else data.val_files
-            rows = FileRows(files, key=key, cache_dir=cache_dir) if files else None
+            cache = DataCache(Path(data.cache_dir).expanduser())
+            rows = FileRows.open(files, key=key, cache=cache) if files else None
         if rows is None:
             return None
         limit = data.max_train_samples if split == "train" else data.max_val_samples
-        loaded = _load(rows, len(rows) if limit is None else min(limit, len(rows)), config.sft, convert)
+        loaded = _load(rows, len(rows) if limit is None else min(limit, len(rows)), config, convert)
     except DataError as error:
         raise ConfigError(f"{key}: {error.message}", error.cause) from error
     if loaded.num_left_out:
@@ -184,14 +184,14 @@ def load_demonstrations(
 
 
 def _load(
-    rows: RowSource, number: int, sft: SftConfig, convert: Callable[..., list[Demonstration]]
+    rows: RowSource, number: int, config: Config, convert: Callable[..., list[Demonstration]]
 ) -> LoadedDemonstrations:
     kept: list[Demonstration] = []
     num_left_out = 0
     for index in range(number):
         row, where = rows.row(index), rows.where(index)
-        made = convert(conversation(row, where, sft), where, row.get("tools") or ())
-        if any(len(one.token_ids) > sft.max_length for one in made):
+        made = convert(conversation(row, where, config), where, row.get("tools") or ())
+        if any(len(one.token_ids) > config.sft.max_length for one in made):
             num_left_out += 1
         else:
             kept += made
@@ -222,7 +222,7 @@ def check_demonstrations(
                     if clock() > until:
                         return
                     empty = False
-                    conversation(row, where, config.sft)
+                    conversation(row, where, config)
                 if empty:
                     yield ConfigProblem(key, name, "the file is empty: it has no rows", "give a file with rows")
             except DataError as error:

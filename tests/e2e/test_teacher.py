@@ -19,7 +19,15 @@ def supervised(where: Path, *overrides: str, name: str = "warm") -> LaunchedRun:
     if not data.exists():
         runpy.run_path(str(EXAMPLES / "sft" / "prepare.py"))["prepare"](data)
     files = f"data.train_files=[{data}/train.jsonl]", f"data.val_files=[{data}/val.jsonl]"
-    return start_command(where, "sft", str(EXAMPLES / "sft" / "config.yaml"), f"run_dir={where / name}", *files, *overrides, run_dir=where / name)
+    return start_command(
+        where,
+        "sft",
+        str(EXAMPLES / "sft" / "config.yaml"),
+        f"run_dir={where / name}",
+        *files,
+        *overrides,
+        run_dir=where / name,
+    )
 
 
 def completed(run: LaunchedRun, timeout_s: float = 240.0) -> None:

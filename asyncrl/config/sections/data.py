@@ -187,10 +187,8 @@ class SftConfig(ConfigSection):
 
     messages_key: str = "messages"
     """Column of the chat messages. All turns of the assistant are trained, unless `turns` is `last`."""
-    prompt_key: str = "prompt"
-    """Column of the prompt, a text or chat messages, of rows without messages."""
     response_key: str = "response"
-    """Column of the response, a text, of rows without messages."""
+    """Column of the response, a text, of rows without messages; their prompt is in `data.prompt_key`."""
     turns: Literal["all", "last"] = "all"
     """Which turns of the assistant are trained."""
     max_length: Positive = 2048

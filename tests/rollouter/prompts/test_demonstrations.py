@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.data import ModelConfig, SftConfig
+from asyncrl.config.sections.data import DataConfig, ModelConfig, SftConfig
 from asyncrl.core.failures import ConfigError, DataError
 from rollouter.prompts.chat_template import encode, end_token_ids, load_tokenizer, render
 from rollouter.prompts.demonstrations import (
@@ -105,39 +105,42 @@ def test_a_turn_that_a_launch_would_begin_otherwise_is_refused(tmp_path: Path) -
 )
 def test_a_row_that_shows_no_answer_is_refused(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(DataError, match=f"here: .*{problem}"):
-        conversation(row, "here", SftConfig())
+        conversation(row, "here", Config())
 
 
 def test_rows_are_messages_or_pairs_under_any_name() -> None:
-    sft = SftConfig(messages_key="chat", prompt_key="question", response_key="answer")
-    pair = conversation({"question": "1+2=", "answer": "#3"}, "here", sft)
+    sft = SftConfig(messages_key="chat", response_key="answer")
+    config = Config(sft=sft, data=DataConfig(prompt_key="question"))
+    pair = conversation({"question": "1+2=", "answer": "#3"}, "here", config)
     assert pair == ({"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"})
     # What follows the last answer is not learned.
     longer = [*CONVERSATION, {"role": "user", "content": "5+6="}]
-    assert list(conversation({"chat": longer, "question": "x"}, "here", sft)) == CONVERSATION
-    asked = conversation({"question": CONVERSATION[:2], "answer": "#3", "chat": None}, "here", sft)
+    assert list(conversation({"chat": longer, "question": "x"}, "here", config)) == CONVERSATION
+    asked = conversation({"question": CONVERSATION[:2], "answer": "#3", "chat": None}, "here", config)
     assert list(asked) == CONVERSATION[:3]
 
 
 def config_of(tmp_path: Path, rows: list[dict[str, Any]], **keys: Any) -> Config:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Config.model_validate({"mode": "sft", "data": {"train_files": [str(file)]}, **keys})
+    return Config.model_validate(
+        {"mode": "sft", "data": {"train_files": [str(file)], "cache_dir": str(tmp_path / "cache")}, **keys}
+    )
 
 
 def test_long_conversations_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"messages": CONVERSATION}, {"prompt": "1+2=", "response": "#3"}]
     config = config_of(tmp_path, rows, sft={"max_length": 12})
-    loaded = load_demonstrations(config, TOKENIZER, tmp_path / "cache", "train")
+    loaded = load_demonstrations(config, TOKENIZER, "train")
     assert loaded is not None and (loaded.num_conversations, loaded.num_left_out) == (2, 1)
     (row,) = loaded.rows
     assert (row.token_ids.dtype, row.mask.dtype) == (np.int32, np.bool_)
     assert TOKENIZER.decode(row.token_ids) == "<bos><user>1+2=<eos><assistant>#3<eos>"
     assert "1 of 2 conversations are longer than sft.max_length = 12" in caplog.text
-    assert load_demonstrations(config, TOKENIZER, tmp_path / "cache", "val") is None
+    assert load_demonstrations(config, TOKENIZER, "val") is None
     short = config_of(tmp_path, rows, sft={"max_length": 5})
     with pytest.raises(ConfigError, match=r"data\.train_files: no row is left of 2"):
-        load_demonstrations(short, TOKENIZER, tmp_path / "cache", "train")
+        load_demonstrations(short, TOKENIZER, "train")
 
 
 def test_a_wrong_row_is_found_before_anything_starts(tmp_path: Path) -> None:
@@ -145,7 +148,7 @@ def test_a_wrong_row_is_found_before_anything_starts(tmp_path: Path) -> None:
     (problem,) = check_demonstrations(config, limit_s=5.0)
     assert problem.key == "data.train_files" and "rows.jsonl, line 2: there is neither" in problem.consequence
     with pytest.raises(ConfigError, match=r"data\.train_files: .*line 2"):
-        load_demonstrations(config, TOKENIZER, tmp_path / "cache", "train")
+        load_demonstrations(config, TOKENIZER, "train")
     assert list(check_demonstrations(config, limit_s=-1.0)) == []
     (tmp_path / "rows.jsonl").write_text("")
     (problem,) = check_demonstrations(config, limit_s=5.0)
