@@ -93,7 +93,7 @@ def test_the_clients_get_an_answer(
 def test_the_tables_have_the_paths_and_metrics_of_the_server(served: TestClient) -> None:
     listed = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", PAGE.split("## Errors")[0]))
     known = served.get("/openapi.json").json()["paths"]
-    assert listed == {path.replace("{name:path}", "{model}") for path in known}
+    assert listed == {path.replace("{name}", "{model}") for path in known}
     text = served.get("/metrics").text
     for name in re.findall(r"^\| `(asyncrl_serve_\w+)`", PAGE, flags=re.MULTILINE):
         assert f"\n# HELP {name}" in f"\n{text}", name

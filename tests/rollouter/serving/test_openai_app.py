@@ -102,7 +102,7 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
         ('{"model": "small", "messages": [{"role": "user", "content": "x"}], "temperature": []}', "temperature"),
         ('{"model": "small", "messages": [{"role": "user", "content": [7]}]}', "content"),
         ('{"model": "small", "messages": [{"role": "user", "content": {"a": 1}}]}', "content"),
-        ('{"model": "small", "messages": [{"role": "assistant", "tool_calls": [7]}]}', "tool_calls"),
+        ('{"model": "small", "messages": [{"role": "assistant", "tool_calls": [7]}]}', "ToolCall"),
         ('{"model": 7, "messages": [{"role": "user", "content": "x"}]}', "model"),
     ],
 )
