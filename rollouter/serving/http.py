@@ -219,6 +219,7 @@ class ServedReplicas:
 
     def __init__(self, replicas: DeploymentHandle[Any]) -> None:
         self._replicas = replicas
+        self.count()  # the handle follows the replicas from its first use on
 
     def count(self) -> int:
         """Return how many replicas can be sent requests now."""
