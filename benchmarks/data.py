@@ -1,13 +1,12 @@
 """Measure how fast a large data set is checked and tokenized, and the memory that this takes.
 
-    files ─▶ index or conversion ─▶ check, chat template, tokenizer ─▶ cache, which the next launch only maps
+    files ─▶ index or conversion ─▶ check, chat template, tokenizer ─▶ cache, which the next launch only opens
 
 Rows resemble those of GSM8K: a question of some 300 characters, and an answer. Each line is measured in a process of
 its own: `rows_per_s` with an empty cache, `cpu_us` of CPU time that a row then takes in all processes, `cached_s` with
 the tokens in the cache, and `read_us`, the time of reading a prompt at a random place afterwards. `base_mb` is the
 memory of the process with its tokenizer before it opens the files, `peak_mb` the most that it takes until the end,
-`worker_peak_mb` that of its largest process for tokenizing. Memory is resident, and therefore includes pages of mapped
-files.
+`worker_peak_mb` that of its largest process for tokenizing. Memory is resident memory.
 """
 
 from __future__ import annotations

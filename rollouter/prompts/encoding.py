@@ -1,6 +1,6 @@
 """Checks and tokenizes the rows of a data set, once for all launches with the same rows, tokenizer and chat template.
 
-    rows ─▶ chunks, in this process or in several ─▶ ids.bin, ends.npy, flags.npy in the cache, which are memory-mapped
+    rows ─▶ chunks, in this process or in several ─▶ ids.bin, ends.npy, flags.npy in the cache
 
 Chunks are written in the order of the rows, whatever order they are ready in, so the result depends neither on the
 number of processes nor on the cache. It has the whole prompts: `data.max_prompt_length` can change without new tokens.
@@ -57,30 +57,24 @@ class EncodedChunk(NamedTuple):
     flags: NDArray[np.uint8]
 
 
-class EncodedPrompts(NamedTuple):
-    """The prompts of all rows, memory-mapped."""
+class EncodedPrompts:
+    """The prompts of all rows. Their token ids stay on disk, and are read without mapping them, because pages of a map
+    would count as memory of the process."""
 
-    ids: NDArray[np.int32]
-    """The token ids of all prompts, one after the other."""
-    ends: NDArray[np.int64]
-    """Where the prompts of row `i` end, at `i + 1`; the first entry is 0."""
-    flags: NDArray[np.uint8]
-
-    @classmethod
-    def open(cls, directory: Path) -> EncodedPrompts:
-        """Map the files of a directory, which may be deleted afterwards.
+    def __init__(self, directory: Path) -> None:
+        """Open the files of a directory, which may be deleted afterwards.
 
         Raises:
             ValueError, OSError: they are damaged or missing.
         """
         # Views, because access to a `memmap` itself takes several times as long.
-        ends: NDArray[np.int64] = np.load(directory / "ends.npy", mmap_mode="r").view(np.ndarray)
-        flags: NDArray[np.uint8] = np.load(directory / "flags.npy", mmap_mode="r").view(np.ndarray)
-        path, count = directory / "ids.bin", int(ends[-1])
-        if path.stat().st_size != 4 * count or len(flags) != len(ends) - 1:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes for {count} tokens")
-        ids = np.memmap(path, np.int32, "r").view(np.ndarray) if count else np.empty(0, np.int32)
-        return cls(ids, ends, flags)
+        self.ends: NDArray[np.int64] = np.load(directory / "ends.npy", mmap_mode="r").view(np.ndarray)
+        """Where the tokens of row `i` end, at `i + 1`; the first entry is 0."""
+        self.flags: NDArray[np.uint8] = np.load(directory / "flags.npy", mmap_mode="r").view(np.ndarray)
+        self._ids = (directory / "ids.bin").open("rb", buffering=0)
+        size = os.fstat(self._ids.fileno()).st_size
+        if size != 4 * int(self.ends[-1]) or len(self.flags) != len(self.ends) - 1:
+            raise ValueError(f"{directory / 'ids.bin'} has {size} bytes for {self.ends[-1]} tokens")
 
     def __len__(self) -> int:
         return len(self.flags)
@@ -90,8 +84,9 @@ class EncodedPrompts(NamedTuple):
         return np.diff(self.ends)
 
     def of_row(self, index: int) -> NDArray[np.int32]:
-        """Return a copy of the token ids of a row."""
-        return np.array(self.ids[self.ends[index] : self.ends[index + 1]])
+        """Return the token ids of a row."""
+        start, end = int(self.ends[index]), int(self.ends[index + 1])
+        return np.frombuffer(os.pread(self._ids.fileno(), 4 * (end - start), 4 * start), np.int32)
 
 
 class RowEncoder:
@@ -240,7 +235,7 @@ def encode_rows(
     key = encoder.cache_key(rows, num_rows)
     if key is not None and (entry := cache.find("tokens", key)) is not None:
         try:
-            return EncodedPrompts.open(entry)
+            return EncodedPrompts(entry)
         except (OSError, ValueError) as error:
             logger.warning("%s: the tokens in the cache are damaged (%s) and are made again", what, error)
             cache.discard(entry)
@@ -259,7 +254,7 @@ def encode_rows(
         np.save(begun / "flags.npy", np.concatenate(flags))
         # Media are in files of their own, whose content is not part of the key.
         keep = key is not None and not has_media
-        return EncodedPrompts.open(cache.commit(begun, "tokens", str(key)) if keep else begun)
+        return EncodedPrompts(cache.commit(begun, "tokens", str(key)) if keep else begun)
 
 
 def _chunks(

@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -98,7 +98,7 @@ class EncodingProcess:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        with self._process:  # closes its pipes and waits for it
+        with suppress(BrokenPipeError), self._process:  # closes its pipes, and waits for it
             pass
 
     def encode(self, start: int, stop: int) -> EncodedChunk:

@@ -2,7 +2,7 @@
 
     .jsonl, .ndjson    one JSON object in each line
     .json              a list of objects, or JSON lines
-    .parquet           converted once to an Arrow file in the cache, which is memory-mapped
+    .parquet           converted once to an Arrow file in the cache
 
 JSON files are read where they are: an index in the cache has the place of each row, and a checksum. A row that changes
 after its file was indexed is an error.
@@ -14,9 +14,7 @@ import mmap
 import os
 import re
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +32,8 @@ from rollouter.user_code import shown
 
 _FORMAT = "1"
 """Changes if the files of this module have another format."""
-_BATCH_ROWS = 500
-_INDEX, _TABLE = "index.npy", "rows.arrow"
+_BATCH_ROWS = 100
+_INDEX, _TABLE, _ENDS = "index.npy", "rows.arrow", "ends.npy"
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _TOKEN = re.compile(_STRING + rb"|[\[\]{},]", re.DOTALL)
 
@@ -248,17 +246,24 @@ def _checksum(row: bytes) -> int:
 class _TableRows(IndexedRows):
     def __init__(self, file: DataFile, content: str, entry: Path) -> None:
         super().__init__(file, content)
-        self._reader = pa.ipc.open_file(pa.memory_map(str(entry / _TABLE)))
-        batches = range(self._reader.num_record_batches)
-        self._ends = list(accumulate(self._reader.get_batch(number).num_rows for number in batches))
+        self._ends: NDArray[np.int64] = np.load(entry / _ENDS)
+        # Not memory-mapped: pages of a map would count as memory of the process.
+        self._reader = pa.ipc.open_file(pa.OSFile(str(entry / _TABLE)))
+        if self._reader.num_record_batches != len(self._ends):
+            raise ValueError(f"{entry / _TABLE} has {self._reader.num_record_batches} of {len(self._ends)} batches")
+        self._last: tuple[int, pa.RecordBatch | None] = (-1, None)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def row(self, index: int) -> Mapping[str, Any]:
-        number = bisect_right(self._ends, index)
-        first = self._ends[number - 1] if number else 0
-        row: dict[str, Any] = self._reader.get_batch(number).slice(index - first, 1).to_pylist()[0]
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        last, batch = self._last
+        if last != number or batch is None:
+            batch = self._reader.get_batch(number)
+            self._last = (number, batch)
+        first = int(self._ends[number - 1]) if number else 0
+        row: dict[str, Any] = batch.slice(index - first, 1).to_pylist()[0]
         return row
 
     def where(self, index: int) -> str:
@@ -284,15 +289,17 @@ def table_batches(source: Any, name: str) -> Iterator[pa.RecordBatch]:
 
 
 def _write_table(file: DataFile, target: Path) -> None:
-    writer = None
+    writer, sizes = None, []
     try:
         for batch in table_batches(file.path, file.name):
             if writer is None:
                 writer = pa.ipc.new_file(str(target), batch.schema)
             writer.write_batch(batch)
+            sizes.append(batch.num_rows)
         if writer is None:
             with pa.ipc.new_file(str(target), pa.schema([])):
                 pass
     finally:
         if writer is not None:
             writer.close()
+    np.save(target.with_name(_ENDS), np.cumsum(np.array(sizes, np.int64)))

@@ -45,8 +45,7 @@ CUTTING = ("left", "right", "middle")
 
 
 class PromptSet:
-    """The prompts that remain after filtering, by number. Their token ids are memory-mapped, and rows are read when
-    they are needed."""
+    """The prompts that remain after filtering, by number. Rows and token ids are read when they are needed."""
 
     def __init__(
         self,
