@@ -113,6 +113,10 @@ class RoleCheckpoints:
         (inclusive)."""
         return self._save_freq > 0 and step // self._save_freq > self.step // self._save_freq
 
+    def exports(self, *, last: bool) -> bool:
+        """Return whether a checkpoint contains the policy in Hugging Face format; `last`: no step follows it."""
+        return self._export.frequency == "every" or (last and self._export.frequency == "last")
+
     def is_due_at_end(self, step: int) -> bool:
         """Return whether a run that ends after `step` steps lacks a checkpoint there, or its export."""
         return self.step < step or (self._export.frequency == "last" and step > 0 and not self._exported)
@@ -134,7 +138,8 @@ class RoleCheckpoints:
         with self._waits.waiting("checkpoint", limit_s=limit_s), profile.span("trainer.checkpoint"):
             await self._written.wait()
             queue = await self._queue.mark(progress.step)
-            building = await self.copy_roles(progress.step, last=last)
+            self._exported = self.exports(last=last)
+            building = await self.copy_roles(progress.step, export=self._exported)
         self.step, self._written = progress.step, anyio.Event()
         tasks.start_soon(self._write, building, replace(progress), queue, self._written)
 
@@ -149,13 +154,12 @@ class RoleCheckpoints:
         with anyio.CancelScope(shield=True), anyio.move_on_after(self._call_limit_s):
             await self._written.wait()
 
-    async def copy_roles(self, step: int, *, last: bool = False) -> Path:
+    async def copy_roles(self, step: int, *, export: bool = True) -> Path:
         """Let every role copy its state, so that training may continue, and start writing the copy to the directory
         that is returned. Raises as `begin`."""
         building = await to_thread.run_sync(self._files.open, step, tuple(self._roles))
-        self._exported = self._export.frequency == "every" or (last and self._export.frequency == "last")
         for role, group in self._roles.items():
-            hf = building / HF_DIRECTORY if role == "actor" and self._exported else None
+            hf = building / HF_DIRECTORY if role == "actor" and export else None
             await group.save_checkpoint(building / role, hf=hf, hf_dtype=self._export.dtype)
         return building
 

@@ -114,12 +114,15 @@ class FakeCheckpoints(RoleCheckpoints):
         super().__init__(CheckpointDirectory(Path(), identity={}, keep=1), {}, queue, **options)
         self.begun: list[int] = []
         """The steps of the checkpoints."""
+        self.exported: list[int] = []
+        """The steps of those with an export."""
         self.saved: list[tuple[Progress, QueueSnapshot]] = []
         self.on_finish: Callable[[], Any] = lambda: None
 
-    async def copy_roles(self, step: int) -> Path:
+    async def copy_roles(self, step: int, *, export: bool = True) -> Path:
         assert len(self.begun) == len(self.saved), "one checkpoint at a time"
         self.begun.append(step)
+        self.exported += [step] * export
         return Path(f"step_{step}")
 
     async def finish(self, building: Path, progress: Progress, queue: QueueSnapshot) -> int:

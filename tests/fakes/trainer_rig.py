@@ -26,6 +26,7 @@ from tests.fakes.trainer_parts import (
     make_sample,
 )
 from trainer.batches import BatchSource, RowRules
+from trainer.checkpoints import EXPORT_EVERY, HfExportSettings
 from trainer.loop import TrainLoop
 from trainer.schedule import LoopSettings
 
@@ -59,6 +60,7 @@ class TrainerRig:
         rules: RowRules = RULES,
         max_consecutive_filtered: int = 100,
         call_s: float = 5.0,
+        export: HfExportSettings = EXPORT_EVERY,
         save_freq: int = -1,
         with_critic: bool = False,
         total_samples: int | None = None,
@@ -87,7 +89,12 @@ class TrainerRig:
             call_s=call_s,
         )
         self.checkpoints = FakeCheckpoints(
-            self.queue, step=step, save_freq=save_freq, call_limit_s=self.settings.call_limit_s, waits=waits
+            self.queue,
+            step=step,
+            save_freq=save_freq,
+            export=export,
+            call_limit_s=self.settings.call_limit_s,
+            waits=waits,
         )
         self.loop = TrainLoop(
             self.settings,

@@ -410,26 +410,12 @@ async def test_the_model_is_exported_with_the_configured_checkpoints_and_type(
     export = HfExportSettings(frequency, "bfloat16")
     checkpoints = saving(checkpointer(tmp_path, keep=3), queue, export, actor=group, critic=SavingGroup())
     for step in (1, 2, 3):
-        building = await checkpoints.copy_roles(step, last=step == 3)
+        building = await checkpoints.copy_roles(step, export=checkpoints.exports(last=step == 3))
         await checkpoints.finish(building, progress(step), SNAPSHOT)
     found = {step: path / "hf" / "config.json" for step, path in checkpoint_steps(tmp_path / CHECKPOINTS).items()}
     assert [step for step, file in found.items() if file.is_file()] == exported
     assert {found[step].read_text() for step in exported} <= {'{"dtype": "bfloat16"}'}
     assert [load_manifest(file.parents[1]).progress.step for file in found.values()] == [1, 2, 3]
-
-
-async def test_a_run_that_ends_at_a_checkpoint_without_an_export_writes_it_again(tmp_path: Path) -> None:
-    """The stream may end right after a checkpoint that was not known to be the last."""
-    last = saving(checkpointer(tmp_path), AgreeingQueue(), HfExportSettings("last"), actor=SavingGroup())
-    every = saving(checkpointer(tmp_path), AgreeingQueue(), actor=SavingGroup())
-    assert not last.is_due_at_end(0), "a run without a step has no checkpoint"
-    for checkpoints, again in ((last, True), (every, False)):
-        assert checkpoints.is_due_at_end(1)
-        await checkpoints.copy_roles(1)
-        checkpoints.step = 1
-        assert checkpoints.is_due_at_end(1) is again
-        await checkpoints.copy_roles(1, last=True)
-        assert not checkpoints.is_due_at_end(1)
 
 
 @pytest.mark.parametrize(("agreed", "left"), [(0, [5]), (1, [5, 7]), (2, [7])])

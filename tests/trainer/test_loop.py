@@ -22,6 +22,7 @@ from asyncrl.storage.checkpoint_manifest import Progress
 from skip import SkipManager
 from tests.fakes.trainer_parts import feed, make_sample
 from tests.fakes.trainer_rig import TrainerRig
+from trainer.checkpoints import HfExportSettings
 from trainer.schedule import LoopSettings
 
 
@@ -141,6 +142,31 @@ async def test_checkpoints_are_written_between_leases_every_save_freq_steps() ->
     await rig.run(18)
     assert [progress.step for progress, _ in rig.checkpoints.saved] == [4, 6, 9]
     assert all(snapshot.counts.leased == 0 for _, snapshot in rig.checkpoints.saved)
+
+
+@pytest.mark.parametrize("samples", [18, 12], ids=["all steps", "the stream ends early"])
+async def test_the_checkpoint_after_the_last_step_has_the_export(samples: int) -> None:
+    """Also if the stream ends right after a checkpoint that was not known to be the last."""
+    last = HfExportSettings("last")
+    rig = TrainerRig(total_steps=9, samples_per_lease=4, samples_per_version=4, save_freq=3, export=last)
+    await rig.run(samples)
+    assert rig.checkpoints.exported == [samples // 2]
+    assert rig.checkpoints.begun[-1] == rig.checkpoints.saved[-1][0].step == samples // 2
+    assert rig.checkpoints.begun[:2] == [4, 6]
+
+
+@pytest.mark.parametrize(("frequency", "exported"), [("every", [4, 6, 9]), ("never", [])])
+async def test_exports_of_every_checkpoint_or_none(frequency: Any, exported: list[int]) -> None:
+    export = HfExportSettings(frequency)
+    rig = TrainerRig(total_steps=9, samples_per_lease=4, samples_per_version=4, save_freq=3, export=export)
+    await rig.run(18)
+    assert (rig.checkpoints.begun, rig.checkpoints.exported) == ([4, 6, 9], exported)
+
+
+async def test_a_run_without_a_step_exports_nothing() -> None:
+    rig = TrainerRig(export=HfExportSettings("last"))
+    await rig.run(0)
+    assert rig.checkpoints.begun == []
 
 
 async def test_save_last_false_writes_no_last_checkpoint() -> None:
