@@ -21,7 +21,7 @@ from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from asyncrl.core.types import Prompt, SampleId
 from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.chat_template import Overlong, cut
-from rollouter.prompts.dataset import FileRows, GymRows, OwnRows, RowKeys, RowSource
+from rollouter.prompts.dataset import VERL_KEYS, FileRows, GymRows, OwnRows, RowKeys, RowSource
 from rollouter.prompts.encoding import (
     HAS_MEDIA,
     LACKS_TOOLS_KWARGS,
@@ -212,7 +212,7 @@ def load_prompts(
         tokenizer,
         tools=tools,
         template_kwargs=config.model.chat_template_kwargs,
-        keys=RowKeys.of(data),
+        keys=VERL_KEYS if data.reasoning_gym else RowKeys.of(data),
         vision=VisionEncoder(config.model, tokenizer),
     )
 

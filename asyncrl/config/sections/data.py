@@ -324,6 +324,11 @@ ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _data_files, _cach
 NO_EFFECT = (
     no_effect("model.lora_alpha model.target_modules", lambda c: c.model.lora_rank == 0,
               "model.lora_rank is 0", "set model.lora_rank"),
+    no_effect("data.prompt_key data.ground_truth_key data.reward_fn_key data.image_key data.video_key",
+              lambda c: c.data.reasoning_gym is not None, "data.reasoning_gym generates the rows",
+              "set data.reasoning_gym=null"),
+    no_effect("data.num_workers", lambda c: c.data.reasoning_gym is not None or c.data.dataset is not None,
+              "rows that are not in files are tokenized by the Rollouter", "give files"),
     no_effect("data.dataset_kwargs", lambda c: c.data.dataset is None, "data.dataset is null", "set data.dataset"),
     no_effect("data.shuffle", lambda c: c.data.sampler is not None,
               "data.sampler = {c.data.sampler} orders the prompts", "set data.sampler=null"),

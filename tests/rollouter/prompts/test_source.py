@@ -279,6 +279,12 @@ def test_reasoning_gym_prompts_contain_their_entry(tmp_path: Path, tokenizer: An
     assert [rows.row(i) for i in range(8)] == [GymRows(gym, split="train", seed=5).row(i) for i in range(8)]
 
 
+def test_reasoning_gym_rows_have_their_own_columns(tmp_path: Path, tokenizer: Any) -> None:
+    gym = ReasoningGymConfig(task="chain_sum", train_size=4, val_size=0)
+    data = DataConfig(reasoning_gym=gym, prompt_key="question", max_prompt_length=200)
+    assert len(load_prompts(Config(data=data), tokenizer, tmp_path / "cache").train) == 4
+
+
 def test_reasoning_gym_splits_and_seeds_do_not_overlap() -> None:
     gym = ReasoningGymConfig(task="chain_sum", train_size=50, val_size=50, kwargs={"min_digits": 4})
     questions = [
