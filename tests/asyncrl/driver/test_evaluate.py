@@ -1,0 +1,175 @@
+"""An evaluation with its real parts in one process: configuration, data, reward, Rollouter and files, without Ray and
+engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.config.compose import load_config
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError, DataError, InfraError
+from asyncrl.core.ports import GenerateRequest
+from asyncrl.driver import evaluate as driver
+from asyncrl.storage.answer_files import read_answers
+from rollouter import actor as actor_module
+from rollouter.actor import RolloutActor
+from rollouter.prompts.chat_template import load_tokenizer
+from rollouter.serving import app as app_module
+from tests.fakes.engine import FakeFleet
+
+NUM_PROMPTS = 8
+TOKENIZER = load_tokenizer(load_config().model)
+
+
+def sums(request: GenerateRequest) -> list[int]:
+    """Answer a question such as `12+34=`: correctly, unless the first number is odd."""
+    numbers = [int(text) for text in re.findall(r"\d+", TOKENIZER.decode(request.prompt_ids, skip_special_tokens=True))]
+    return list(TOKENIZER.encode(str(sum(numbers) + numbers[0] % 2), add_special_tokens=False))
+
+
+class LocalActor:
+    """An actor in this process, called like one of Ray's."""
+
+    def __init__(self, actor: RolloutActor) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(getattr(self._actor, name)(*args)))
+
+
+class Machine:
+    """Stands in for Ray, Serve and the engines."""
+
+    def __init__(self) -> None:
+        self.fleet = FakeFleet(answer=sums)
+        self.events: list[str] = []
+        self.start_error: Exception | None = None
+
+    @asynccontextmanager
+    async def cluster(self, config: Config, name: str) -> AsyncIterator[str]:
+        self.events.append("cluster")
+        yield name
+        self.events.append("shut down")
+
+    async def start_app(self, config: Config, *, namespace: str) -> None:
+        self.events.append(f"engines for {Path(config.model.path).name}")
+        if self.start_error is not None:
+            raise self.start_error
+
+    async def stop_app(self, namespace: str) -> None:
+        self.events.append("engines stopped")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+    monkeypatch.chdir(tmp_path)
+    machine = Machine()
+    monkeypatch.setattr(driver, "cluster", machine.cluster)
+    monkeypatch.setattr(driver, "link_logs", lambda logs: None)
+    monkeypatch.setattr(app_module, "start_app", machine.start_app)
+    monkeypatch.setattr(app_module, "stop_app", machine.stop_app)
+    context = SimpleNamespace(namespace="eval", get_node_id=lambda: "here")
+    ray = SimpleNamespace(is_initialized=lambda: False, get_runtime_context=lambda: context)
+    monkeypatch.setattr(actor_module, "ray", ray)
+    monkeypatch.setattr(actor_module, "start_rollouter", lambda config: LocalActor(RolloutActor(config)))
+    monkeypatch.setattr(RolloutActor, "_fleet", lambda actor: machine.fleet)
+    monkeypatch.setattr(actor_module.gc, "freeze", lambda: None)
+    yield machine
+
+
+def config_of(*overrides: str) -> Config:
+    more = (f"data.max_val_samples={NUM_PROMPTS}", "logging.console=plain", "trainer.total_training_steps=0")
+    return load_config("quickstart", [*more, *overrides])
+
+
+def test_the_answers_are_those_of_the_engines_scored_by_the_reward(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert driver.evaluate(config_of(), out=tmp_path / "out", as_json=True) == 0
+    assert machine.events == ["cluster", "engines for quickstart", "engines stopped", "shut down"]
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    answers = read_answers(tmp_path / "out" / "answers.jsonl")
+    assert len(answers) == found["answered"] == NUM_PROMPTS
+    for one in answers.values():
+        (answer,) = one.answers
+        assert answer.is_correct == (answer.text.strip() == str(one.ground_truth)) == (answer.reward == 1.0)
+        assert answer.answer == answer.text.strip()
+    share = sum(one.answers[0].is_correct for one in answers.values()) / NUM_PROMPTS
+    assert 0 < share < 1
+    assert found["all"]["figures"]["pass@1"]["value"] == found["all"]["figures"]["mean@1"]["value"] == share
+
+
+def test_the_first_ctrl_c_keeps_all_answers_and_the_next_command_continues(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.fleet = FakeFleet(answer=sums, hold=True)
+    config = config_of("rollout.max_concurrent_samples=2")
+    held = machine.fleet
+
+    async def interrupted(*args: Any) -> Any:
+        """Answer one prompt, then press Ctrl-C."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(press, args[1])
+            return await evaluate(*args)
+
+    async def press(directory: Path) -> None:
+        await held.until_in_flight("val_0_0", "val_0_1")
+        held.release("val_0_0")
+        await held.until_in_flight("val_0_2")
+        while not read_answers(directory / "answers.jsonl"):  # noqa: ASYNC110  a file has no event
+            await anyio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    evaluate, driver_evaluate = driver._evaluate, driver.evaluate
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(driver, "_evaluate", interrupted)
+        assert driver_evaluate(config, out=tmp_path / "out") == 130
+    assert machine.events[-2:] == ["engines stopped", "shut down"], "an orderly end"
+    assert "interrupted: 1 prompts are answered; the same command continues" in capsys.readouterr().err
+    machine.fleet = FakeFleet(answer=sums)
+    assert driver_evaluate(config, out=tmp_path / "out", as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kept"], found["answered"], len(machine.fleet.sessions)) == (1, NUM_PROMPTS, NUM_PROMPTS - 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(InfraError("no engine starts"), InfraError), (ConfigError("no such model"), ConfigError)]
+)
+def test_engines_that_do_not_start_end_the_evaluation_with_their_error(
+    error: Exception, kind: type[Exception], machine: Machine, tmp_path: Path
+) -> None:
+    machine.start_error = error
+    with pytest.raises(kind, match=str(error)):
+        driver.evaluate(config_of(), out=tmp_path / "out")
+    machine.start_error = None
+    assert driver.evaluate(config_of(), out=tmp_path / "out") == 0
+
+
+def test_a_data_set_that_cannot_be_used_is_named(machine: Machine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.val_files: no prompt is left"):
+        driver.evaluate(config_of("data.max_prompt_length=1"), out=tmp_path / "out")
+
+
+def test_prompts_that_engines_refuse_are_in_no_figure(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.fleet.fail("val_0_3", DataError("the engine refuses it"))
+    assert driver.evaluate(config_of(), out=tmp_path / "out", as_json=True) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (found["answered"], found["all"]["prompts"]) == (NUM_PROMPTS - 1, NUM_PROMPTS - 1)
+    assert found["failed"][0]["number"] == 3
+    assert "warning: prompt 3" in printed.err and "the engine refuses it" in printed.err
