@@ -86,8 +86,9 @@ class ConversationTokenizer:
                 text, ids, mask = "", [], []
             context = encode_text(self._tokenizer, before[len(text) :])
             turn = encode_text(self._tokenizer, after[len(before) :])
-            ends = [place for place, token in enumerate(turn) if token in self._end_ids]
-            trained = ends[-1] + 1 if ends else len(turn)
+            # An engine ends the turn at the first of these tokens, whatever the template writes behind it.
+            ends = (place + 1 for place, token in enumerate(turn) if token in self._end_ids)
+            trained = next(ends, len(turn))
             if not trained or not (ids or context):
                 raise DataError(f"{where}: message {number}, or the prompt before it, has no tokens; correct the row")
             ids += context + turn

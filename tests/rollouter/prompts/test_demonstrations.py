@@ -67,6 +67,19 @@ def test_only_the_last_turn_is_trained_if_asked() -> None:
     assert TOKENIZER.decode(made.token_ids) == render(TOKENIZER, CONVERSATION, add_generation_prompt=False)
 
 
+def test_what_follows_the_end_of_a_turn_is_not_trained(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ '!' if not add_generation_prompt }}"
+    )
+    made = tokenized(ModelConfig(chat_template=str(template))).convert(CONVERSATION, "a row")
+    assert [TOKENIZER.decode(one.token_ids[one.mask]) for one in made] == ["#3<eos>", "3+4=7;#7<eos>"]
+    twice = "{% for m in messages %}{{ m.content + eos_token + eos_token }}{% endfor %}"
+    template.write_text(twice)
+    (both,) = tokenized(ModelConfig(chat_template=str(template))).convert(CONVERSATION, "a row")
+    assert TOKENIZER.decode(both.token_ids[both.mask]) == "#3<eos>3+4=7;#7<eos>"
+
+
 def test_a_template_that_rewrites_history_gives_several_demonstrations() -> None:
     model = ModelConfig(chat_template=str(QWEN3))
     thought = [{**message, "reasoning_content": f"thought {at}"} for at, message in enumerate(CONVERSATION)]
