@@ -20,6 +20,7 @@ from asyncrl.config.plan import validation_due
 from asyncrl.core.failures import first_failure
 from asyncrl.core.records import Metrics
 from asyncrl.core.types import Demonstration
+from asyncrl.profiling import profile
 from asyncrl.storage.checkpoint_manifest import Progress
 from trainer.checkpoints import RoleCheckpoints
 from trainer.schedule import RowOrder
@@ -41,6 +42,7 @@ class SupervisedLoop:
         progress: where the loop starts, which it updates.
         validation: the rows of the validation set; empty: none.
         test_freq: steps between validations, besides those before and after training; -1: none.
+        end_traces: called with the number of each step that has ended.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SupervisedLoop:
         test_freq: int = -1,
         val_before_train: bool = True,
         save_last: bool = True,
+        end_traces: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         self._actor = actor
         self._checkpoints = checkpoints
@@ -64,6 +67,7 @@ class SupervisedLoop:
         self._test_freq = test_freq
         self._val_before_train = val_before_train
         self._save_last = save_last
+        self._end_traces = end_traces
         self._stopping = False
         self._validated_step = progress.step
         self.progress = progress
@@ -98,6 +102,8 @@ class SupervisedLoop:
         while progress.step < total and not self._stopping:
             metrics = await self._step()
             await report("step", progress.step, metrics)
+            if self._end_traces is not None:
+                await self._end_traces(progress.step)
             if self._checkpoints.is_due(progress.step):
                 await self._checkpoints.begin(progress, tasks)
             due = validation_due(self._test_freq, validated_step=self._validated_step, step=progress.step)
@@ -109,6 +115,7 @@ class SupervisedLoop:
 
     async def _step(self) -> Metrics:
         progress, started = self.progress, time.perf_counter()
+        profile.set_position(step=progress.step + 1)
         rows = [self._rows[row] for row in self._order.rows(progress.step + 1)]
         batch = await to_thread.run_sync(demonstration_batch, rows)
         # Shielded, because once the gradient is in the weights the step has to be counted.

@@ -138,6 +138,7 @@ async def _train(config: Config, run: OpenedRun, records: SupervisedRecords, int
             test_freq=trainer.test_freq,
             val_before_train=trainer.val_before_train,
             save_last=trainer.save_last,
+            end_traces=groups.end_traces,
         )
 
         async def stop() -> None:

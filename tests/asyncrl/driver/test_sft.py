@@ -54,6 +54,9 @@ class InlineGroups:
         actor.call = counted  # type: ignore[method-assign]
         return cls(actor)
 
+    async def end_traces(self, step: int) -> None:
+        await self.roles["actor"].end_traces(step)
+
     async def watch(self, probe_s: float) -> None:
         await anyio.sleep_forever()
 
