@@ -146,6 +146,7 @@ class OpenAIApi(OpenAiIngress):
 
     async def _get_response(self, **request: Any) -> AsyncGenerator[Any, None]:
         """Yield the replica's answer. An error after the first item of a stream becomes its last event."""
+        request["raw_request"].state.body_was_read = True
         if not self._fleet.count():
             raise unready()
         begun = False
@@ -227,7 +228,11 @@ async def _answer_http(request: Request, error: Any) -> Response:
 
 
 class _LastResort:
-    """ASGI middleware that answers exceptions that no handler knows. Starlette's own would also raise them again."""
+    """ASGI middleware that answers exceptions that no handler knows. Starlette's own would also raise them again.
+
+    vLLM's validators raise a TypeError, for example, for some fields of a wrong type: while a body is read, every
+    exception is about the body.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -245,4 +250,12 @@ class _LastResort:
         except Exception as error:
             if scope["type"] != "http" or begun:
                 raise
-            await refused(failure_of(error))(scope, receive, send)
+            await refused(_failure_at(scope, error))(scope, receive, send)
+
+
+def _failure_at(scope: Scope, error: Exception) -> RequestError:
+    known = isinstance(error, (ValueError, RequestError, *ray_internals.VLLM_CLIENT_ERRORS))
+    if known or scope["method"] != "POST" or scope.get("state", {}).get("body_was_read"):
+        return failure_of(error)
+    logger.info("a body cannot be read", exc_info=error)
+    return RequestError("the body cannot be used: a field has a wrong type", code="invalid_value")

@@ -100,6 +100,8 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
         ('{"model": "small", "messages": "12+34"}', "messages"),
         ('{"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', "max_tokens"),
         ('{"model": "small", "messages": [{"role": "user", "content": "x"}], "temperature": []}', "temperature"),
+        ('{"model": "small", "messages": 7}', "body"),
+        ('{"messages": [{"role": "user"}], "max_tokens": "x"}', "max_tokens"),
         ('{"model": "small", "messages": [{"role": "user", "content": [7]}]}', "content"),
         ('{"model": "small", "messages": [{"role": "user", "content": {"a": 1}}]}', "content"),
         ('{"model": "small", "messages": [{"role": "assistant", "tool_calls": [7]}]}', "ToolCall"),
