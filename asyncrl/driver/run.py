@@ -392,7 +392,7 @@ class Run:
             self._excused_crashes = explained
             self._count_lost_workers(status)
         elif status.get("loading"):
-            self._view.phase(status["loading"])
+            self._view.progress(status["loading"])
 
     def _count_lost_workers(self, status: Any) -> None:
         """Record the workers that the Rollouter has lost and replaced.

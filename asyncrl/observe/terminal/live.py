@@ -61,6 +61,9 @@ class View:
     def phase(self, text: str) -> None:
         """End the current phase and, unless `text` is empty, begin the phase `text`."""
 
+    def progress(self, text: str) -> None:
+        """Show how far the current phase is."""
+
     def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
         """Show a recorded row and the dashboard, which has changed with it."""
         self.update(dashboard)
@@ -94,9 +97,15 @@ class PlainView(View):
         self._clock = clock
         self._started_s = clock()
         self._validations = 0
+        self._progress = ""
 
     def phase(self, text: str) -> None:
         if text:
+            self._line(text)
+
+    def progress(self, text: str) -> None:
+        if text != self._progress:
+            self._progress = text
             self._line(text)
 
     def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
@@ -154,6 +163,7 @@ class LiveView(View):
         self._started_s = clock()
         # Both are immutable: the event loop replaces them, and the drawing thread reads them without a lock.
         self._phases: tuple[ProgressPhase, ...] = ()
+        self._phase = ""
         self._dashboard: Dashboard | None = None
         self._live = Live(
             console=console, get_renderable=self.render, refresh_per_second=per_second, vertical_overflow="crop"
@@ -174,8 +184,15 @@ class LiveView(View):
 
     def phase(self, text: str) -> None:
         now_s = self._clock()
+        self.progress("")
         ended = tuple(p if p.ended_s is not None else replace(p, ended_s=now_s) for p in self._phases)
         self._phases = (*ended, ProgressPhase(text, now_s)) if text else ended
+        self._phase = text
+
+    def progress(self, text: str) -> None:
+        if self._phases and (current := self._phases[-1]).ended_s is None:
+            shown = f"{self._phase}; {text}" if text else self._phase
+            self._phases = (*self._phases[:-1], replace(current, text=shown))
 
     def update(self, dashboard: Dashboard) -> None:
         # Until there is a first result, the phases are more informative than a table of dashes.

@@ -115,6 +115,22 @@ def test_the_live_view_shows_phases_until_there_is_a_result() -> None:
     assert "step 57/200" in text
 
 
+def test_progress_belongs_to_the_current_phase_and_is_printed_once() -> None:
+    out = io.StringIO()
+    for view in (live(Dashboard(total_steps=10)), PlainView(Console(file=out, width=200), clock)):
+        view.phase("starting")
+        for text in ("3 of 9 rows", "3 of 9 rows", "6 of 9 rows"):
+            view.progress(text)
+        if isinstance(view, LiveView):
+            assert "starting; 6 of 9 rows" in "\n".join(rendered(view, 80))
+        view.phase("validating")
+        if isinstance(view, LiveView):
+            assert "rows" not in "\n".join(rendered(view, 80))
+    assert [line.partition("] ")[2] for line in out.getvalue().splitlines()] == [
+        "starting", "3 of 9 rows", "6 of 9 rows", "validating",
+    ]  # fmt: skip
+
+
 def test_a_message_appears_above_the_live_area_and_the_cursor_is_restored() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
