@@ -239,7 +239,7 @@ async def run(config: Config, directory: Path) -> tuple[CollectedRecords, Collec
         store = handles["store"] = LocalActor(WeightStoreActor())
         replica = OneReplica(config, store)
         stack.enter_context(patch.object(fleet_module.serve, "get_deployment_handle", lambda *names: replica))
-        task = load_task(config, directory / "cache")
+        task = load_task(config, directory / "cache", lambda _: None)  # no logs, whose filters ask the real Ray
         steps = config.trainer.total_training_steps or 1
         pacing = Pacing(
             config.samples_per_version, config.async_training.staleness_threshold, steps * config.samples_per_version
