@@ -320,3 +320,15 @@ async def test_messages_about_records_are_shown_once(tmp_path: Path, monkeypatch
         driver.run._on_rollouter_status({**waiting, "messages": messages})
     driver.run._on_trainer_status({"waits": [], "step": 0, "version": 0, "messages": ["no space"]})
     assert shown == [("warning", "no space"), ("warning", "damaged")]
+
+
+async def test_the_view_shows_how_far_the_data_is_until_the_rollouter_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, shown = RunRig(tmp_path), []
+    monkeypatch.setattr(driver.run._view, "progress", shown.append)
+    started: dict[str, Any] = {"incarnation": 1, "pid": 1, "node_id": ""}
+    for status in (started, {**started, "loading": "tokenizing data.train_files: 3 of 9 rows"}):
+        driver.run._on_rollouter_status(status)
+    driver.run._on_rollouter_status({"waits": [], "crash_isolation": {"explained": 0}})
+    assert shown == ["tokenizing data.train_files: 3 of 9 rows"]
