@@ -160,7 +160,7 @@ def test_a_launch_skips_an_abandoned_checkpoint_and_refuses_it_by_name(
     three, five = rewound
     found = run.found()
     assert (found.checkpoint, found.lineage, found.history) == (three, 2, NO_REWINDS.after_rewind(3, 2))
-    with pytest.raises(ConfigError, match=r"training went back to step 3 \(lineage 1\).* model\.path=.*/hf"):
+    with pytest.raises(ConfigError, match=r"training went back to step 3 \(lineage 1\).* \(model\.path=.*/hf"):
         run.resume(resume=str(five))
     aside = five.rename(five.with_name(f"abandoned_{five.name}"))
     for journal in ("on", "off"):
