@@ -36,6 +36,7 @@ def found(evaluation: LaunchedRun) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_checkpoint_is_evaluated_whatever_ends_the_evaluation_in_between(tmp_path: Path) -> None:
     run = start(tmp_path, "trainer.total_training_steps=2", "data.val_files=[]", "logging.console=plain")
     assert run.wait() == 0, run.output()
@@ -67,6 +68,7 @@ def test_a_checkpoint_is_evaluated_whatever_ends_the_evaluation_in_between(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_command_of_the_documentation(tmp_path: Path) -> None:
     """`asyncrl eval checkpoint=quickstart …` (docs/evaluate.md), and the same figures in a run's own validation."""
     sampling = ("rollout.val.n=8", "rollout.val.temperature=0.6")
