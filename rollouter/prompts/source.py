@@ -267,12 +267,13 @@ def load_prompts(
             )
         return prompts
 
-    val = load("val", data.max_val_samples)
-    train = val if config.validates_only else load("train", data.max_train_samples)
-    if train is None and config.validates_only:
-        raise ConfigError("data.val_files: there is no validation set, so there is nothing to evaluate; give one")
-    if train is None:
+    train = None if config.validates_only else load("train", data.max_train_samples)
+    if train is None and not config.validates_only:
         raise ConfigError("data.train_files: empty, and data.reasoning_gym is null; set one of the two")
+    val = load("val", data.max_val_samples)
+    train = val if train is None else train
+    if train is None:
+        raise ConfigError("data.val_files: there is no validation set, so there is nothing to evaluate; give one")
     return LoadedPrompts(
         train=ShuffledPrompts(train, seed=config.seed, shuffle=data.shuffle, sampler=data.sampler),
         val=val,

@@ -92,7 +92,7 @@ class Checkpoints(RoleCheckpoints):
         self._ranks = ranks
         self._model: tuple[SampleId, ...] = ()
 
-    async def copy_roles(self, step: int) -> Path:
+    async def copy_roles(self, step: int, *, export: bool = True) -> Path:
         await self._gate.passing()
         await self._world.pause()
         self._model = tuple(self._ranks.model)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig, ModelConfig, SftConfig
 from asyncrl.core.failures import ConfigError, DataError
-from rollouter.prompts.chat_template import encode, end_token_ids, load_tokenizer, render
+from rollouter.prompts.chat_template import encode_text, end_token_ids, load_tokenizer, prompt_text, render
 from rollouter.prompts.demonstrations import (
     ConversationTokenizer,
     check_demonstrations,
@@ -58,7 +58,8 @@ def test_the_turns_of_the_assistant_are_trained_up_to_their_end(turns: list[tupl
     trained = TOKENIZER.decode(made.token_ids[made.mask])
     assert trained == "".join(f"{answer}<eos>" for _, answer in turns)
     first = int(made.mask.argmax())
-    assert made.token_ids[:first].tolist() == encode(TOKENIZER, messages[:1], "a row")  # as a launch prompts
+    prompt = prompt_text(TOKENIZER, messages[:1], "a row")
+    assert made.token_ids[:first].tolist() == encode_text(TOKENIZER, prompt)  # as a launch prompts
 
 
 def test_only_the_last_turn_is_trained_if_asked() -> None:
