@@ -65,6 +65,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Names of transformers' classes without `Config`, with the values that differ from `SIZES`."""
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+_KEYS = {"GptOss": ("trainer.attn_implementation=eager",)}
+"""Configuration that an architecture needs."""
 _BEGIN, _END = "<!-- python -m benchmarks.architectures -->", "<!-- end of the table -->"
 
 
@@ -92,6 +94,7 @@ def check(name: str, tensor_parallel: int, directory: Path) -> dict[str, Any]:
             f"trainer.total_training_steps={STEPS}", "trainer.optim.lr=1e-2", "trainer.optim.warmup_steps=0",
             "trainer.save_last=false", "weight_sync.verify=every", "weight_sync.max_mismatch_kl=null",
             f"rollout.tensor_parallel_size={tensor_parallel}", "logging.console=plain", "logging.sinks=[jsonl]",
+            *_KEYS.get(name, ()),
         )  # fmt: skip
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         probes = [line["weight_sync/mismatch_kl"] for line in lines if line["kind"] == "apply"]
@@ -108,10 +111,12 @@ def check(name: str, tensor_parallel: int, directory: Path) -> dict[str, Any]:
 
 
 def _cause(message: str) -> str:
-    """Return the line of a failed launch's output that has the cause."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    causes = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b|^error:|failed", line)]
-    return (causes or lines)[-1][:200]
+    """Return the cause in a failed launch's output: what stands between the line `failed after …` and the sample
+    counts, and of a traceback the error."""
+    cause = re.split(r"^(?:samples|reward) ", message.rpartition("failed after")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    errors = re.split(r"^(?=[\w.]+(?:Error|Exception): )", cause, flags=re.MULTILINE)
+    text = " ".join((errors[-1] if len(errors) > 1 else cause.partition("\n")[2] or message).split())
+    return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 def markdown(rows: Table) -> Iterator[str]:

@@ -1,0 +1,54 @@
+"""The table of architectures in docs/models.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import architectures
+
+OUTPUT = """[0:04] starting engines
+failed after 0:16: step 0, version 0
+Traceback (most recent call last):
+  File "engine.py", line 1, in start
+    raise RuntimeError(
+RuntimeError: no kernel for heads of
+size 7
+samples  0 fed, 0 trained, 0 dropped
+"""
+
+
+def row(result: str, kl: float | None = None) -> dict[str, object]:
+    return {
+        "model": "Llama",
+        "tensor parallel": 1,
+        "updates": 4,
+        "KL of texts": kl,
+        "KL of samples": kl,
+        "result": result,
+    }
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        (OUTPUT, "RuntimeError: no kernel for heads of size 7"),
+        ("failed after 0:16: step 0\nconfiguration: x=1: too\nsmall\nsamples  0 fed", "configuration: x=1: too small"),
+        ("it never started", "it never started"),
+    ],
+)
+def test_the_cause_of_a_failed_launch_is_one_line(output: str, cause: str) -> None:
+    assert architectures._cause(output) == cause
+
+
+def test_only_the_table_of_the_page_is_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text(f"before\n{architectures._BEGIN}\nold\n{architectures._END}\nafter\n")
+    architectures.write_docs(page, [row("right", 1.2e-12), row("a | b")])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| Llama | 1 | 1e-12 | 1e-12 | right |\n| Llama | 1 | – | – | a \\| b |" in text
+    page.write_text("no table")
+    with pytest.raises(ValueError, match=r"models\.md: no lines"):
+        architectures.write_docs(page, [])
