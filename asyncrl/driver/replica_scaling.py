@@ -1,4 +1,4 @@
-"""Decides how many replicas the run wants, and tells it to the weight store, from which it reaches Ray Serve.
+"""Decides how many replicas the run wants, and sends it to the weight store, from which it reaches Ray Serve.
 
 `rollouter.serving.autoscaling` describes the way to Serve. A restarted store has forgotten the number; its next status
 says so, and the number is sent again.

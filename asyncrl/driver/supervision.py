@@ -330,7 +330,7 @@ class ReplicaChanges(NamedTuple):
 class ReplicaWatch:
     """Tracks every replica by its name since the run began.
 
-    A replica that leaves as planned says so in its last report. If a replica joins while enough others report, it is
+    A replica that leaves as planned marks its last report. If a replica joins while enough others report, it is
     either the successor of one that will leave (its node is drained), or of one that has just ended without a word. It
     counts as a replacement once one of them is silent.
     """

@@ -179,7 +179,7 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` atomically at the end of the block. After an error, `path` is as it was.
+    """Open a file that replaces `path` atomically at the end of the block. After an error, `path` is unchanged.
 
     `durable`: the new content survives a power failure, too. Raises `OSError`.
     """

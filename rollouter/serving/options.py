@@ -41,7 +41,7 @@ _SIZES = (
 )
 """The keys of config.json that determine the shapes of a model's weights."""
 DRIVER_MARK = "ASYNCRL_DRIVER"
-"""Environment variable of the replicas that a launch deploys: Ray's job id of its driver. It tells them from
+"""Environment variable of the replicas that a launch deploys: Ray's job id of its driver. It distinguishes them from
 applications of users, whatever their names are."""
 UNANSWERED_CHECKS = 3
 """Serve replaces a replica after this many consecutive unanswered health checks. This is a constant of Serve."""

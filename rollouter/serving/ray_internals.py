@@ -127,7 +127,7 @@ async def choose_replica(router: RequestRouter, request: PendingRequest) -> Runn
 
 def routable_replicas(handle: DeploymentHandle[Any]) -> int:
     """Return how many replicas this handle can send calls to at this moment."""
-    router = handle._init_router()._asyncio_router._request_router  # None until Serve has told the handle its options
+    router = handle._init_router()._asyncio_router._request_router  # None until the handle has received its options
     return 0 if router is None else len(router.curr_replicas)
 
 

@@ -156,7 +156,7 @@ def find_outliers(calls: pd.DataFrame) -> Outliers | None:
         return None
     median = float(np.median(durations))
     excess = np.log(np.maximum(durations, 1e-4) / max(median, 1e-4))
-    # If many calls are very fast, only the slower half tells how far calls usually exceed the median.
+    # If many calls are very fast, only the slower half shows how far calls usually exceed the median.
     sigma = NORMAL_MAD * min(np.median(np.abs(excess)), np.median(excess[excess >= 0]))
     ratio = max(OUTLIER_RATIO, float(np.exp(OUTLIER_SIGMAS * sigma)))
     late = calls[durations > max(median + OUTLIER_MIN_S, median * ratio)]
