@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import Dtype
-from asyncrl.core.failures import FencedError
+from asyncrl.core.failures import FencedError, first_failure
 from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
@@ -64,6 +65,10 @@ class HfExportSettings(NamedTuple):
     frequency: Literal["every", "last", "never"]
     dtype: Dtype = "float32"
 
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        return cls(config.trainer.hf_export, config.trainer.hf_export_dtype)
+
 
 EXPORT_EVERY = HfExportSettings("every")
 
@@ -79,7 +84,7 @@ class RoleCheckpoints:
         *,
         step: int,
         save_freq: int,
-        export: HfExportSettings = EXPORT_EVERY,
+        export: HfExportSettings,
         call_limit_s: float,
         waits: WaitBoard,
     ) -> None:
@@ -148,11 +153,23 @@ class RoleCheckpoints:
         with self._waits.waiting("checkpoint", limit_s=CALLS * self._call_limit_s):
             await self._written.wait()
 
-    async def wait_after_failure(self) -> None:
-        """Wait for the checkpoint that is being written, within the deadline of one call. It fails at once if its ranks
-        are dead."""
-        with anyio.CancelScope(shield=True), anyio.move_on_after(self._call_limit_s):
-            await self._written.wait()
+    @asynccontextmanager
+    async def in_background(self) -> AsyncIterator[TaskGroup]:
+        """Open the task group in which checkpoints are written. After a failure, wait for the one that is being
+        written, within the deadline of one call; it fails at once if its ranks are dead. The first failure is raised.
+        """
+        failure: Exception | None = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                try:
+                    yield tasks
+                except Exception as error:
+                    failure = error
+                    with anyio.CancelScope(shield=True), anyio.move_on_after(self._call_limit_s):
+                        await self._written.wait()
+                    raise
+        except BaseExceptionGroup as failures:
+            raise failure or first_failure(failures) from None
 
     async def copy_roles(self, step: int, *, export: bool = True) -> Path:
         """Let every role copy its state, so that training may continue, and start writing the copy to the directory

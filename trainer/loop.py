@@ -47,7 +47,7 @@ from anyio.abc import TaskGroup
 from tensordict import TensorDict
 
 from asyncrl.config.plan import validation_due
-from asyncrl.core.failures import BugError, DataError, first_failure
+from asyncrl.core.failures import BugError, DataError
 from asyncrl.core.records import Metrics, RecordSink
 from asyncrl.core.types import DropReason
 from asyncrl.core.waits import WaitBoard
@@ -126,19 +126,8 @@ class TrainLoop:
         Raises:
             AsyncRLError: the failure of any part. Samples that were leased and not committed have been released.
         """
-        failure: Exception | None = None
-        try:
-            # The group's only task writes a checkpoint in the background.
-            async with anyio.create_task_group() as tasks:
-                try:
-                    await self._train_all(sink, tasks)
-                except Exception as error:
-                    failure = error
-                    await self._checkpoints.wait_after_failure()
-                    raise
-        except BaseExceptionGroup as failures:
-            # After a failure the loop waits for the checkpoint, which may fail too; the first failure is raised.
-            raise failure or first_failure(failures) from None
+        async with self._checkpoints.in_background() as tasks:
+            await self._train_all(sink, tasks)
 
     async def _train_all(self, sink: RecordSink, tasks: TaskGroup) -> None:
         ended = False

@@ -17,7 +17,6 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from asyncrl.config.plan import validation_due
-from asyncrl.core.failures import first_failure
 from asyncrl.core.records import Metrics
 from asyncrl.core.types import Demonstration
 from asyncrl.profiling import profile
@@ -83,17 +82,8 @@ class SupervisedLoop:
             DivergenceError: loss or gradient is not finite. InfraError, DeadlineError: ranks died or did not answer, or
                 the disk is full.
         """
-        failure: Exception | None = None
-        try:
-            async with anyio.create_task_group() as tasks:  # its only task writes a checkpoint in the background
-                try:
-                    await self._train(report, tasks)
-                except Exception as error:
-                    failure = error
-                    await self._checkpoints.wait_after_failure()
-                    raise
-        except BaseExceptionGroup as failures:
-            raise failure or first_failure(failures) from None
+        async with self._checkpoints.in_background() as tasks:
+            await self._train(report, tasks)
 
     async def _train(self, report: Report, tasks: TaskGroup) -> None:
         progress, total = self.progress, self._order.total_steps
@@ -105,12 +95,12 @@ class SupervisedLoop:
             if self._end_traces is not None:
                 await self._end_traces(progress.step)
             if self._checkpoints.is_due(progress.step):
-                await self._checkpoints.begin(progress, tasks)
+                await self._checkpoints.begin(progress, tasks, last=self._stopping or progress.step == total)
             due = validation_due(self._test_freq, validated_step=self._validated_step, step=progress.step)
             if due or (progress.step == total and not self._stopping):
                 await self._validate(report)
-        if self._save_last and self._checkpoints.step < progress.step:
-            await self._checkpoints.begin(progress, tasks)
+        if self._save_last and self._checkpoints.is_due_at_end(progress.step):
+            await self._checkpoints.begin(progress, tasks, last=True)
         await self._checkpoints.wait_written()
 
     async def _step(self) -> Metrics:

@@ -265,7 +265,7 @@ class Trainer:
             queue,
             step=self.progress.step,
             save_freq=config.trainer.save_freq,
-            export=HfExportSettings(config.trainer.hf_export, config.trainer.hf_export_dtype),
+            export=HfExportSettings.from_config(config),
             call_limit_s=config.timeouts.train_s,
             waits=self._waits,
         )

@@ -79,7 +79,7 @@ async def _train(config: Config, run: OpenedRun, records: SupervisedRecords, int
     from rollouter.prompts.chat_template import load_tokenizer
     from rollouter.prompts.demonstrations import load_demonstrations
     from trainer.algorithms.objective import SupervisedLoss
-    from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
+    from trainer.checkpoints import CheckpointDirectory, HfExportSettings, RoleCheckpoints
     from trainer.schedule import RowOrder
     from trainer.supervised import SupervisedLoop
     from trainer.workers.group import TrainerGroups
@@ -125,6 +125,7 @@ async def _train(config: Config, run: OpenedRun, records: SupervisedRecords, int
             LocalSampleQueue(QueueOptions(1, Pacing(1, 0.0))),
             step=progress.step,
             save_freq=trainer.save_freq,
+            export=HfExportSettings.from_config(config),
             call_limit_s=config.timeouts.train_s,
             waits=WaitBoard(),
         )
@@ -248,8 +249,8 @@ class SupervisedRecords:
         )
         if outcome != "completed":
             view.message("", f"continue it with run_dir={self._run.run_dir.path} resume=auto")
-        if (checkpoint := find_latest(self._run.run_dir.checkpoints)) is not None:
-            model = checkpoint / HF_DIRECTORY
+        checkpoint = find_latest(self._run.run_dir.checkpoints)
+        if checkpoint is not None and (model := checkpoint / HF_DIRECTORY).is_dir():
             view.message("", f"start a launch from it: asyncrl launch fully_async my.yaml model.path={model}")
 
     def close(self, outcome: RunOutcome, cause: Mapping[str, Any] | None) -> None:

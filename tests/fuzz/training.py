@@ -19,7 +19,7 @@ from tests.fuzz.remote import Gate
 from tests.fuzz.store import Publisher
 from tests.fuzz.world import FuzzWorld
 from trainer.batches import TrainSample
-from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
+from trainer.checkpoints import EXPORT_EVERY, CheckpointDirectory, RoleCheckpoints
 from trainer.experience import Experience
 from trainer.workers.worker import PublishedVersion
 
@@ -86,7 +86,7 @@ class Checkpoints(RoleCheckpoints):
     """Checkpoints in memory, which `finish` writes."""
 
     def __init__(self, world: FuzzWorld, gate: Gate, ranks: FuzzRanks, queue: SampleQueue, **options: Any) -> None:
-        super().__init__(CheckpointDirectory(Path(), identity={}, keep=2), {}, queue, **options)
+        super().__init__(CheckpointDirectory(Path(), identity={}, keep=2), {}, queue, export=EXPORT_EVERY, **options)
         self._world = world
         self._gate = gate
         self._ranks = ranks

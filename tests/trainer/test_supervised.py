@@ -25,7 +25,7 @@ from asyncrl.storage.checkpoint_manifest import Progress, checkpoint_steps, load
 from tests.fakes.inline_group import InlineGroup
 from tests.fakes.trainer_model import VOCAB, make_spec, write_model
 from trainer.algorithms.objective import SupervisedLoss
-from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
+from trainer.checkpoints import EXPORT_EVERY, CheckpointDirectory, HfExportSettings, RoleCheckpoints
 from trainer.schedule import RowOrder
 from trainer.supervised import SupervisedLoop
 from trainer.workers.tensors import demonstration_batch
@@ -128,7 +128,13 @@ class Records:
 
 
 def loop_of(
-    actor: InlineGroup, directory: Path, progress: Progress, *, steps: int, save_freq: int = -1
+    actor: InlineGroup,
+    directory: Path,
+    progress: Progress,
+    *,
+    steps: int,
+    save_freq: int = -1,
+    export: HfExportSettings = EXPORT_EVERY,
 ) -> SupervisedLoop:
     checkpoints = RoleCheckpoints(
         CheckpointDirectory(directory, identity={"seed": 0}, keep=2),
@@ -136,6 +142,7 @@ def loop_of(
         LocalSampleQueue(QueueOptions(1, Pacing(1, 0.0))),
         step=progress.step,
         save_freq=save_freq,
+        export=export,
         call_limit_s=60.0,
         waits=WaitBoard(),
     )
@@ -193,3 +200,16 @@ async def test_the_loss_falls_and_an_interrupted_run_continues_as_if_it_had_not_
     assert both == pytest.approx(losses, rel=1e-5)
     assert list(second.named("validation", "validation/loss")) == [8, 10]
     assert list(checkpoint_steps(tmp_path / "parts")) == [6, 10]
+
+
+@pytest.mark.parametrize(("save_freq", "exported"), [(2, [False, True]), (3, [False, True]), (-1, [True])])
+async def test_only_the_last_checkpoint_is_exported_if_asked(
+    tmp_path: Path, save_freq: int, exported: list[bool]
+) -> None:
+    actor = await start(write_model(tmp_path / "model"))
+    settings = HfExportSettings("last")
+    loop = loop_of(actor, tmp_path / "saved", Progress(), steps=4, save_freq=save_freq, export=settings)
+    await loop.run(Records().put)
+    await actor.close()
+    found = [(path / "hf" / "config.json").is_file() for path in checkpoint_steps(tmp_path / "saved").values()]
+    assert found == exported
