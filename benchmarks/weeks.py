@@ -191,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep-gb", type=float, default=2.0, help="profiler.keep_gb (default 2)")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the disk to measure")
     options = parser.parse_args(argv)
+    options.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="weeks-benchmark-") as root:
         run_dir = Path(root)
         (run_dir / "config.yaml").write_text("experiment_name: weeks\n", encoding="utf-8")
