@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
 PIECE_BYTES = 1 << 20
-"""Bytes of events that one call reads."""
+"""Bytes of events that one call reads, from as many files as it takes."""
 SCAN_EVERY_S = 5.0
 NEWEST_STEPS = 16
 """Steps whose events are never folded. A process may have files of its last steps open
@@ -214,9 +214,10 @@ class EventRotation:
         return self._fold(folding)
 
     def _fold(self, folding: Path) -> Iterator[bool]:
-        """Add the steps in a directory to the summary, and delete it. Yields true after every piece."""
+        """Add the steps in a directory to the summary, and delete it. Yields true after every piece but the last."""
         summary, number = self._summary_so_far(), _number_of(folding.name)
         if number > summary.folds:
+            num_bytes = 0
             for step in _numbered(folding, "step_"):
                 first = _number_of(step)
                 span: StepSpan | None = None
@@ -227,7 +228,10 @@ class EventRotation:
                                 span = span or StepSpan(first, first, event["timestamp"], event["timestamp"])
                                 span.add(event)
                                 summary.add_event(event)
-                            yield True
+                            num_bytes += sum(map(len, lines))
+                            if num_bytes >= PIECE_BYTES:
+                                num_bytes = 0
+                                yield True
                 if span is not None:
                     summary.add_span(span)
             summary.folds = number

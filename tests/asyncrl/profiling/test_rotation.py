@@ -99,6 +99,12 @@ def test_a_call_reads_a_bounded_number_of_bytes(tmp_path: Path, monkeypatch: pyt
     assert fold_all(EventRotation(tmp_path / "events", 1)) > size / 300
 
 
+def test_a_call_reads_many_small_files(tmp_path: Path) -> None:
+    """A run of short steps writes small files faster than a call for each of them would read."""
+    write_steps(tmp_path, range(1, NEWEST_STEPS + 51))
+    assert fold_all(EventRotation(tmp_path / "events", 1)) < 5
+
+
 def test_a_killed_process_folds_each_step_exactly_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is killed after each step of the work: each piece, the summary, and the deletion."""
     monkeypatch.setattr(module, "PIECE_BYTES", 100)
