@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import index as integer
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.storage.run_dir import METRICS, find_run
+from asyncrl.core.text import parse_json
+from asyncrl.storage.run_dir import METRICS, find_run, reading
 
 COMPARED = (
     "rewards",
@@ -20,6 +21,8 @@ COMPARED = (
     "response_tokens/mean",
 )
 """Metrics that are equal for equal samples and equal code, in the order in which a step computes them."""
+MAX_DIGITS = 18
+"""Limit for the digits of an integer, which is compared with floats."""
 
 
 class StepDifference(NamedTuple):
@@ -81,25 +84,22 @@ def _compared(line: Mapping[str, Any]) -> list[str]:
 
 def _steps(run: Path) -> dict[int, Mapping[str, Any]]:
     """Return the line of each step, and the last one if it has several."""
-    run_dir = find_run(str(run))
-    steps: dict[int, Mapping[str, Any]] = {
-        line["step"]: line for line in _lines(run_dir / METRICS) if line.get("kind") == "step"
-    }
-    if not steps:
-        raise ConfigError(f"{run_dir / METRICS} has no step yet")
-    return steps
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    path = find_run(str(run)) / METRICS
+    steps: dict[int, Mapping[str, Any]] = {}
     try:
-        with path.open(encoding="utf-8") as file:
+        with reading(path) as file:
             for line in file:
-                if line.endswith("\n"):  # a live run may be writing the last one
-                    yield json.loads(line)
+                if line.endswith(b"\n"):  # a live run may be writing the last one
+                    row = parse_json(line, finite=True, max_digits=MAX_DIGITS)
+                    if row["kind"] == "step":
+                        steps[integer(row["step"])] = row
     except FileNotFoundError:
         raise ConfigError(f"there is no {path}: logging.sinks has no jsonl, or the run has no step") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not steps:
+        raise ConfigError(f"{path} has no step yet")
+    return steps
 
 
 def _range(steps: Mapping[int, Any]) -> str:

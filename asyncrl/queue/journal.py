@@ -41,6 +41,7 @@ from asyncrl.profiling import profile
 from asyncrl.queue.journal_reader import (
     BUSY_WAIT_S,
     SCHEMA_VERSION,
+    TABLES,
     UNREADABLE,
     JournalDamage,
     RebuiltJournal,
@@ -336,15 +337,8 @@ def _create_journal(path: Path, rebuilt: RebuiltJournal) -> None:
     }
     with closing(_open_to_write(new)) as connection:
         connection.execute("BEGIN")
-        connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-        connection.execute(
-            "CREATE TABLE operations (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
-            "body TEXT NOT NULL, crc INTEGER NOT NULL)"
-        )
-        connection.execute(
-            "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, chain INTEGER NOT NULL, body TEXT NOT NULL, "
-            "crc INTEGER NOT NULL)"
-        )
+        for table in TABLES:
+            connection.execute(table)
         connection.executemany("INSERT INTO meta VALUES (?, ?)", [*meta.items(), ("crc", str(meta_crc(meta)))])
         row = snapshot_row(rebuilt.seq, rebuilt.crc, rebuilt.state.dump())
         connection.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", row)

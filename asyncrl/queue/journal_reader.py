@@ -45,6 +45,13 @@ from asyncrl.storage.run_dir import JOURNAL, SAMPLES
 from asyncrl.storage.segments import segment_incarnation
 
 SCHEMA_VERSION = 5
+TABLES = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE operations (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, body TEXT NOT NULL, "
+    "crc INTEGER NOT NULL)",
+    "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, chain INTEGER NOT NULL, body TEXT NOT NULL, "
+    "crc INTEGER NOT NULL)",
+)
 BUSY_WAIT_S = 10.0
 
 _NOT_DAMAGE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
@@ -247,12 +254,21 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
 
     Raises:
         JournalDamage: a rollback journal lies beside it. In WAL mode there is none, and SQLite would apply it and then
-            delete the file that it names.
+            delete the file that it names. Or it has something else than `TABLES`: a query of a view may never end, and
+            a trigger would run with each commit.
     """
     if os.path.lexists(rollback := f"{path}-journal"):
         raise JournalDamage(f"{rollback} is not a file of asyncrl, and SQLite would change {path.name} by it")
     uri = f"file:{quote(str(path))}?mode=ro"
-    return sqlite3.connect(uri, timeout=BUSY_WAIT_S, isolation_level=None, uri=True)
+    connection = sqlite3.connect(uri, timeout=BUSY_WAIT_S, isolation_level=None, uri=True)
+    try:
+        declared = [sql for [sql] in connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")]
+        if sorted(declared) != sorted(TABLES):
+            raise JournalDamage("it does not have the tables of a journal, or has more than these")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def row_crc(before: int, seq: int, at: float, kind: str, body: str) -> int:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from asyncrl.cli.main import main
 from asyncrl.core.failures import ConfigError
 from skip.run_diff import compare_runs
+from tests.fakes import hostile
 
 
 def write(run_dir: Path, *steps: dict[str, Any], tail: str = "") -> Path:
@@ -74,3 +77,17 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     (later / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 5}) + "\n")
     with pytest.raises(ConfigError, match="no step in common: 1 to 1 and 5 to 5"):
         compare_runs(one, later, 0.0)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    hostile.damaged({"kind": "step", "step": 1, **step()}).map(json.dumps)
+    | st.sampled_from(hostile.BROKEN_JSON)
+    | st.integers(max_value=-(10**400)).map(lambda number: json.dumps({"kind": "step", "step": 1, "actor/loss": number}))
+)
+def test_any_line_of_a_run_is_compared_or_is_an_error(tmp_path_factory: pytest.TempPathFactory, line: str) -> None:
+    root = tmp_path_factory.mktemp("runs")
+    one, other = write(root / "one", step()), write(root / "other")
+    (other / "metrics.jsonl").write_text(f"{line}\n", encoding="utf-8", errors="surrogatepass")
+    assert main(["skip", "diff", str(one), str(other)]) in (0, 1, 2)
+    assert main(["skip", "diff", str(other), str(one), "--json", "--tolerance=0.1"]) in (0, 1, 2)

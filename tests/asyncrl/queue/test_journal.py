@@ -427,7 +427,7 @@ def is_clean_cut(size: int) -> bool:
         (lambda path: alter(path, "DELETE FROM operations WHERE seq = 7"), "operation 7 is missing"),
         (lambda path: alter(path, "UPDATE snapshots SET body = '{}'"), "checksum of the snapshot at operation 0"),
         (lambda path: alter(path, "UPDATE meta SET value = '8' WHERE key = 'num_prompts'"), "checksum of its meta"),
-        (lambda path: alter(path, "DROP TABLE snapshots"), "SQLite says: no such table: snapshots"),
+        (lambda path: alter(path, "DROP TABLE snapshots"), "does not have the tables of a journal"),
         (lambda path: (path.unlink(), path.mkdir()), "it cannot be read"),
     ],
 )  # fmt: skip
@@ -560,6 +560,35 @@ def test_a_rollback_journal_that_names_another_file_is_not_applied(tmp_path: Pat
     (run_dir / "journal.db-journal").write_bytes(rollback)
     assert reopen(path)[1:] == (0, ()), "there was no journal"
     assert victim.read_text() == "theirs"
+
+
+ENDLESS = "WITH RECURSIVE number(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number)"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("DROP TABLE meta", f"CREATE VIEW meta AS {ENDLESS} SELECT n AS key, 'x' AS value FROM number"),
+        ("DROP TABLE operations",
+         f"CREATE VIEW operations AS {ENDLESS} SELECT n AS seq, 0.0 AS at, 'x' AS kind, '' AS body, 0 AS crc FROM number"),
+        (f"CREATE TRIGGER t AFTER INSERT ON operations BEGIN DELETE FROM meta WHERE key IN ({ENDLESS} SELECT n FROM "
+         "number); END",),
+        ("CREATE TABLE more (x CHECK (length(hex(zeroblob(400000000)))))",),
+    ],
+    ids=["view of meta", "view of operations", "trigger", "check"],
+)  # fmt: skip
+@pytest.mark.timeout(20)
+def test_a_journal_with_queries_of_its_own_is_damage_and_runs_none(tmp_path: Path, statements: tuple[str, ...]) -> None:
+    path = tmp_path / "journal.db"
+    reopen(path)
+    for statement in statements:
+        alter(path, statement)
+    with pytest.raises(ConfigError, match="does not have the tables of a journal, or has more than these"):
+        read_counts(tmp_path)
+    assert "does not have the tables of a journal" in head_of(tmp_path).damage
+    [notice] = reopen(path)[2]
+    assert "was set aside as" in notice
+    assert reopen(path)[1:] == (0, ())
 
 
 def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path) -> None:
