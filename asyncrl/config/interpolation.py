@@ -24,6 +24,8 @@ _INNERMOST = re.compile(r"\$\{(?!secret:)([^${}]*)\}")
 """A reference without references inside."""
 _MAX_STEPS, _MAX_RESOLVED = 100, 100_000
 """Limits for the references and the characters of one resolved value."""
+_MAX_REFERENCES = 1_000
+"""Limit for the references that are resolved in a configuration, each as often as a value needs it."""
 _SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIALS|(TOKEN|KEY)$|(^|_)(TOKEN|KEY)_", re.IGNORECASE)
 _NOT_SECRET_NAME = re.compile(r"_(FILE|PATH|DIR|ENV|URL|NAME)$", re.IGNORECASE)
 
@@ -144,9 +146,39 @@ def resolvers() -> Iterator[ReadVariables]:
     OmegaConf.register_new_resolver("secret", _keep_reference, replace=True)
     OmegaConf.register_new_resolver("oc.env", read.env, replace=True)
     try:
-        yield read
+        with bounded_references():
+            yield read
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+@contextmanager
+def bounded_references() -> Iterator[None]:
+    """Limit the references that OmegaConf resolves in the block, and their length. It resolves a value once for each
+    reference to it, so a few values that refer to each other several times would take hours.
+
+    Beyond a limit, OmegaConf raises an `InterpolationResolutionError`.
+    """
+    from omegaconf.base import Container
+    from omegaconf.errors import InterpolationResolutionError
+
+    resolve, count = Container.resolve_parse_tree, 0
+
+    def counted(container: Container, /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > _MAX_REFERENCES:
+            raise InterpolationResolutionError(f"more than {_MAX_REFERENCES} references ${{...}} have to be resolved")
+        value = resolve(container, *args, **kwargs)
+        if isinstance(value, str) and len(value) > _MAX_RESOLVED:
+            raise InterpolationResolutionError(f"a resolved value has more than {_MAX_RESOLVED} characters")
+        return value
+
+    Container.resolve_parse_tree = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
 
 
 def _keep_reference(name: Any) -> str:

@@ -16,6 +16,7 @@ from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, Sev
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer
 from asyncrl.config.sections.skip import SkipConfig
+from asyncrl.core.text import MAX_NAME_BYTES
 
 Scope = Literal["run", "serve", "app", "simulation"]
 """What a configuration is for: a run, `asyncrl serve`, rollout servers that are deployed with Ray Serve, or a run that
@@ -38,9 +39,12 @@ def _names(config: Config) -> Iterator[ConfigProblem]:
     for role in list(skip.enabled_roles(config))[:1]:
         parents["project_name"] = f"{role}.dump_dir"
     for key, parent in parents.items():
-        if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name := getattr(config, key)):
+        name = getattr(config, key)
+        is_short = len(name.encode()) <= MAX_NAME_BYTES
+        if not (is_short and re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name)):
             consequence = f"it names a directory below {parent}, and this is not a valid name for one"
-            yield ConfigProblem(key, name, consequence, "use letters, digits, '_', '-', '+' and '.'")
+            fix = f"use letters, digits, '_', '-', '+' and '.', and at most {MAX_NAME_BYTES} of them"
+            yield ConfigProblem(key, name[:MAX_NAME_BYTES], consequence, fix)
 
 
 def _texts(config: Config) -> Iterator[tuple[str, str]]:

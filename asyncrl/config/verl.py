@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from asyncrl.config.foreign_keys import ForeignKey, of_verl
+from asyncrl.config.interpolation import bounded_references
 from asyncrl.config.keys import ConfigKey, all_keys, choices
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
@@ -57,7 +58,8 @@ def read_verl(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
                 OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(f"{file or 'overrides'}: cannot be read: {' '.join(str(error).split())}") from error
-    return {name: value for name, value in _leaves(tree, "") if value is not None}
+    with bounded_references():
+        return {name: value for name, value in _leaves(tree, "") if value is not None}
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
