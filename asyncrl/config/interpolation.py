@@ -24,8 +24,8 @@ _INNERMOST = re.compile(r"\$\{(?!secret:)([^${}]*)\}")
 """A reference without references inside."""
 _MAX_STEPS, _MAX_RESOLVED = 100, 100_000
 """Limits for the references and the characters of one resolved value."""
-_MAX_REFERENCES = 1_000
-"""Limit for the references that are resolved in a configuration, each as often as a value needs it."""
+_MAX_REFERENCES = 200
+"""Limit for the references that are resolved in a configuration, each as often as a value needs it. Recipes have 10."""
 _SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIALS|(TOKEN|KEY)$|(^|_)(TOKEN|KEY)_", re.IGNORECASE)
 _NOT_SECRET_NAME = re.compile(r"_(FILE|PATH|DIR|ENV|URL|NAME)$", re.IGNORECASE)
 
@@ -153,9 +153,11 @@ def resolvers() -> Iterator[ReadVariables]:
 
 
 @contextmanager
-def bounded_references() -> Iterator[None]:
-    """Limit the references that OmegaConf resolves in the block, and their length. It resolves a value once for each
-    reference to it, so a few values that refer to each other several times would take hours.
+def bounded_references(most: int = _MAX_REFERENCES) -> Iterator[None]:
+    """Limit the references that OmegaConf resolves in the block, and the length of resolved values.
+
+    It resolves a value once for each reference to it, so a few values that refer to each other several times would take
+    hours.
 
     Beyond a limit, OmegaConf raises an `InterpolationResolutionError`.
     """
@@ -167,8 +169,8 @@ def bounded_references() -> Iterator[None]:
     def counted(container: Container, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
-        if count > _MAX_REFERENCES:
-            raise InterpolationResolutionError(f"more than {_MAX_REFERENCES} references ${{...}} have to be resolved")
+        if count > most:
+            raise InterpolationResolutionError(f"more than {most} references ${{...}} have to be resolved")
         value = resolve(container, *args, **kwargs)
         if isinstance(value, str) and len(value) > _MAX_RESOLVED:
             raise InterpolationResolutionError(f"a resolved value has more than {_MAX_RESOLVED} characters")

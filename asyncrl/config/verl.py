@@ -26,6 +26,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
 _ASYNC_SECTIONS = ("async_training.", "rollout.")
 _ENVIRONMENT = "${oc.env:"
+_MAX_REFERENCES = 2_000
+"""Limit for the references that are resolved. A complete configuration of verl has some hundreds."""
 
 
 class NoCounterpart(Exception):
@@ -58,7 +60,7 @@ def read_verl(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
                 OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(f"{file or 'overrides'}: cannot be read: {' '.join(str(error).split())}") from error
-    with bounded_references():
+    with bounded_references(_MAX_REFERENCES):
         return {name: value for name, value in _leaves(tree, "") if value is not None}
 
 

@@ -83,7 +83,9 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
 @given(
     hostile.damaged({"kind": "step", "step": 1, **step()}).map(json.dumps)
     | st.sampled_from(hostile.BROKEN_JSON)
-    | st.integers(max_value=-(10**400)).map(lambda number: json.dumps({"kind": "step", "step": 1, "actor/loss": number}))
+    | st.integers(max_value=-(10**400)).map(
+        lambda number: json.dumps({"kind": "step", "step": 1, "actor/loss": number})
+    )
 )
 def test_any_line_of_a_run_is_compared_or_is_an_error(tmp_path_factory: pytest.TempPathFactory, line: str) -> None:
     root = tmp_path_factory.mktemp("runs")

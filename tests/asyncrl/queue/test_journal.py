@@ -570,7 +570,7 @@ ENDLESS = "WITH RECURSIVE number(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM num
     [
         ("DROP TABLE meta", f"CREATE VIEW meta AS {ENDLESS} SELECT n AS key, 'x' AS value FROM number"),
         ("DROP TABLE operations",
-         f"CREATE VIEW operations AS {ENDLESS} SELECT n AS seq, 0.0 AS at, 'x' AS kind, '' AS body, 0 AS crc FROM number"),
+         f"CREATE VIEW operations AS {ENDLESS} SELECT n AS seq, 0 AS at, 0 AS kind, 0 AS body, 0 AS crc FROM number"),
         (f"CREATE TRIGGER t AFTER INSERT ON operations BEGIN DELETE FROM meta WHERE key IN ({ENDLESS} SELECT n FROM "
          "number); END",),
         ("CREATE TABLE more (x CHECK (length(hex(zeroblob(400000000)))))",),
