@@ -176,11 +176,11 @@ def bounded_references(most: int = _MAX_REFERENCES) -> Iterator[None]:
             raise InterpolationResolutionError(f"a resolved value has more than {_MAX_RESOLVED} characters")
         return value
 
-    Container.resolve_parse_tree = counted  # type: ignore[method-assign]
+    Container.resolve_parse_tree = counted
     try:
         yield
     finally:
-        Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
+        Container.resolve_parse_tree = resolve
 
 
 def _keep_reference(name: Any) -> str:

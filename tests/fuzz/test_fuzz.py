@@ -31,7 +31,7 @@ from rollouter.crash_isolation import CrashBlame, ReplicaCrash
 from rollouter.serving import client
 from rollouter.weight_updates import WeightUpdateLoop
 from skip import RecordSkip
-from tests.fuzz import watch
+from tests.fuzz import fleet, watch
 from tests.fuzz.journal import FuzzJournal
 from tests.fuzz.parts import TrainPart
 from tests.fuzz.run import FuzzError, play
@@ -199,6 +199,9 @@ PLANTED = {
         ("a planned change is recorded as a restart",),
         ("drain",),
     ),
+    "an attached replica keeps the version of the run before": PlantedBug(
+        ((fleet, "OTHER_WEIGHTS", fleet.EARLIER_RUN),), ("its staleness would be negative",)
+    ),
     "tokens of a dead engine are generated again": PlantedBug(
         ((client, "_resubmission", lambda request, so_far, calls: _resubmission(request, None, calls)),),
         ("tokens outlive their engine",),
@@ -266,7 +269,9 @@ PLANTED = {
         for hangs in ("hang queue", "hang rollouter", "hang trainer")
     },
 }  # fmt: skip
-QUICK = ("a release forgets a sample", "a step is not committed")
+QUICK = (
+    "a release forgets a sample", "a step is not committed", "an attached replica keeps the version of the run before",
+)  # fmt: skip
 
 
 @pytest.mark.timeout(600)
