@@ -23,9 +23,17 @@ from numpy.typing import NDArray
 
 from asyncrl.core.trajectory import TokenRow
 from asyncrl.core.types import SampleId
-from asyncrl.storage.array_bytes import DamageError, decode, encode
+from asyncrl.storage.array_bytes import Blob, DamageError, decode, encode
 from asyncrl.storage.run_dir import read_file
-from asyncrl.storage.trajectory_files import PROMPT_ROLE, Decode, DumpedTrajectory, described, parse_described, pieces
+from asyncrl.storage.trajectory_files import (
+    NO_SUCH_LINE,
+    PROMPT_ROLE,
+    Decode,
+    DumpedTrajectory,
+    described,
+    parse_described,
+    pieces,
+)
 
 MAX_BYTES = 20 << 20
 REMARKABLE = 10
@@ -198,6 +206,13 @@ def read_recent(directory: Path, name: str) -> RecentSample:
         DamageError, ValueError: it is damaged.
     """
     blob = decode(np.frombuffer(read_file(directory / f"{name}{_SUFFIX}"), np.uint8))
+    try:
+        return _from_blob(blob)
+    except NO_SUCH_LINE as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _from_blob(blob: Blob) -> RecentSample:
     described_lines = json.loads(blob.array("lines", np.uint8).tobytes())
     arrays = {field: blob.array(field, dtype) for field, dtype in zip(_ARRAYS, _DTYPES, strict=True)}
     prompt_end = response_end = 0

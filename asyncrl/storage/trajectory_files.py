@@ -44,7 +44,8 @@ MAX_REPR = 2000
 """Maximum length of the repr of a value that JSON does not support."""
 MAX_DEPTH = 32
 """Maximum nesting; deeper values become their repr."""
-_NO_SUCH_LINE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+NO_SUCH_LINE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+"""Errors that JSON of another format raises."""
 _TOO_LONG = 10**MAX_DIGITS
 """The smallest integer that Python does not convert to text."""
 _TURN: TypeAdapter[TurnInfo] = TypeAdapter(TurnInfo)
@@ -171,7 +172,7 @@ def parse(line: bytes) -> DumpedTrajectory:
     """
     try:
         return _parse(json.loads(line))
-    except _NO_SUCH_LINE as error:
+    except NO_SUCH_LINE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
@@ -244,7 +245,7 @@ def parse_described(raw: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
     """
     try:
         return _parse_line(raw, rows, tuple(map(_row_of_arrays, rows)))
-    except _NO_SUCH_LINE as error:
+    except NO_SUCH_LINE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.types import SampleId
-from asyncrl.storage.array_bytes import DamageError
+from asyncrl.storage.array_bytes import DamageError, encode
+from asyncrl.storage.array_bytes import decode as decode_blob
 from asyncrl.storage.recent_samples import (
+    _ARRAYS,
+    _DTYPES,
     REMARKABLE,
     KeptRewards,
     RecentSamples,
@@ -23,6 +29,7 @@ from asyncrl.storage.recent_samples import (
     recent_names,
 )
 from rollouter.trajectory_dump import describe
+from tests.fakes import hostile
 from tests.fakes.dumped import SCORES, decode, group, prompt, sample
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=4).map(tuple)
@@ -117,3 +124,20 @@ def test_a_damaged_file_is_reported_and_does_not_hide_the_others(tmp_path: Path)
     assert [one.name for one in list_recent(directory)] == ["sample_0_2"]
     with pytest.raises((DamageError, ValueError)):
         read_recent(directory, "sample_0_1")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_any_description_in_a_kept_file_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    directory = tmp_path / "kept"
+    add(RecentSamples(directory, 3), 1)
+    path = directory / "sample_0_1.safetensors"
+    blob = decode_blob(np.frombuffer(path.read_bytes(), np.uint8))
+    lines = json.loads(blob.array("lines", np.uint8).tobytes())
+    text = data.draw(hostile.damaged(lines).map(json.dumps) | st.sampled_from(hostile.BROKEN_JSON))
+    arrays = {name: blob.array(name, dtype) for name, dtype in zip(_ARRAYS, _DTYPES, strict=True)}
+    arrays["lines"] = np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
+    path.write_bytes(b"".join(encode(arrays, blob.texts)))
+    with suppress(DamageError, ValueError):
+        read_recent(directory, "sample_0_1").with_texts(decode)
+    list_recent(directory)
