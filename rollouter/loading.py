@@ -24,7 +24,7 @@ from rollouter.prompts.source import load_prompts
 from rollouter.rewards.functions import load_reward_functions
 from rollouter.rewards.scorer import load_scorer
 from rollouter.serving.options import serving_options
-from rollouter.tools.loading import LoadedMcpServer, LoadedTool, load_tool_file, load_tools
+from rollouter.tools.loading import LoadedMcpServer, LoadedTool, load_tools
 from rollouter.tools.toolbox import Toolbox
 from rollouter.validation import ValidationPrompts
 
@@ -95,7 +95,7 @@ def load_agent(config: Config, tokenizer: PreTrainedTokenizerBase) -> BuiltInAge
     settings = config.rollout.multi_turn
     if not settings.enable:
         return None
-    tools = load_tools((*settings.tools, *load_tool_file(settings.tool_config_path)))
+    tools = load_tools(settings.tools)
     interactions = load_interactions(settings.interactions) if settings.interactions else None
     schemas = _schemas(tools)
     end_ids = end_token_ids(config.model, tokenizer)

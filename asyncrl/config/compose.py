@@ -26,6 +26,7 @@ from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import COMMAND_LINE, SYNC, lines, sources_of_files
+from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
 
@@ -177,6 +178,8 @@ def value_sources(
         part = key.partition(".")[0]
         if f"{part}.nnodes" in found:  # see count_processes
             found.setdefault(key, f"{part}.nnodes x {part}.n_gpus_per_node")
+    if TOOL_FILE in found:
+        found.setdefault(TOOLS, found[TOOL_FILE])
     if mode == "sync":
         before = leaves(load_config(source, overrides).public_values())
         found |= {key: SYNC for key, value in leaves(config.public_values()).items() if before[key] != value}
@@ -456,6 +459,8 @@ def _compose(base: _BaseConfig, arguments: Sequence[str], read: ReadVariables) -
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
             composed = compose(base.primary, overrides=[*_search_path(base), *arguments])
+        if (problem := add_tool_file(composed)) is not None:
+            raise _CompositionError(problem.key, problem.value, problem.consequence, problem.fix)
         tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         unresolved = texts_from_environment(composed, read)
     except OmegaConfBaseException as error:

@@ -19,7 +19,8 @@ import yaml
 from asyncrl.config.foreign_keys import ForeignKey, of_verl
 from asyncrl.config.interpolation import bounded_references
 from asyncrl.config.keys import ConfigKey, all_keys, choices
-from asyncrl.config.yaml_files import read_yaml
+from asyncrl.config.tool_file import tool_entries
+from asyncrl.config.yaml_files import load_yaml, read_yaml
 from asyncrl.core.failures import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -441,27 +442,26 @@ def _reward_model(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 
 @_derivation
 def _tool_file(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
-    return {_to(name): [_with_own_class(name, entry) for entry in _entries(name, value, "tools")]}
+    try:
+        return {_to(name): tool_entries(value)}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise NoCounterpart(f"{value} cannot be read ({error}); write its entries into {_to(name)}") from error
 
 
 @_derivation
 def _interaction_file(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
-    return {_to(name): [_with_own_class(name, entry) for entry in _entries(name, value, "interaction")]}
-
-
-def _entries(name: str, file: str, key: str) -> list[Mapping[str, Any]]:
-    try:
-        content = yaml.safe_load(read_yaml(Path(file).expanduser()))
-        return list(content[key])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise NoCounterpart(f"{file} cannot be read ({error}); write its entries into {_to(name)}") from error
-
-
-def _with_own_class(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of a tool or interaction file; classes of verl that asyncrl has too get its name and settings."""
+    """Return the entries of an interaction file; classes of verl that asyncrl has too get its name and settings."""
     table = of_verl(name)
-    ours = table.values.get(entry.get("class_name", "")) if table else None
-    return {"class_name": ours, **({"name": entry["name"]} if "name" in entry else {})} if ours else dict(entry)
+    assert table is not None
+    try:
+        entries = [dict(entry) for entry in load_yaml(Path(value).expanduser())["interaction"]]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise NoCounterpart(f"{value} cannot be read ({error}); write its entries into {_to(name)}") from error
+    for entry in entries:
+        if (ours := table.values.get(str(entry.get("class_name")))) is not None:
+            entry["class_name"] = ours
+            entry.pop("config", None)
+    return {_to(name): entries}
 
 
 @_derivation

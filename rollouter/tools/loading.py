@@ -7,19 +7,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
-import pydantic
 from jsonschema.exceptions import SchemaError, best_match  # type: ignore[import-untyped]
 from referencing import Registry
-from yaml import YAMLError
 
 from asyncrl.config.import_path import call_problem, load_object, load_registered
 from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.rollout import McpServerConfig, ToolConfig
-from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.core.text import encodable_values, parse_json
 from rollouter.tools.base import BaseTool
@@ -137,41 +133,6 @@ class LoadedMcpServer:
     mcp: McpServerConfig
     config: ToolConfig
     key: str
-
-
-_OF_VERL = {"verl.tools.gsm8k_tool.Gsm8kTool": "gsm8k", "verl.tools.search_tool.SearchTool": "search"}
-"""Built-in tools by the class names of verl's files."""
-
-
-def load_tool_file(path: str | None) -> tuple[ToolConfig, ...]:
-    """Read `rollout.multi_turn.tool_config_path`, a YAML file with a list `tools`. verl's files load unchanged: their
-    `config.type: native` has no counterpart, because a server is `mcp` here.
-
-    Raises:
-        ConfigError: the file cannot be read, or an entry is invalid.
-    """
-    if path is None:
-        return ()
-    key = "rollout.multi_turn.tool_config_path"
-    try:
-        content = load_yaml(Path(path).expanduser())
-    except (OSError, YAMLError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
-    entries = content.get("tools") if isinstance(content, Mapping) else None
-    if not isinstance(entries, list):
-        raise ConfigError(f"{key}: {path} has no list `tools`; write one with entries like rollout.multi_turn.tools")
-    configs = []
-    for number, entry in enumerate(entries):
-        try:
-            entry = dict(entry)
-            entry["class_name"] = _OF_VERL.get(str(entry.get("class_name")), entry.get("class_name"))
-            settings = dict(entry.get("config") or {})
-            if settings.get("type") == "native":
-                del settings["type"]
-            configs.append(ToolConfig.model_validate(entry | {"config": settings}))
-        except (TypeError, ValueError, pydantic.ValidationError) as error:
-            raise ConfigError(f"{key}: {path}: tools.{number}: {error}") from error
-    return tuple(configs)
 
 
 def load_tools(configs: Sequence[ToolConfig]) -> tuple[LoadedTool | LoadedMcpServer, ...]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl.config.environment import check_code, is_importable, not_there
+from asyncrl.config.environment import check_code, is_importable
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with
 from asyncrl.config.sections.base import (
     ConfigSection,
@@ -157,7 +156,8 @@ class MultiTurnConfig(ConfigSection):
     interactions: tuple[InteractionConfig, ...] = ()
     """Simulated users and environments that answer the model."""
     tool_config_path: str | None = None
-    """YAML file with a list `tools` of further entries like those of `tools`, such as verl's files."""
+    """YAML file with a list `tools`, such as verl's files. The launch adds its entries to `tools`, and the key is null
+    from then on."""
     create: Literal["auto", "eager", "lazy"] = "auto"
     """When the state of a tool is created: `eager`: before the first turn, and `calc_reward` is called for it even if
     the model never calls the tool; `lazy`: before its first call. `auto`: `eager` for the tools that a row names in
@@ -181,10 +181,6 @@ class MultiTurnConfig(ConfigSection):
     timeout_s: Seconds | None = None
     """Time limit of one trajectory, including waits after an engine crash. At the limit, the trajectory ends with its
     complete turns and is scored. null: only timeouts.sample_s limits it, which drops the sample."""
-
-    @property
-    def has_tools(self) -> bool:
-        return bool(self.tools) or self.tool_config_path is not None
 
 
 class OverSampleConfig(ConfigSection):
@@ -399,9 +395,6 @@ def _conversations(config: Config) -> Iterator[ConfigProblem]:
     """Yield the problems of the code of tools, interactions and agents."""
     turns, agent = config.rollout.multi_turn, config.rollout.agent
     if turns.enable:
-        path = turns.tool_config_path
-        if path is not None and not Path(path).expanduser().is_file():
-            yield not_there(f"{_TURNS}.tool_config_path", path, "the file")
         for number, tool in enumerate(turns.tools):
             yield from _tool(f"{_TURNS}.tools.{number}", tool)
         for number, interaction in enumerate(turns.interactions):
@@ -477,11 +470,11 @@ RULES: tuple[RuleFunction, ...] = (
     _untruncated("top_p", 1.0),
     _untruncated("top_k", -1),
     _untruncated("min_p", 0.0),
-    ConfigRule(f"{_TURNS}.enable", lambda c: c.rollout.multi_turn.enable and not c.rollout.multi_turn.has_tools
+    ConfigRule(f"{_TURNS}.enable", lambda c: c.rollout.multi_turn.enable and not c.rollout.multi_turn.tools
                and not c.rollout.multi_turn.interactions,
                "the model has no tool to call and no user to answer it, so every trajectory would be one turn",
                f"set {_TURNS}.tools or {_TURNS}.interactions, or {_TURNS}.enable=false"),
-    ConfigRule(f"{_TURNS}.max_assistant_turns", lambda c: c.rollout.multi_turn.enable and c.rollout.multi_turn.has_tools
+    ConfigRule(f"{_TURNS}.max_assistant_turns", lambda c: c.rollout.multi_turn.enable and c.rollout.multi_turn.tools
                and c.rollout.multi_turn.max_assistant_turns == 1,
                "a tool call in the only turn would not run: the model has no turn left to read its result",
                "raise it to 2 or more"),
@@ -490,7 +483,7 @@ RULES: tuple[RuleFunction, ...] = (
                "timeouts.sample_s = {c.timeouts.sample_s:g} s drops the whole sample first, so no trajectory would "
                "reach this limit", "lower it, or raise timeouts.sample_s above {c.rollout.multi_turn.timeout_s:g}"),
     ConfigRule(f"{_TURNS}.max_tool_response_length", lambda c: c.rollout.multi_turn.enable
-               and c.rollout.multi_turn.has_tools
+               and c.rollout.multi_turn.tools
                and c.rollout.multi_turn.max_tool_response_length >= c.rollout.response_length,
                "one answer of a tool may fill rollout.response_length = {c.rollout.response_length}, which counts all "
                "turns and the messages between them, and end the trajectory",
@@ -559,7 +552,7 @@ NO_EFFECT = (
     no_effect(f"{_TURNS}.max_user_turns", lambda c: not c.rollout.multi_turn.interactions,
               "no user answers the model", f"set {_TURNS}.interactions"),
     no_effect(f"{_TURNS}.format {_TURNS}.create {_TURNS}.max_parallel_calls {_TURNS}.*tool_response*",
-              lambda c: c.rollout.multi_turn.enable and not c.rollout.multi_turn.has_tools,
+              lambda c: c.rollout.multi_turn.enable and not c.rollout.multi_turn.tools,
               "the model has no tools", f"set {_TURNS}.tools"),
     no_effect("rollout.agent.timeout_s rollout.agent.max_concurrency", lambda c: not c.rollout.agent.enabled,
               "there is no agent of your own", "set rollout.agent.program or rollout.agent.command"),

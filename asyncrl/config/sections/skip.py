@@ -293,7 +293,7 @@ RULES: tuple[RuleFunction, ...] = (
     _directories,
     _own_roles,
     ConfigRule("skip.tool.enable",
-               lambda c: c.skip.tool.enable and not (c.rollout.multi_turn.enable and c.rollout.multi_turn.has_tools),
+               lambda c: c.skip.tool.enable and not (c.rollout.multi_turn.enable and c.rollout.multi_turn.tools),
                "it would have no effect: the run calls no tools",
                "set rollout.multi_turn.enable=true and name rollout.multi_turn.tools, or set skip.tool.enable=false"),
     ConfigRule("skip.ref_log_prob.enable", lambda c: c.skip.ref_log_prob.enable and not c.needs_reference,

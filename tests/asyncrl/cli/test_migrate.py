@@ -195,7 +195,9 @@ def test_a_conversation_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = values(migration)
     assert found["rollout.multi_turn.enable"] is True
     assert found["rollout.multi_turn.max_assistant_turns"] == 5
-    assert found["rollout.multi_turn.tools"] == [{"class_name": "gsm8k"}, {"function": "functions.py:calc"}]
+    schema = {"type": "function", "function": {"name": "calc_gsm8k_reward"}}
+    own = {"function": "functions.py:calc"}
+    assert found["rollout.multi_turn.tools"] == [{"class_name": "gsm8k", "tool_schema": schema}, own]
     assert found["rollout.multi_turn.tokenization_sanity_check_mode"] == "warn"
     assert (found["algorithm.clip_ratio_low"], found["algorithm.clip_ratio_high"]) == (0.25, 0.25)
     assert found["rollout.response_length"] == 1024, "a reference to another key is resolved"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from asyncrl.config.compose import check_config
 from asyncrl.config.import_path import import_module, load_function
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
@@ -35,16 +37,23 @@ def test_a_process_of_a_cluster_can_import_a_file_that_its_node_lacks(
     (tmp_path / "own_stages.py").write_text("VALUE = 2.0\n")
     (tmp_path / "own_package" / "__init__.py").write_text("from own_package.losses import clip\n")
     (tmp_path / "own_package" / "losses.py").write_text("def clip(counts):\n    return 0.5\n")
+    (tmp_path / "own_tool.py").write_text("def Lookup():\n    return 5.0\n")
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: own_tool.Lookup}]\n")
     names = {"reward": "rewards/own_rewards.py:score", "loss": "own_package:clip", "agent": "agents.loop:run"}
-    config = Config.model_validate(
-        {
-            "ray": {"address": address, "runtime_env": {"env_vars": {"OWN_VARIABLE": "1"}}},
-            "reward": {"function": names["reward"]},
-            "algorithm": {"loss_agg_mode": names["loss"]},
-            "rollout": {"agent": {"program": names["agent"]}},
-            "skip": {"modules": ["own_stages"]},
-        }
-    )
+    values = {
+        "ray": {"address": address, "runtime_env": {"env_vars": {"OWN_VARIABLE": "1"}}},
+        "reward": {"function": names["reward"]},
+        "algorithm": {"loss_agg_mode": names["loss"]},
+        "rollout": {
+            "agent": {"program": names["agent"]},
+            "multi_turn": {"enable": True, "tool_config_path": "tools.yaml"},
+        },
+        "skip": {"modules": ["own_stages"]},
+    }
+    (tmp_path / "own.yaml").write_text(json.dumps(values))
+    config = check_config("own.yaml").config
+    assert config is not None
+    names["tool"] = str(config.rollout.multi_turn.tools[0].class_name)
     _start(config, "own-code")
     for file in list(tmp_path.rglob("*.py")):
         file.unlink()
@@ -58,7 +67,7 @@ def test_a_process_of_a_cluster_can_import_a_file_that_its_node_lacks(
     def others() -> tuple[float, str]:
         return import_module("own_stages", "skip.modules").VALUE, os.environ["OWN_VARIABLE"]
 
-    assert ray.get([call.remote(name) for name in names.values()], timeout=120) == [7.0, 0.5, 3.0]
+    assert ray.get([call.remote(name) for name in names.values()], timeout=120) == [7.0, 0.5, 3.0, 5.0]
     assert ray.get(others.remote(), timeout=120) == (2.0, "1")
     with pytest.raises(ConfigError, match="there is no file"):
         load_function(names["reward"], "a.key", {})

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.import_path import load_object
 from asyncrl.config.sections.rollout import McpServerConfig, ToolConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
-from rollouter.tools.loading import BUILT_IN, FunctionSchema, LoadedMcpServer, LoadedTool, load_tool_file, load_tools
+from rollouter.tools.loading import BUILT_IN, FunctionSchema, LoadedMcpServer, LoadedTool, load_tools
 from tests.fakes.tools import schema_of
 
 SOURCE = '''
@@ -188,44 +188,3 @@ def test_a_tool_gets_its_secrets_and_its_errors_do_not_show_them(source: str, mo
     with pytest.raises(ConfigError, match=r"name: \['\$\{secret:INDEX\}'\] is not") as raised:
         load(class_name="calculator", config={"name": ["${secret:INDEX}"]})
     assert "c4n4ry" not in str(raised.value)
-
-
-VERLS_FILE = """\
-tools:
-  - class_name: "verl.tools.gsm8k_tool.Gsm8kTool"
-    config:
-      type: native
-    tool_schema:
-      type: "function"
-      function:
-        name: "calc_gsm8k_reward"
-        description: "Calculates the reward."
-        parameters:
-          type: "object"
-          properties: {answer: {type: "string", description: "The answer, digits."}}
-          required: ["answer"]
-"""
-
-
-def test_a_file_of_verl_loads_unchanged(tmp_path: Path) -> None:
-    file = tmp_path / "tools.yaml"
-    file.write_text(VERLS_FILE)
-    (one,) = load_tools(load_tool_file(str(file)))
-    assert isinstance(one, LoadedTool)
-    assert (type(one.tool).__name__, one.name) == ("Gsm8kTool", "calc_gsm8k_reward")
-    assert one.schema.problem({"answer": 3}) == "answer: 3 is not of type 'string'"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("- class_name: calculator", r"tools\.yaml has no list `tools`"),
-        ("tools: [calculator]", r"tools\.yaml: tools\.0: "),
-        ("tools: [{class_name: calculator, timeout: 3}]", r"tools\.0: .*timeout"),
-        ("tools: [", r"tools\.yaml cannot be read"),
-    ],
-)
-def test_a_file_of_tools_that_cannot_be_used_is_refused(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "tools.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=rf"(?s)rollout\.multi_turn\.tool_config_path: .*{problem}"):
-        load_tool_file(f"{tmp_path}/tools.yaml")
