@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from asyncrl.cli.launch import ARGUMENTS, checked
+from asyncrl.cli.launch import ARGUMENTS, changes, checked
 from asyncrl.cli.preflight import preflight
 from asyncrl.config.compose import Mode, check_config, split_arguments
+from asyncrl.core.failures import ConfigError
 from asyncrl.driver.cluster import detect_machine
 from asyncrl.storage.run_dir import SavedConfig
 
@@ -22,8 +23,9 @@ _NO_TRAINING = ("trainer.total_training_steps=0", "resume=none", "run_dir=null")
     "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Directory of the results."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print evaluation.json instead of a table.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print what differs from the defaults; start nothing.")
 @click.option("--fresh", is_flag=True, help="Answer every prompt again.")
-def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, fresh: bool) -> int:  # the command's name
+def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, dry_run: bool, fresh: bool) -> int:
     """Evaluate a model on its validation sets: mean@n, pass@k, best@k, maj@k with intervals, lengths and ends.
 
     CONFIG is a YAML file or a shipped recipe. The checkpoint is a run or an experiment, whose newest checkpoint is
@@ -33,12 +35,14 @@ def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, fresh: boo
     \b
     Examples:
       asyncrl eval checkpoint=quickstart
+      asyncrl eval checkpoint=quickstart --dry-run
       asyncrl eval checkpoint=runs/quickstart/20260101-120000/checkpoints/step_000050
       asyncrl eval my.yaml model.path=Qwen/Qwen3-0.6B rollout.val.n=8 rollout.val.temperature=0.6
       asyncrl eval my.yaml checkpoint=/models/mine 'data.val_files=[aime.parquet,math.parquet]' --json | jq .sources
 
     Each prompt gets rollout.val.n answers, sampled as rollout.val says. Prompts are grouped by their data_source. The
-    results are in evals/EXPERIMENT/: every answer in answers.jsonl, the figures in evaluation.json and index.html.
+    results are in evals/EXPERIMENT/: every answer in answers.jsonl, the figures in evaluation.json and index.html; they
+    also go to logging.sinks (TensorBoard, wandb, ...). asyncrl status DIR shows how far a running evaluation is.
     Press Ctrl-C to stop: the same command continues with the answers that are missing, also after a crash.
     """
     given = [one for one in arguments if one.startswith(_CHECKPOINT)]
@@ -51,8 +55,18 @@ def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, fresh: boo
         overrides = (*overrides, f"model.path={model.path}")
         if source is None and model.run_dir is not None:
             source = str(model.run_dir / "config.yaml")
-            mode = "sync" if SavedConfig(model.run_dir).value("mode") == "sync" else mode
-    config = checked(preflight(check_config(source, (*overrides, *_NO_TRAINING), mode=mode), detect_machine()))
-    from asyncrl.driver.evaluate import evaluate
+            saved = SavedConfig(model.run_dir).value("mode")
+            if saved == "sft":
+                raise ConfigError(
+                    f"{given[-1]} is of a supervised run, whose configuration has no prompts and rewards to evaluate "
+                    f"with: give one of a launch, asyncrl eval my_rl.yaml {given[-1]}"
+                )
+            mode = "sync" if saved == "sync" else mode
+    overrides = (*overrides, *_NO_TRAINING)
+    config = checked(preflight(check_config(source, overrides, mode=mode), detect_machine()))
+    from asyncrl.driver.evaluate import evaluate, plan_text
 
+    if dry_run:
+        click.echo(f"{changes(source, overrides, config, mode)}\n\n{plan_text(config, out=out, fresh=fresh)}")
+        return 0
     return evaluate(config, out=out, fresh=fresh, as_json=as_json)

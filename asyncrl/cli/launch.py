@@ -107,6 +107,12 @@ def serve(arguments: tuple[str, ...]) -> int:
     return driver.serve(config)
 
 
+def changes(source: str | None, overrides: Sequence[str], config: Config, mode: Mode) -> str:
+    """Return the values that differ from the defaults as YAML, each with its source."""
+    sources = value_sources(source, overrides, config, mode=mode)
+    return commented_yaml({key: (value, source_of(key, sources)) for key, value in changed_values(config).items()})
+
+
 def checked(outcome: CheckedConfig) -> Config:
     config = outcome.require()
     _warn(outcome.warnings)

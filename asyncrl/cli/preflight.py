@@ -53,7 +53,7 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
     code += rewards.problems()
     if config.ray.runtime_env:  # it may bring what the code needs
         code = [replace(problem, severity="warning") for problem in code]
-    room = [] if machine is None else check_machine(config, machine)
+    room = [] if machine is None else check_machine(config, machine, trains=not config.validates_only)
     return outcome.with_problems([*files, *code, *room, *_disk(config)])
 
 

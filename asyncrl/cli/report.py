@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.formats import seconds
 from asyncrl.observe.status.run_files import events_level, explain_missing_events, read_liveness
+from asyncrl.observe.status.run_status import read_readable_state
 from asyncrl.observe.status.summary import read_readable_summary
 from asyncrl.profiling.files import is_number
 from asyncrl.storage.run_dir import SavedConfig, find_run
@@ -47,6 +48,7 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
 
     It reads files only, so it works while the run is live, after it has ended, and after it was killed. It needs the
     events that a run records with profiler.level=summary (the default) or full; without events, the exit code is 2.
+    The report of a supervised run (asyncrl sft) has the losses and the speed of its steps, and needs no events.
     """
     if as_json and out is not None:
         raise click.UsageError("--json prints report.json and writes no files, so it cannot be combined with --out")
@@ -57,10 +59,16 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
     from asyncrl.observe.report.plots import figures
 
     run_dir = find_run(run)
+    state = read_readable_state(run_dir)
+    mode = SavedConfig(run_dir).value("mode") if state is None else state.mode
+    if mode == "eval":
+        raise ConfigError(f"{run_dir} is an evaluation, whose figures are in its index.html and evaluation.json")
     directory = out or run_dir / DIRECTORY
     if not as_json:
         check_directory(directory)
     console = Console(highlight=False, stderr=as_json)
+    if mode == "sft":
+        return _report_supervised(run_dir, directory, console, as_json=as_json)
     began = time.monotonic()
     with _progress(console) as advance:
         events = load(run_dir, lambda done, total: advance("reading events", done, total))
@@ -91,6 +99,28 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
     return 0
 
 
+def _report_supervised(run_dir: Path, directory: Path, console: Console, *, as_json: bool) -> int:
+    from asyncrl.observe.report import supervised
+    from asyncrl.observe.report.page import write_report
+
+    found = supervised.analyse_supervised(run_dir, about(run_dir))
+    if as_json:
+        click.echo(json.dumps(found, ensure_ascii=False, allow_nan=False, indent=2))
+        return 0
+    with _progress(console) as advance:
+        page = write_report(
+            found,
+            directory,
+            lambda title: advance(f"drawing: {title}", 1, len(found["figures"])),
+            draw=supervised.draw_supervised,
+            render=supervised.render_supervised,
+        )
+    for line in supervised.supervised_lines(found):
+        console.print(line)
+    console.print(f"{page}\n[dim]with report.json and {len(found['figures'])} PNGs[/]", soft_wrap=True)
+    return 0
+
+
 def about(run_dir: Path) -> dict[str, Any]:
     """Return facts about the run from its configuration and its state; unknown ones are None."""
     from asyncrl.observe.report.analysis import LIVE
@@ -106,6 +136,7 @@ def about(run_dir: Path) -> dict[str, Any]:
         "experiment": experiment if isinstance(experiment, str) else None,
         "status": ends.get(liveness.how, liveness.phase),
         "started_at": liveness.state.started_at if liveness.state is not None else None,
+        "total_steps": liveness.state.total_steps if liveness.state is not None else None,
         "level": events_level(run_dir),
         "response_length": response_length if is_number(response_length) else None,
     }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import click
 
-from asyncrl.cli.launch import checked
+from asyncrl.cli.launch import changes, checked
 from asyncrl.cli.preflight import preflight
-from asyncrl.config.compose import changed_values, check_config, split_arguments, value_sources
-from asyncrl.config.sources import commented_yaml, source_of
+from asyncrl.config.compose import check_config, split_arguments
 
 
 @click.command()
@@ -44,15 +43,13 @@ def sft(config: str, overrides: tuple[str, ...], dry_run: bool) -> int:
     stop with a checkpoint, which resume=auto continues from, twice to stop at once; the exit code is then 130. Sections
     that only a launch uses (rollout, algorithm, reward, ...) may be in the file and have no effect. More: docs/sft.md.
     """
-    source, changes = split_arguments((config, *overrides))
+    source, given = split_arguments((config, *overrides))
     if source is None:
         raise click.UsageError("the configuration comes first: asyncrl sft my.yaml key=value ...")
-    outcome = preflight(check_config(source, changes, mode="sft"))
+    outcome = preflight(check_config(source, given, mode="sft"))
     settings = checked(outcome)
     if dry_run:
-        sources = value_sources(source, changes, settings, mode="sft")
-        changed = changed_values(settings).items()
-        click.echo(commented_yaml({key: (value, source_of(key, sources)) for key, value in changed}))
+        click.echo(changes(source, given, settings, "sft"))
         return 0
     from asyncrl.driver import sft as driver
 

@@ -25,7 +25,7 @@ from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
-from asyncrl.config.sources import COMMAND_LINE, SYNC, lines, sources_of_files
+from asyncrl.config.sources import COMMAND_LINE, EVALUATION, SYNC, lines, sources_of_files
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
@@ -180,6 +180,8 @@ def value_sources(
             found.setdefault(key, f"{part}.nnodes x {part}.n_gpus_per_node")
     if TOOL_FILE in found:
         found.setdefault(TOOLS, found[TOOL_FILE])
+    if config.validates_only:
+        found |= {"profiler.level": EVALUATION}
     if mode == "sync":
         before = leaves(load_config(source, overrides).public_values())
         found |= {key: SYNC for key, value in leaves(config.public_values()).items() if before[key] != value}

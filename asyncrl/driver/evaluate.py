@@ -6,6 +6,7 @@ evals/<experiment>/<model>-<digest of the settings>/
   settings.json      what the answers depend on
   answers.jsonl      `asyncrl.storage.answer_files`
   evaluation.json    the figures, once every prompt is done (`asyncrl.observe.report.evaluation`)
+  state.json, metrics.jsonl, tensorboard/, wandb/   see `evaluation_records`
   index.html, figures.png, logs/
 
 The same command with the same settings finds the same directory, and continues with the answers that are missing.
@@ -38,6 +39,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DataError, InfraError
 from asyncrl.core.tasks import Interrupts, task_group
 from asyncrl.driver.cluster import cluster, link_logs
+from asyncrl.driver.evaluation_records import EvaluationRecords, evaluation_records
 from asyncrl.driver.run_directory import LOCK, RunLocks
 from asyncrl.observe.terminal.live import View, logging_to, make_view
 from asyncrl.storage.answer_files import ANSWERS, read_answers
@@ -208,6 +210,15 @@ def evaluate(config: Config, *, out: Path | None = None, fresh: bool = False, as
     return COMPLETED
 
 
+def plan_text(config: Config, *, out: Path | None, fresh: bool) -> str:
+    """Return what `evaluate` would do, in one line. Raises `ConfigError` as `evaluate` does."""
+    directory = (out or default_directory(config, settings_of(config))).absolute()
+    _check_directory(directory)
+    done = 0 if fresh else sum(1 for one in read_answers(directory / ANSWERS).values() if one.answers)
+    kept = f", which has answers to {done:,} prompts" if done else ""
+    return f"{config.rollout.val.n} answer(s) per prompt of {config.model.path}, into {directory}{kept}"
+
+
 @contextmanager
 def _disk_errors(directory: Path) -> Iterator[None]:
     try:
@@ -267,8 +278,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _run(config: Config, directory: Path, view: View) -> dict[str, Any] | None:
     """Answer what is missing; return the evaluation, or None if it was interrupted."""
+    with evaluation_records(config, directory, continued=(directory / ANSWERS).exists()) as records:
+        return _record(config, directory, view, records)
+
+
+def _record(config: Config, directory: Path, view: View, records: EvaluationRecords) -> dict[str, Any] | None:
     began = time.monotonic()
-    status = anyio.run(_evaluate, config, directory, view)
+    status = anyio.run(_evaluate, config, directory, view, records)
+    records.report(status or {})
     done = sum(1 for one in read_answers(directory / ANSWERS).values() if one.answers)
     if status is None or status["known"] + status["answered"] + status["failed"] < status["prompts"]:
         view.message("", f"interrupted: {done} prompts are answered; the same command continues with the others")
@@ -282,6 +299,7 @@ def _run(config: Config, directory: Path, view: View) -> dict[str, Any] | None:
     view.phase("drawing the page")
     with _disk_errors(directory):
         write_page(found, read_answers(directory / ANSWERS), directory)
+        records.put(found)
         replace_file(directory / EVALUATION, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     for one in found["failed"][:MAX_MESSAGES]:
         view.message("warning", f"prompt {one['number']} ({one['data_source']}) has no answers: {one['error']}")
@@ -326,7 +344,9 @@ def _show(found: Mapping[str, Any], *, as_json: bool) -> None:
 # ------------------------------------------------------------------------------------------------ the processes
 
 
-async def _evaluate(config: Config, directory: Path, view: View) -> Mapping[str, Any] | None:
+async def _evaluate(
+    config: Config, directory: Path, view: View, records: EvaluationRecords
+) -> Mapping[str, Any] | None:
     """Return the last status of the Rollouter's evaluation; None: it was interrupted before.
 
     Raises:
@@ -339,9 +359,10 @@ async def _evaluate(config: Config, directory: Path, view: View) -> Mapping[str,
         with interrupts.scope:
             async with task_group() as group:
                 await group.start(interrupts.listen)
+                group.start_soon(records.keep_state_written)
                 async with cluster(config, "eval") as namespace:
                     link_logs(directory / "logs")
-                    status = await _answer(config, directory, namespace, view, interrupts)
+                    status = await _answer(config, directory, namespace, view, interrupts, records)
                     view.phase("shutting down")
                 group.cancel_scope.cancel()
     except InfraError:
@@ -352,7 +373,12 @@ async def _evaluate(config: Config, directory: Path, view: View) -> Mapping[str,
 
 
 async def _answer(
-    config: Config, directory: Path, namespace: str, view: View, interrupts: Interrupts
+    config: Config,
+    directory: Path,
+    namespace: str,
+    view: View,
+    interrupts: Interrupts,
+    records: EvaluationRecords,
 ) -> Mapping[str, Any]:
     # Imported here, because Ray reads the environment that the cluster has set.
     from asyncrl.driver.actors import call
@@ -383,7 +409,7 @@ async def _answer(
     view.phase("answering prompts")
     interrupts.on_first = stop
     async with task_group() as group:
-        group.start_soon(_report, config, rollouter, view)
+        group.start_soon(_report, config, rollouter, view, records)
         # Every call inside it has a deadline, and the process is probed.
         ref = rollouter.evaluate.remote(str(directory / ANSWERS))
         status: Mapping[str, Any] = await call("rollouter", ref, math.inf, doing="its evaluation")
@@ -395,7 +421,7 @@ async def _answer(
     return status
 
 
-async def _report(config: Config, rollouter: Any, view: View) -> None:
+async def _report(config: Config, rollouter: Any, view: View, records: EvaluationRecords) -> None:
     """Probe the Rollouter, and report now and then how far it is."""
     from asyncrl.driver.actors import call
 
@@ -403,6 +429,7 @@ async def _report(config: Config, rollouter: Any, view: View) -> None:
     while True:
         status = await call("rollouter", rollouter.status.remote(), config.timeouts.probe_s, doing="its status report")
         if (at := status.get("evaluation")) is not None and at["prompts"]:
+            records.report(at)
             done = at["known"] + at["answered"] + at["failed"]
             if (part := done * MAX_MESSAGES // at["prompts"]) > reported:
                 reported = part

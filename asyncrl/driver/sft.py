@@ -27,7 +27,7 @@ from asyncrl.driver.launch import COMPLETED, OpenedRun, exit_code, opened_run, r
 from asyncrl.observe.formats import elapsed, number
 from asyncrl.observe.metrics.file_sinks import rewind_jsonl
 from asyncrl.observe.metrics.rows import MetricsRow, finite
-from asyncrl.observe.metrics.sinks import RemoteSink, Sink, end_remote_sinks, open_sinks
+from asyncrl.observe.metrics.sinks import Sink, close_sinks, open_sinks
 from asyncrl.observe.status.run_status import STATE_FILE, RunPhase, RunState, StateFile
 from asyncrl.observe.status.summary import RunOutcome, describe_error
 from asyncrl.observe.terminal.live import MAX_STEP_LINES, logging_to
@@ -167,6 +167,7 @@ class SupervisedRecords:
         self._earlier_s = 0.0
         self._losses: list[float] = []
         self._validations: list[tuple[int, float]] = []
+        self._newest: dict[str, float] = {}
         self._progress = Progress()
         self._total_steps = 0
         self._sets: dict[str, int] = {}
@@ -255,10 +256,7 @@ class SupervisedRecords:
 
     def close(self, outcome: RunOutcome, cause: Mapping[str, Any] | None) -> None:
         """Close the sinks, and write the final state; trackers get the outcome. Blocking."""
-        remote = [sink for sink in self._sinks if isinstance(sink, RemoteSink)]
-        end_remote_sinks(remote, ok=outcome == "completed")
-        for sink in self._sinks:
-            sink.close()
+        close_sinks(self._sinks, ok=outcome == "completed")
         self._phase = outcome
         self._state.write_now(self._now(cause["message"] if cause is not None else ""))
 
@@ -281,6 +279,7 @@ class SupervisedRecords:
             total_steps=self._total_steps or None,
             step=self._progress.step,
             trained_tokens=self._progress.trained_tokens,
+            losses=self._newest,
             num_replicas=0,
             waits={"trainer": ()},
             lineage=self._run.resume.lineage if self._run.resume is not None else 0,
@@ -293,7 +292,9 @@ class SupervisedRecords:
 
     def _add(self, row: MetricsRow) -> None:
         if row.kind == "step":
-            self._losses.append(row.metrics["sft/loss"])
+            self._losses.append(loss := row.metrics["sft/loss"])
+            self._newest = self._newest | {"train": loss}
         else:
-            self._validations.append((row.step, row.metrics["validation/loss"]))
+            self._validations.append((row.step, loss := row.metrics["validation/loss"]))
+            self._newest = self._newest | {"validation": loss}
         self._earlier_s = self._earlier_s if row.unix_s else row.time_s

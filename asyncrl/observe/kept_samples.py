@@ -105,6 +105,11 @@ def chosen_sample(run: ConfiguredRun, choice: str) -> KeptRewards:
         found = list_recent(run.path / KEPT)
     except OSError:
         found = []
+    if not found and run.value("mode") == "sft":
+        raise ConfigError(
+            f"{run.path.name} is a supervised run, which samples nothing: it learns the rows of data.train_files. "
+            "asyncrl report shows its losses"
+        )
     if not found:
         raise ConfigError(
             f"{run.path.name} has no samples in {KEPT}/ to choose the {choice} of: no sample was scored, the run kept "

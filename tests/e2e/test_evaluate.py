@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.observe.status.run_files import read_run, status_report
 from asyncrl.storage.answer_files import read_answers
 from tests.e2e.launches import LaunchedRun, start, start_command
 
@@ -89,4 +90,8 @@ def test_the_command_of_the_documentation(tmp_path: Path) -> None:
     )
     outside = found(evaluation)
     assert list(outside["all"]["figures"]) == ["mean@8", *names]
+    (row,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    assert (row["step"], row["validation/pass@8"]) == (1, outside["all"]["figures"]["pass@8"]["value"])
+    state = status_report(read_run(tmp_path / "out"))
+    assert (state["mode"], state["phase"], state["answers"]["answered"]) == ("eval", "completed", 16)
     assert outside["prompts"] == 16, "the configuration is that of the run"

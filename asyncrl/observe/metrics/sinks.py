@@ -185,6 +185,13 @@ def end_remote_sinks(sinks: Iterable[RemoteSink], *, ok: bool, limit_s: float = 
         sink.join(max(0.0, until - time.monotonic()))
 
 
+def close_sinks(sinks: Sequence[Sink], *, ok: bool) -> None:
+    """Close all sinks; trackers get the outcome. Blocks for `CLOSE_S` at most."""
+    end_remote_sinks([sink for sink in sinks if isinstance(sink, RemoteSink)], ok=ok)
+    for sink in sinks:
+        sink.close()
+
+
 def tracked_values(row: MetricsRow) -> dict[str, float]:
     """Return the values of a row that a tracker records besides its step: finite metrics, `version` and `lineage`."""
     metrics = {name: value for name, value in row.metrics.items() if finite(value) is not None}

@@ -55,11 +55,20 @@ def check_directory(directory: Path) -> None:
         )
 
 
-def write_report(report: Mapping[str, Any], directory: Path, progress: Callable[[str], None]) -> Path:
+def write_report(
+    report: Mapping[str, Any],
+    directory: Path,
+    progress: Callable[[str], None],
+    *,
+    draw: Callable[[Mapping[str, Any], Path, Callable[[str], None]], None] = plots.draw,
+    render: Callable[[Mapping[str, Any], Path], str] | None = None,
+) -> Path:
     """Write the report in place of an earlier one, and return the path of its page.
 
     Args:
         progress: is called with the title of each figure once it is drawn.
+        draw: writes the PNG of each of `report["figures"]` into a directory.
+        render: makes the page of the report and that directory; None: the page of a launch.
 
     Raises:
         ConfigError: as `check_directory`, or the directory cannot be written.
@@ -70,8 +79,8 @@ def write_report(report: Mapping[str, Any], directory: Path, progress: Callable[
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as name:
             scratch = Path(name)
-            plots.draw(report, scratch, progress)
-            (scratch / PAGE).write_text(render(report, scratch), "utf-8")
+            draw(report, scratch, progress)
+            (scratch / PAGE).write_text((render or render_page)(report, scratch), "utf-8")
             (scratch / DATA).write_text(
                 json.dumps(report, ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8"
             )
@@ -126,7 +135,7 @@ def templates() -> Environment:
     return environment
 
 
-def render(report: Mapping[str, Any], plots_dir: Path) -> str:
+def render_page(report: Mapping[str, Any], plots_dir: Path) -> str:
     severities = [(name, [row for row in report["findings"] if row["severity"] == name]) for name in ("alarm", "hint")]
     steps, outliers = report["steps"]["by_step"], report["steps"]["outliers"]
     # Every request that something on the page refers to.

@@ -270,7 +270,7 @@ def status_report(files: RunFiles) -> dict[str, Any]:
     return {
         "run_dir": str(files.run_dir),
         "experiment": known.get("experiment"),
-        "mode": known.get("mode"),
+        "mode": known.get("mode") or SavedConfig(files.run_dir).value("mode"),
         "phase": known.get("phase") or (summary.status if summary else "unknown"),
         "live": files.is_live,
         "driver": {"state": files.driver, "pid": known.get("pid"), "host": known.get("host")},
@@ -281,6 +281,8 @@ def status_report(files: RunFiles) -> dict[str, Any]:
         "total_steps": known.get("total_steps"),
         "version": known.get("version", summary.version if summary else None),
         "lineage": known.get("lineage", summary.lineage if summary else None),
+        "losses": known.get("losses", {}),
+        "answers": known.get("answers", {}),
         "attention": known.get("attention"),
         "published": known.get("published"),
         "applied": {"lineage": queue["lineage"], "version": queue["version"]} if queue else None,

@@ -127,6 +127,10 @@ class RunState(RunProgress):
     """The number that the run wants now; of an application to which it has attached, the number that reports."""
     pending_demands: tuple[str, ...] = ()
     """What the run waits for on a shared cluster that has no room."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Newest losses of a supervised run in nats per token: `train` and `validation`."""
+    answers: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of an evaluation's prompts: `prompts`, `known` from earlier processes, `answered`, `failed`."""
     waits: Mapping[str, tuple[Wait, ...]] = field(default_factory=dict)
     """Open waits of `trainer` and `rollouter`, the longest first."""
     silent_s: Mapping[str, float] = field(default_factory=dict)

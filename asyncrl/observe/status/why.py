@@ -75,6 +75,8 @@ _TRAINER_WAITS: Mapping[str, tuple[str, WaitCause]] = {
     "trace": ("is blocked on its ranks' traces of a step", "ranks"),
     "checkpoint": ("is blocked on reading or writing a checkpoint", "checkpoint"),
 }
+_DONE = ("known", "answered", "failed")
+"""Numbers of an evaluation's prompts that need no answer any more."""
 _INSIDE_ENGINE_WAIT = {
     "tool": "tool calls",
     "user": "answers of users or environments",
@@ -195,6 +197,13 @@ class _Explanation:
         if state.phase == "starting":
             return (WaitLink("run", "is starting", self._since(state.started_at)), *self._starting())
         stopping = (WaitLink("run", "is stopping"),) if state.phase == "stopping" else ()
+        if state.mode == "sft":
+            work = f"are training step {state.step + 1}"
+            return (*stopping, WaitLink("ranks", work, self._since(state.last_progress_at), "", "ranks"))
+        if state.mode == "eval":
+            left = state.answers.get("prompts", 0) - sum(state.answers.get(name, 0) for name in _DONE)
+            work = f"have {left} prompts to answer"
+            return (*stopping, WaitLink("engines", work, self._since(state.last_progress_at), "", "engine"))
         return (*stopping, *self._trainer())
 
     def _starting(self) -> tuple[WaitLink, ...]:

@@ -31,7 +31,8 @@ _BAD = "bold red"
 def status_page(report: Mapping[str, Any], name: str) -> RenderableType:
     """Return the page. `report`: the result of `asyncrl.observe.status.run_files.status_report`."""
     title = " · ".join(part for part in (report["experiment"], name, report["mode"]) if part)
-    content = Group(_headline(report), _position(report), Text(), _facts(report))
+    described = {"sft": _facts_of_sft, "eval": _facts_of_evaluation}.get(report["mode"], _facts)
+    content = Group(_headline(report), _position(report), Text(), described(report))
     return Group(panel(content, title), run_directory(report["run_dir"]))
 
 
@@ -58,6 +59,12 @@ def _headline(report: Mapping[str, Any]) -> Text:
 
 def _position(report: Mapping[str, Any]) -> Text:
     total = f"/{report['total_steps']}" if report["total_steps"] else ""
+    if report["mode"] == "eval":
+        answers = report["answers"]
+        done = answers.get("known", 0) + answers.get("answered", 0)
+        return items(answered=f"{done}/{answers.get('prompts', '-')}", failed=answers.get("failed", 0))
+    if report["mode"] == "sft":
+        return items(step=f"{number(report['step'], 'd')}{total}")
     text = items(step=f"{number(report['step'], 'd')}{total}", version=number(report["version"], "d"))
     if report["lineage"]:
         text.append("   lineage ", style=DIM).append(str(report["lineage"]))
@@ -67,15 +74,45 @@ def _position(report: Mapping[str, Any]) -> Text:
     return text
 
 
-def _facts(report: Mapping[str, Any]) -> RenderableType:
-    samples, dropped = report["samples"], report["samples"]["dropped"]
+def _facts_of_sft(report: Mapping[str, Any]) -> RenderableType:
+    losses = {name: number(loss, ".4g") for name, loss in report["losses"].items()}
+    return facts(
+        ("loss", items(**losses) if losses else None),
+        ("tokens", items(trained=number(report["tokens"]["trained"], ",d"))),
+        ("checkpoints", _checkpoints(report)),
+        *_ending(report),
+    )
+
+
+def _facts_of_evaluation(report: Mapping[str, Any]) -> RenderableType:
+    kept = report["answers"].get("known")
+    return facts(
+        ("tokens", items(generated=number(report["tokens"]["generated"], ",d"))),
+        ("kept", Text(f"{kept:,} prompts were answered before") if kept else None),
+        *_ending(report),
+    )
+
+
+def _checkpoints(report: Mapping[str, Any]) -> Text:
     steps = ", ".join(str(each["step"]) for each in report["checkpoints"])
-    health: Mapping[str, Any] = report.get("health") or {}
+    return Text(f"step {steps}" if steps else "none")
+
+
+def _ending(report: Mapping[str, Any]) -> Iterator[tuple[str, Text | None]]:
+    """Yield the notes, and what a live run is blocked on, or was at its end."""
     blocked = why = None
     if report["phase"] == "failed":  # the error is in the headline
         blocked = " ◀ ".join(link["text"] for link in report["why"]["chain"][1:]) or None
     elif report["phase"] not in ("completed", "interrupted"):
         why = report["why"]["text"]
+    yield from (("note", Text(note, style="yellow")) for note in report["notes"])
+    yield "at the end", blocked and Text(blocked)
+    yield "why", why and Text(why)
+
+
+def _facts(report: Mapping[str, Any]) -> RenderableType:
+    samples, dropped = report["samples"], report["samples"]["dropped"]
+    health: Mapping[str, Any] = report.get("health") or {}
     return facts(
         ("samples", items(fed=samples["fed"], trained=samples["trained"], dropped=sum(dropped.values()))),
         ("samples", items(running=samples["running"], leased=samples["leased"])),
@@ -99,11 +136,9 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
         *_health(health),
         *(("problems", Text(problem["text"], style="yellow")) for problem in health.get("problems") or ()),
         *(("restarts", line) for line in _restarts(report)),
-        ("checkpoints", Text(f"step {steps}" if steps else "none")),
+        ("checkpoints", _checkpoints(report)),
         ("journal", _journal(report["journal"]) if report["journal"] else None),
-        *(("note", Text(note, style="yellow")) for note in report["notes"]),
-        ("at the end", blocked and Text(blocked)),
-        ("why", why and Text(why)),
+        *_ending(report),
     )
 
 

@@ -17,6 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from asyncrl.driver import evaluate as driver
 from asyncrl.driver.evaluate import find_model, settings_of
+from asyncrl.driver.evaluation_records import EvaluationRecords, figure_metrics, step_of
 from asyncrl.storage.answer_files import Answer, AnsweredPrompt, append_answers, read_answers
 from tests.fakes.command_line import CommandLine
 
@@ -39,7 +40,9 @@ class Answering:
         self.fails: dict[int, str] = {}
         self.configs: list[Config] = []
 
-    async def __call__(self, config: Config, directory: Path, view: Any) -> Mapping[str, Any] | None:
+    async def __call__(
+        self, config: Config, directory: Path, view: Any, records: EvaluationRecords
+    ) -> Mapping[str, Any] | None:
         self.configs.append(config)
         file = directory / "answers.jsonl"
         known = [number for number, one in read_answers(file).items() if one.answers]
@@ -102,6 +105,76 @@ def test_figures_are_printed_and_written(answering: Answering, cli: CommandLine,
     assert (directory / "figures.png").read_bytes().startswith(b"\x89PNG")
     config = answering.configs[0]
     assert config.validates_only and config.data.train_files == () and config.profiler.level == "off"
+
+
+def test_the_figures_go_to_the_sinks_of_a_run(
+    answering: Answering, evaluate: Callable[..., Any], cli: CommandLine, tmp_path: Path
+) -> None:
+    Path("sinks.py").write_text(
+        "import json\n"
+        "from pathlib import Path\n"
+        "from asyncrl.observe.metrics.sinks import Tracker\n\n\n"
+        "class Mine(Tracker):\n"
+        "    def write(self, row):\n"
+        "        with (self._tracked.directory / 'mine.jsonl').open('a') as file:\n"
+        "            file.write(json.dumps([row.kind, row.step, row.metrics, self._tracked.resumed]) + '\\n')\n"
+    )
+    answering.limit = 4
+    sinks = "logging.sinks=[jsonl,tensorboard,sinks.py:Mine]"
+    evaluate(sinks, code=INTERRUPTED)
+    state = cli("status", tmp_path / "out", "--json").json
+    assert (state["mode"], state["phase"], state["live"]) == ("eval", "interrupted", False)
+    assert state["answers"] == {"prompts": 6, "known": 0, "answered": 4, "failed": 0}
+    assert "answered 4/6" in cli("status", tmp_path / "out").out
+    answering.limit = NUM_PROMPTS
+    found = evaluate(sinks)
+    (line,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    figures = found["all"]["figures"]
+    assert (line["kind"], line["step"]) == ("validation", 0)
+    assert line["validation/reward/mean"] == figures["mean@2"]["value"] == 0.5
+    assert line["validation/pass@2"] == figures["pass@2"]["value"]
+    assert line["validation/pass/b@2"] == found["sources"]["b"]["figures"]["pass@2"]["value"]
+    assert line["validation/num_prompts"] == 6 and line["validation/length_share"] == 0.0
+    assert any((tmp_path / "out" / "tensorboard").iterdir())
+    (mine,) = map(json.loads, (tmp_path / "out" / "mine.jsonl").read_text().splitlines())
+    assert mine[:2] == ["validation", 0] and mine[2]["validation/pass@2"] == line["validation/pass@2"]
+    assert mine[3] is True, "an interrupted evaluation continues its run of the tracker"
+    state = cli("status", tmp_path / "out", "--json").json
+    assert (state["phase"], state["answers"]["known"], state["answers"]["answered"]) == ("completed", 4, 2)
+    assert "is an evaluation" in cli("report", tmp_path / "out", code=BAD_CONFIG).err
+    assert cli("why", tmp_path / "out").out == "run completed\n"
+    assert "there is no module" in evaluate("--fresh", "logging.sinks=[nowhere:Sink]", code=BAD_CONFIG)
+
+
+def test_figures_have_the_names_and_the_step_of_a_validation_in_a_run() -> None:
+    assert step_of("/runs/a/checkpoints/step_000050/hf") == 50
+    assert step_of("/models/step_by_step") == step_of("asyncrl://quickstart") == 0
+    group = {
+        "prompts": 2, "answers": 4, "figures": {"mean@2": {"value": 0.5}, "pass@2": {"value": 1.0}},
+        "tokens": {"mean": 3.0, "max": 4}, "finish_reasons": {"length": 1, "stop": 3},
+    }  # fmt: skip
+    assert figure_metrics({"all": group, "sources": {"x": group}, "wall_s": 2.0}) == {
+        "reward/mean": 0.5, "reward/mean/x": 0.5, "pass@2": 1.0, "response_tokens/mean": 3.0,
+        "response_tokens/max": 4.0, "length_share": 0.25, "num_prompts": 2.0, "duration_s": 2.0,
+    }  # fmt: skip
+
+
+def test_a_dry_run_checks_everything_and_starts_nothing(
+    answering: Answering, evaluate: Callable[..., Any], cli: CommandLine, tmp_path: Path
+) -> None:
+    out = cli("eval", *SHORT, "--dry-run").out
+    assert (
+        "temperature: 1.0  # command line" in out
+        and "level: 'off'  # evaluation" in out
+        and f"into {tmp_path}/evals/quickstart/quickstart-" in out
+    )
+    assert not (tmp_path / "evals").exists() and not answering.asked
+    answering.limit = 2
+    evaluate(code=INTERRUPTED)
+    assert "which has answers to 2 prompts" in cli("eval", *SHORT, "--out", tmp_path / "out", "--dry-run").out
+    (tmp_path / "broken.py").write_text("def score(**row):\n    return 1 / 0\n")
+    broken = f"reward.function={tmp_path}/broken.py:score"
+    assert "broken.py" in cli("eval", *SHORT, broken, "--dry-run", code=BAD_CONFIG).err
 
 
 def test_the_same_command_continues_and_then_only_shows_its_figures(

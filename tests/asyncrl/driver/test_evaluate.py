@@ -22,6 +22,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DataError, InfraError
 from asyncrl.core.ports import GenerateRequest
 from asyncrl.driver import evaluate as driver
+from asyncrl.observe.status.run_files import read_run, status_report
 from asyncrl.storage.answer_files import read_answers
 from rollouter import actor as actor_module
 from rollouter.actor import RolloutActor
@@ -89,6 +90,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     yield machine
 
 
+def why(directory: Path) -> str:
+    return str(status_report(read_run(directory))["why"]["text"]) if (directory / "state.json").exists() else ""
+
+
 def config_of(*overrides: str) -> Config:
     more = (f"data.max_val_samples={NUM_PROMPTS}", "logging.console=plain", "trainer.total_training_steps=0")
     return load_config("quickstart", [*more, *overrides])
@@ -118,6 +123,7 @@ def test_the_first_ctrl_c_keeps_all_answers_and_the_next_command_continues(
     machine.fleet = FakeFleet(answer=sums, hold=True)
     config = config_of("rollout.max_concurrent_samples=2")
     held = machine.fleet
+    seen: list[str] = []
 
     async def interrupted(*args: Any) -> Any:
         """Answer one prompt, then press Ctrl-C."""
@@ -129,8 +135,9 @@ def test_the_first_ctrl_c_keeps_all_answers_and_the_next_command_continues(
         await held.until_in_flight("val_0_0", "val_0_1")
         held.release("val_0_0")
         await held.until_in_flight("val_0_2")
-        while not read_answers(directory / "answers.jsonl"):  # noqa: ASYNC110  a file has no event
-            await anyio.sleep(0.01)
+        while "have 7 prompts to answer" not in why(directory):  # noqa: ASYNC110  a file has no event
+            await anyio.sleep(0.05)
+        seen.append(status_report(read_run(directory))["phase"])
         os.kill(os.getpid(), signal.SIGINT)
 
     evaluate, driver_evaluate = driver._evaluate, driver.evaluate
@@ -138,6 +145,8 @@ def test_the_first_ctrl_c_keeps_all_answers_and_the_next_command_continues(
         patched.setattr(driver, "_evaluate", interrupted)
         assert driver_evaluate(config, out=tmp_path / "out") == 130
     assert machine.events[-2:] == ["engines stopped", "shut down"], "an orderly end"
+    assert seen == ["running"]
+    assert status_report(read_run(tmp_path / "out"))["phase"] == "interrupted"
     assert "interrupted: 1 prompts are answered; the same command continues" in capsys.readouterr().err
     machine.fleet = FakeFleet(answer=sums)
     assert driver_evaluate(config, out=tmp_path / "out", as_json=True) == 0
@@ -154,6 +163,8 @@ def test_engines_that_do_not_start_end_the_evaluation_with_their_error(
     machine.start_error = error
     with pytest.raises(kind, match=str(error)):
         driver.evaluate(config_of(), out=tmp_path / "out")
+    state = status_report(read_run(tmp_path / "out"))
+    assert state["phase"] == "failed" and str(error) in state["error"]
     machine.start_error = None
     assert driver.evaluate(config_of(), out=tmp_path / "out") == 0
 

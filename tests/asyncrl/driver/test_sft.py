@@ -122,6 +122,8 @@ def test_a_run_leaves_a_model_metrics_and_a_summary(run: Callable[..., str], cli
     assert saved is not None and saved.step == 8
     state = cli("status", tmp_path / "run", "--json").json
     assert (state["phase"], state["step"], state["total_steps"]) == ("completed", 8, 8)
+    assert state["losses"] == {"train": steps[-1]["sft/loss"], "validation": points[-1][1]}
+    assert f"asyncrl eval my_rl.yaml checkpoint={tmp_path}/run" in cli("eval", f"checkpoint={tmp_path}/run", code=2).err
     # The same command again says that it is done; a longer one continues.
     assert "nothing is left to train" in run("resume=auto")
     assert "step 9/12" in run("resume=auto", "trainer.total_epochs=3")
@@ -130,6 +132,39 @@ def test_a_run_leaves_a_model_metrics_and_a_summary(run: Callable[..., str], cli
     launched = load_config(tmp_path / "warm.yaml", ["resume=auto", "rollout.n=2"])
     with pytest.raises(ConfigError, match=r"was written with sft=.*model\.path=.*/hf starts from its weights"):
         find_resume(launched)
+
+
+def test_status_why_report_and_show_know_what_kind_of_run_it_is(
+    run: Callable[..., str], cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def look(step: int) -> None:
+        if step == 3:
+            written = json.loads((tmp_path / "run" / "state.json").read_text())
+            (tmp_path / "run" / "state.json").write_text(json.dumps(written | {"phase": "running", "step": 2}))
+            seen.append(cli("why", tmp_path / "run").out.splitlines()[-1])
+
+    monkeypatch.setattr(InlineGroups, "before_step", staticmethod(look))
+    run("trainer.test_freq=4", "profiler.level=off")
+    assert seen[0].startswith("ranks are training step 3 for ")
+    page = cli("status", tmp_path / "run").out
+    assert "step 8/8" in page and "version" not in page and "samples" not in page
+    steps, points = lines(tmp_path, "step"), lines(tmp_path, "validation")
+    assert f"{steps[-1]['sft/loss']:.4g} train" in page or f"train {steps[-1]['sft/loss']:.4g}" in page
+    out = cli("report", tmp_path / "run").out
+    assert "a supervised run, completed: 8 of 8 steps" in out and "validation loss" in out
+    made = tmp_path / "run" / "report"
+    assert {one.name for one in made.iterdir()} == {"index.html", "report.json", "loss.png", "speed.png"}
+    found = cli("report", tmp_path / "run", "--json").json
+    assert [row["step"] for row in found["steps"]] == list(range(1, 9))
+    assert found["steps"][-1]["loss"] == pytest.approx(steps[-1]["sft/loss"], rel=1e-5)
+    assert [row["step"] for row in found["validations"]] == [row["step"] for row in points] == [0, 4, 8]
+    assert found["run"]["tokens"] == sum(row["tokens/trained"] for row in steps)
+    assert f"{found['validations'][-1]['loss']:.4g}" in (made / "index.html").read_text()
+    assert "is a supervised run, which samples nothing" in cli("show", tmp_path / "run", code=2).err
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert "has no steps to report" in cli("report", tmp_path / "run", code=2).err
 
 
 def test_ctrl_c_stops_with_a_checkpoint_from_which_the_run_continues(
