@@ -263,6 +263,7 @@ def status_report(files: RunFiles) -> dict[str, Any]:
         recovery = {"restarts": summary.restarts, "recovery": [asdict(each) for each in summary.recovery]}
     staleness = state.staleness if state is not None else summary.staleness.histogram if summary is not None else {}
     known = dump(state) if state is not None else {}
+    mode = SavedConfig(files.run_dir).value("mode")
     links = wait_chain(files)
     queue = known.get("queue") or {}
     at = files.now if files.is_live or state is None else state.written_at
@@ -270,7 +271,7 @@ def status_report(files: RunFiles) -> dict[str, Any]:
     return {
         "run_dir": str(files.run_dir),
         "experiment": known.get("experiment"),
-        "mode": known.get("mode") or SavedConfig(files.run_dir).value("mode"),
+        "mode": known.get("mode") or (mode if isinstance(mode, str) else None),
         "phase": known.get("phase") or (summary.status if summary else "unknown"),
         "live": files.is_live,
         "driver": {"state": files.driver, "pid": known.get("pid"), "host": known.get("host")},
