@@ -10,8 +10,9 @@ machine, and the others also the error of carrying speeds over to another config
 Wall time runs from the first admitted sample to the end of the last step. The shares of it are: the Trainer waits for
 samples; no sample is in generation; an engine decodes nothing. Their differences are in percentage points.
 
-Other work on the machine spoils the comparison, because it changes the speeds from launch to launch. `--runs DIR` keeps
-the run directories there, and reuses those that are complete.
+Other work on the machine spoils the comparison, because it changes speeds from launch to launch: `other_cpus` is the
+mean number of processors that it kept busy, those of Ray's own processes included. `--runs DIR` keeps the run
+directories there, and reuses those that are complete.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from asyncrl.observe.report.load import Events, load
 from asyncrl.observe.report.statistics import Intervals, clip, complement, intersection, spans, total, union
 from asyncrl.observe.status.summary import read_readable_summary
 from asyncrl.simulate.calibration import calibrate
+from asyncrl.simulate.contention import read_cpu_use
 from asyncrl.simulate.decoding import decoding_times
 from asyncrl.simulate.sweep import simulate_settings
 from asyncrl.simulate.trace import Trace
@@ -150,6 +152,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             trace = trace or calibrate(run_dir)
             measured = measure(run_dir)
             rows += compare(name, measured, predict(trace, measured.steps, overrides))
+            if (use := read_cpu_use(run_dir)) is not None:
+                rows.append(
+                    {**dict.fromkeys(rows[-1]), "run": name, "figure": "other_cpus", "measured": use.other_cpus}
+                )
     report("simulate", rows, options.json, aim=AIM, steps=options.steps)
 
 

@@ -46,6 +46,8 @@ class MachineHealth:
     cpu: float = 0.0
     """Share of all its CPUs that was busy since the last measurement."""
     disk_free_bytes: int | None = None
+    cpus: int = 0
+    """Number of CPUs that processes of this machine or container may use; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections import deque
@@ -150,8 +151,18 @@ def measure_machine(directory: Path) -> MachineHealth | None:
     try:
         disk = shutil.disk_usage(directory)
     except OSError:
-        return MachineHealth(total, available, cpu)
-    return MachineHealth(total, available, cpu, disk.free)
+        return MachineHealth(total, available, cpu, cpus=_cpus())
+    return MachineHealth(total, available, cpu, disk.free, _cpus())
+
+
+def _cpus(group: Path = CGROUP) -> int:
+    """Return the number of CPUs that this process may use, within a container's limit."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
+    try:
+        quota, period = map(int, (group / "cpu.max").read_text().split())  # ValueError for `max`: no limit
+    except (OSError, ValueError):
+        return cpus
+    return max(1, min(cpus, quota // period))
 
 
 def _within_container(total: int, available: int, group: Path = CGROUP) -> tuple[int, int]:

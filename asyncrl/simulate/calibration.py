@@ -8,7 +8,7 @@
 | `dispatch` | `sample.generate` before its first and after its last request; from its end to `sample.ready`; drops |
 | `trainer` | `trainer.update` and `trainer.experience` against their tokens; the rest of `step` |
 | `sync` | `trainer.publish`, `sync.fetch`, `sync.pause`, `sync.verify`, the rest of `sync.apply` |
-| `contention` | the same two speeds while the other side works and while it does not |
+| `contention` | the CPU time of all processes (`asyncrl.simulate.contention`) |
 
 Durations of what happens in sequence are means, so that their sums are those of the run. The first of each is left out,
 because it includes what happens once (compilation, allocation). Latencies of samples are medians, because samples are
@@ -27,8 +27,9 @@ from asyncrl.core.failures import ConfigError
 from asyncrl.observe.formats import count
 from asyncrl.observe.report.load import Events, load
 from asyncrl.observe.report.requests import logical_requests
-from asyncrl.observe.report.statistics import Intervals, clip, spans, total, union
-from asyncrl.simulate.decoding import MAX_SLOWDOWN, decoding_speeds, decoding_times
+from asyncrl.observe.report.statistics import Intervals, clip, intersection, spans, total, union
+from asyncrl.simulate.contention import measure_contention, read_cpu_use
+from asyncrl.simulate.decoding import decoding_speeds, decoding_times
 from asyncrl.simulate.trace import (
     ContentionTrace,
     DispatchTrace,
@@ -45,7 +46,6 @@ from asyncrl.storage.run_dir import SavedConfig
 Values = NDArray[np.float64]
 _MIN_STEPS = 3
 _COMPUTING = ("trainer.experience", "trainer.critic", "trainer.update", "trainer.publish")
-_MIN_UPDATES = 3
 _MIN_VARIATION = 0.1
 """Variation of the tokens (standard deviation over mean) from which a fit can tell a constant part. With less, all
 of the time is proportional to the tokens."""
@@ -73,9 +73,12 @@ def calibrate(run_dir: Path) -> Trace:
     workers = config.value("trainer", "num_workers")
     requests = logical_requests(events)
     requests = requests[~requests["aborted"]]
-    step_s, engine_factor = decoding_speeds(events, _computing(events), warm_s=float(events["step"]["end"].min()))
+    contention = _contention(run_dir, events, config)
+    step_s = decoding_speeds(
+        events, _computing(events), warm_s=float(events["step"]["end"].min()), slowdown=contention.engine
+    )
     decoding = union(*decoding_times(events["request"]))
-    update, update_factor = _trainer(events, decoding)
+    update = _trainer(events, decoding, contention.trainer)
     experience = _experience(events)
     key = workers if isinstance(workers, int) and workers > 0 else 1
     first_token = events["request"]["queued_s"].fillna(0.0) + events["request"]["prefill_s"].fillna(0.0)
@@ -92,7 +95,7 @@ def calibrate(run_dir: Path) -> Trace:
         ),
         sync=_sync(events),
         validation=_validation(events),
-        contention=ContentionTrace(engine=engine_factor, trainer=update_factor),
+        contention=contention,
     )
 
 
@@ -173,35 +176,44 @@ def _computing(events: Events) -> Intervals:
     return spans(pd.concat([events[name][["timestamp", "end"]] for name in _COMPUTING]))
 
 
-def _trainer(events: Events, decoding: Intervals) -> tuple[tuple[float, float], float]:
-    """Return the fixed time of an update and its tokens per second, both without contention; and the contention."""
+def _contention(run_dir: Path, events: Events, config: SavedConfig) -> ContentionTrace:
+    """Return how much both sides slow each other down; not at all if the run's CPU time is unknown."""
+    if (use := read_cpu_use(run_dir)) is None:
+        return ContentionTrace()
+    first_s, last_s = float(events["step"]["end"].min()), float(events["step"]["end"].max())
+    engines, trainer = (clip(one, first_s, last_s) for one in (spans(events["request"]), _computing(events)))
+    both_s = total(intersection(engines, trainer))
+
+    def threads(process: str) -> int:
+        section = {"engine": "rollout", "rank": "trainer"}.get(process.partition("-")[0], "")
+        number = config.value(section, "cpu_threads") if section else 1
+        parallel = config.value("rollout", "tensor_parallel_size") if section == "rollout" else 1
+        return max(1, number * parallel) if isinstance(number, int) and isinstance(parallel, int) else 1
+
+    return measure_contention(
+        use,
+        engines_s=total(engines) - both_s,
+        both_s=both_s,
+        trainer_s=total(trainer) - both_s,
+        run_s=last_s - first_s,
+        threads=threads,
+    )
+
+
+def _trainer(events: Events, decoding: Intervals, slowdown: float) -> tuple[float, float]:
+    """Return the fixed time of an update and its tokens per second, both while no engine decodes.
+
+    `slowdown`: the factor on the Trainer's time while one does.
+    """
     updates = events["trainer.update"].drop_duplicates("step", keep="last").set_index("step")
     steps = events["step"].drop_duplicates("step", keep="last").set_index("step")
-    both = updates.join(steps["tokens"].rename("trained"), how="inner").iloc[1:]  # the first step warms up
-    if not len(both):
-        both = updates.join(steps["tokens"].rename("trained"), how="inner")
+    both = updates.join(steps["tokens"].rename("trained"), how="inner")
+    both = both.iloc[1:] if len(both) > 1 else both  # the first step warms up
     duration, tokens = both["duration_s"].to_numpy(), both["trained"].fillna(0.0).to_numpy()
     during = zip(both["timestamp"], both["end"], strict=True)
-    overlap = np.array([total(clip(decoding, start, end)) for start, end in during])
-    share = np.clip(overlap / np.maximum(duration, 1e-9), 0.0, 1.0)
-    factor = _slowdown(duration, tokens, share)
-    fixed, per_token = _line(duration * _alone(share, factor), tokens)
-    return (fixed, 1.0 / max(per_token, 1e-9)), factor
-
-
-def _alone(share: Values, factor: float) -> Values:
-    """Return the work of a second in which the other side works for this share of it, in seconds without contention."""
-    return 1 - share + share / factor
-
-
-def _slowdown(duration: Values, tokens: Values, share: Values) -> float:
-    """Return how much longer updates take next to decoding engines than next to idle ones, per token; 1 if there are
-    not enough of both."""
-    beside, alone = share >= 0.75, share <= 0.4
-    if min(beside.sum(), alone.sum()) < _MIN_UPDATES or not tokens[beside].sum() or not tokens[alone].sum():
-        return 1.0
-    ratio = duration[beside].sum() / tokens[beside].sum() / (duration[alone].sum() / tokens[alone].sum())
-    return float(np.clip(ratio, 1.0, MAX_SLOWDOWN))
+    beside = np.array([total(clip(decoding, start, end)) for start, end in during])
+    fixed, per_token = _line(duration - beside * (1 - 1 / slowdown), tokens)
+    return fixed, 1.0 / max(per_token, 1e-9)
 
 
 def _experience(events: Events) -> tuple[float, float] | None:

@@ -20,8 +20,6 @@ from asyncrl.observe.report.load import Events
 from asyncrl.observe.report.statistics import Intervals, spans
 
 Values = NDArray[np.float64]
-MAX_SLOWDOWN = 4.0
-"""Limit of the factors by which both sides may slow each other down."""
 _SIZES_PER_DOUBLING = 2
 """Numbers of sequences that differ by less are one: the time of a step changes with their ratio."""
 _MIN_SIZE_S = 0.2
@@ -29,8 +27,6 @@ _MIN_SIZE_S = 0.2
 _MAX_REQUESTS = 100_000
 _SMOOTHNESS = 1e-3
 """Weight of the assumption that rates at neighbouring numbers are equal, which decides where there are few requests."""
-_MUCH_BETTER = 0.99
-"""A slowdown is believed if it leaves less than this share of the squared errors."""
 
 
 def decoding_times(requests: pd.DataFrame) -> tuple[Values, Values]:
@@ -39,12 +35,15 @@ def decoding_times(requests: pd.DataFrame) -> tuple[Values, Values]:
     return end - requests["decode_s"].fillna(0.0).to_numpy() - requests["paused_s"].fillna(0.0).to_numpy(), end
 
 
-def decoding_speeds(events: Events, computing: Intervals, *, warm_s: float = 0.0) -> tuple[dict[int, float], float]:
-    """Return the time of a decoding step by the number of sequences, and the factor on it while the Trainer computes.
+def decoding_speeds(
+    events: Events, computing: Intervals, *, warm_s: float = 0.0, slowdown: float = 1.0
+) -> dict[int, float]:
+    """Return the time of a decoding step by the number of sequences, while the Trainer computes nothing.
 
     Args:
         computing: when the Trainer computed.
         warm_s: requests that began before this time are left out, because an engine's first steps are slow.
+        slowdown: factor on the time of a step while the Trainer computed.
     """
     requests, pauses = events["request"].tail(_MAX_REQUESTS), events["sync.pause"]
     if not (requests["timestamp"] >= warm_s).any():
@@ -56,28 +55,18 @@ def decoding_speeds(events: Events, computing: Intervals, *, warm_s: float = 0.0
     alone, beside, tokens = (np.concatenate(one) for one in zip(*parts, strict=True))
     used = np.flatnonzero((alone + beside).sum(axis=0) > 0)
     if not len(used):
-        return {1: 1e-3}, 1.0
-    alone, beside = alone[:, used], beside[:, used]
-    fits = {factor: _rates(alone + beside / factor, tokens) for factor in np.linspace(1.0, MAX_SLOWDOWN, 31)}
-    seconds = np.maximum((alone + beside).sum(axis=1), 1e-9)
-    errors = {
-        factor: float((((((alone + beside / factor) @ rates) - tokens) / seconds) ** 2).sum())
-        for factor, rates in fits.items()
-    }
-    factor = min(errors, key=lambda one: errors[one])
-    if errors[factor] > _MUCH_BETTER * errors[1.0]:
-        factor = 1.0
-    times = alone + beside / factor
+        return {1: 1e-3}
+    times = alone[:, used] + beside[:, used] / slowdown
+    rates = _rates(times, tokens)
     sizes = 2.0 ** ((used + 0.5) / _SIZES_PER_DOUBLING)
     # Each of the sequences counts the same seconds.
     measured = times.sum(axis=0) / sizes >= _MIN_SIZE_S
     if not measured.any():
         measured[:] = True
-    table = {
+    return {
         max(1, round(size)): 1.0 / rate
-        for size, rate in zip(sizes[measured].tolist(), fits[factor][measured].tolist(), strict=True)
+        for size, rate in zip(sizes[measured].tolist(), rates[measured].tolist(), strict=True)
     }
-    return table, float(factor)
 
 
 def _rates(times: Values, tokens: Values) -> Values:

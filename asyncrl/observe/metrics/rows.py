@@ -173,6 +173,8 @@ def health_metrics(health: RunHealth) -> dict[str, float]:
     if health.object_store_share is not None:
         metrics["health/object_store_share"] = health.object_store_share
     if (machine := health.machine) is not None:
+        metrics["health/machine_cpu"] = machine.cpu
+        metrics["health/machine_cpus"] = float(machine.cpus)
         metrics["health/memory_available_bytes"] = float(machine.memory_available_bytes)
         if machine.disk_free_bytes is not None:
             metrics["health/disk_free_bytes"] = float(machine.disk_free_bytes)

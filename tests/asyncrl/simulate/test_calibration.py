@@ -43,7 +43,7 @@ def test_the_decoding_speed_is_that_of_the_requests(measured: Trace) -> None:
     assert all(step_s == pytest.approx(PLAN.token_s, rel=0.08) for step_s in measured.engine.step_s.values())
     assert len(measured.engine.step_s) >= 3
     assert 0.01 < measured.engine.request_s < 0.06
-    assert measured.contention.engine == pytest.approx(1.0, abs=0.05)
+    assert measured.contention.engine == 1.0  # the CPU time of this run is unknown
 
 
 def test_recorded_lengths_are_the_tokens_of_every_turn(recorded: Path, measured: Trace) -> None:
