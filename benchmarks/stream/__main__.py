@@ -24,7 +24,8 @@ than vLLM's) count as one token.
 
 --sync-every measures asyncrl's servers once more in each round, while the model's own weights are published as new
 versions. The cost of a sync to a response in flight is its longest gap at the time of the sync, less its median gap at
-other times.
+other times. --in-flight: responses `keep` their place in the engine, are ended and sent again (`abort`), or end before
+the version is loaded (`wait`).
 
 The exit code is 1 if a server answered no request.
 
@@ -41,7 +42,7 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,15 +100,16 @@ async def _measure(
     await LoadGenerator(client, seed=options.seed + 1, **limits).run(draw_sessions(WARM_UP, None, 0), concurrency=4)
     load = LoadGenerator(client, seed=options.seed, **limits)
     windows: list[SyncWindow] = []
-    async with AsyncExitStack() as stack:
-        group = await stack.enter_async_context(task_group())
-        if target.syncs is not None:
-            from benchmarks.stream.servers import attached
+    concurrency = None if options.rate else options.concurrency
+    if target.syncs is None:
+        await load.run(sessions, concurrency=concurrency)
+    else:
+        from benchmarks.stream.servers import attached
 
-            publisher = await stack.enter_async_context(attached(target.syncs))
+        async with attached(target.syncs) as publisher, task_group() as group:
             group.start_soon(publisher.publish_every, options.sync_every, load.now, windows)
-        await load.run(sessions, concurrency=None if options.rate else options.concurrency)
-        group.cancel_scope.cancel()
+            await load.run(sessions, concurrency=concurrency)
+            group.cancel_scope.cancel()
     return Round(load.responses, windows)
 
 
@@ -144,7 +146,7 @@ def _app_targets(options: argparse.Namespace, app: str, http: Any, longest: int)
     """Return the targets of asyncrl's servers: the token API and, if they have one, the OpenAI API."""
     from benchmarks.stream.servers import server_config
 
-    config = server_config(options.model, longest, app)
+    config = server_config(options.model, longest, app, options.in_flight)
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[StreamClient]:
@@ -214,7 +216,10 @@ def _options() -> argparse.Namespace:
     running.add_argument("--app", metavar="NAME", help="a Serve application of deployed rollout servers; needs --model")
     running.add_argument("--serve", nargs="+", choices=SERVERS, default=[], help="servers to start")
     target.add_argument("--model", help="with --url the model's name (default: the first), otherwise its directory")
-    target.add_argument("--api", choices=("completions", "chat"), default="completions", help="of HTTP servers")
+    target.add_argument(
+        "--api", choices=("completions", "chat"), default="completions",
+        help="of HTTP servers; `chat` sends a number as the text of each prompt token, which may be several tokens",
+    )  # fmt: skip
     target.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of --url")
     load = parser.add_argument_group("load")
     arrivals = load.add_mutually_exclusive_group()
@@ -241,6 +246,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ttft-ms", type=_above_zero, metavar="MS", help="limit of the first token, for goodput")
     parser.add_argument("--itl-ms", type=_above_zero, metavar="MS", help="limit of the time per token, for goodput")
     parser.add_argument("--sync-every", type=_above_zero, metavar="S", help="publish a version every S seconds")
+    parser.add_argument(
+        "--in-flight", choices=("keep", "abort", "wait"), default="keep",
+        help="what --sync-every does with requests in flight (default keep)",
+    )  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the latencies as PNG")
     options = parser.parse_args()
     if options.url is None and options.app is None and not options.serve:

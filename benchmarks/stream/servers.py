@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import httpx
@@ -36,6 +36,7 @@ from rollouter.serving.options import rollout_app, serving_options
 
 NAMESPACE = "bench-stream"
 START_S = 600.0
+InFlight = Literal["keep", "abort", "wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,17 @@ class StartedServer:
     """Its Serve application, if it is asyncrl's."""
 
 
-def server_config(model: str, max_model_len: int, app: str | None = None) -> Config:
-    """Return the configuration of asyncrl's servers, and of a run that attaches to the application `app`."""
+def server_config(model: str, max_model_len: int, app: str | None = None, in_flight: InFlight = "keep") -> Config:
+    """Return the configuration of asyncrl's servers, and of a run that attaches to the application `app`.
+
+    `in_flight`: what a version does with the requests in flight (docs/design.md, section 4).
+    """
+    drift = {"partial_rollout": in_flight != "wait", "partial_mode": "abort" if in_flight == "abort" else "keep"}
     return Config.model_validate(
         {
             "model": {"path": model},
             "rollout": {"max_model_len": max_model_len, "attach": app},
+            "async_training": drift,
             "timeouts": {"start_s": START_S},
         }
     )
@@ -215,7 +221,7 @@ class VersionPublisher:
         due = now()
         while True:
             due = max(due + seconds, now())
-            await anyio.sleep(due - now())
+            await anyio.sleep(max(0.0, due - now()))  # the clock goes on between the lines
             begin = now()
             self._version += 1
             publication = await self._publisher.publish(self._version, self._version, self._weights, validate=False)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks.stream import __main__ as program
+from benchmarks.stream import servers
 from benchmarks.stream.load import Arrived, LoadGenerator
 from benchmarks.stream.results import (
     LatencyBound,
@@ -34,7 +36,7 @@ from benchmarks.stream.results import (
     sync_cost,
     sync_summary,
 )
-from benchmarks.stream.servers import flags
+from benchmarks.stream.servers import flags, server_config
 from benchmarks.stream.workload import (
     TracedSession,
     TracedTurn,
@@ -302,3 +304,32 @@ def test_options_that_make_no_sense_are_refused(
     with pytest.raises(SystemExit):
         program.main()
     assert why in capsys.readouterr().err
+
+
+async def test_a_version_is_published_in_every_period_whatever_the_clock_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on between any two lines, and an application may take longer than a period."""
+    clock, windows, published = count(0.0, 0.004), list[SyncWindow](), list[int]()
+
+    class Fleet:
+        def __init__(self, config: Any, *, namespace: str) -> None:
+            pass
+
+        async def apply(self, publication: int) -> None:
+            published.append(publication)
+
+    class Publisher:
+        async def publish(self, version: int, step: int, weights: Any, *, validate: bool) -> int:
+            return version
+
+    monkeypatch.setattr(servers, "ServeFleet", Fleet)
+    publisher = servers.VersionPublisher(server_config("model", 64), Publisher(), {})  # type: ignore[arg-type]
+    with anyio.move_on_after(0.5):
+        await publisher.publish_every(0.01, lambda: next(clock), windows)
+    assert published[:4] == [1, 2, 3, 4]
+    assert [one.version for one in windows[:4]] == [1, 2, 3, 4] and all(one.end > one.begin for one in windows)
+
+
+@pytest.mark.parametrize(("in_flight", "partial"), [("keep", True), ("abort", True), ("wait", False)])
+def test_requests_in_flight_are_treated_as_asked(in_flight: Any, partial: bool) -> None:
+    drift = server_config("model", 64, "rollout", in_flight).async_training
+    assert drift.partial_rollout == partial and (drift.partial_mode == "abort") == (in_flight == "abort")
