@@ -130,7 +130,8 @@ def _remove_leftovers(stale: str) -> None:
 
     if stale:  # Ray may not have noticed yet that this driver has ended
         _leave_shared(stale)
-    remove_leftovers()
+    for app in remove_leftovers():  # the user sees warnings, and has to know what ended on a cluster of several users
+        logger.warning("removed the Serve application %s: its driver has ended, and its engines kept their GPUs", app)
 
 
 async def _clean(stale: str, limit_s: float) -> None:

@@ -7,13 +7,8 @@ deployed is never taken for one, whatever its name is. All functions block, and 
 
 from __future__ import annotations
 
-import logging
-
 from rollouter.serving.app import delete_apps, marked_apps
 from rollouter.serving.ray_internals import living_drivers
-
-logger = logging.getLogger(__name__)
-
 
 def find_leftovers() -> tuple[str, ...]:
     """Return the Serve applications whose driver has ended without deleting them."""
@@ -26,6 +21,4 @@ def remove_leftovers() -> tuple[str, ...]:
     """Delete the applications that `find_leftovers` finds, and return them once their replicas have ended."""
     found = find_leftovers()
     delete_apps(found)
-    for app in found:
-        logger.info("deleted the Serve application %s, whose driver has ended", app)
     return found

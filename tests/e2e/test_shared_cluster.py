@@ -145,6 +145,7 @@ def test_engines_of_killed_drivers_are_removed_by_the_next_launch_and_by_clean(
     # Three replicas have room only without these two.
     second = start(tmp_path, *keys, "rollout.num_replicas=3", run_dir=tmp_path / "second")
     second.wait_until(lambda: len(serving(second)) == 3, "three replicas", 300)
+    assert "removed the Serve application asyncrl-first-" in second.output()
     assert "asyncrl-first" not in asyncrl("clean", "--dry-run", "--address", nodes.address)[1]
     second.process.kill()
     second.process.wait()

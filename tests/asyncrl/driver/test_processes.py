@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from asyncrl.core.failures import BugError, DeadlineError, DiskFullError, InfraE
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.tasks import Interrupts
 from asyncrl.driver import cluster as cluster_module
+from asyncrl.driver import leftovers
 from asyncrl.driver.actors import translate
 from asyncrl.driver.cluster import _in_permanent_thread
 from asyncrl.driver.processes import end_known
@@ -153,6 +155,23 @@ async def test_a_hanging_shutdown_of_ray_is_bounded(
     assert ended.is_set(), "the processes of Ray are ended"
     assert "did not shut down within timeouts.stop_s=0.05" in caplog.text
     assert ("may still be on the cluster" in caplog.text) is (address is not None)
+
+
+async def test_a_launch_removes_what_killed_drivers_have_left_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Applications of living drivers, and those that no driver has marked, stay."""
+    deleted: list[str] = []
+    for name in ("_start", "_stop"):
+        monkeypatch.setattr(cluster_module, name, lambda *_: None)
+    monkeypatch.setattr(leftovers, "marked_apps", lambda: {"asyncrl-old-1-rollout": "01", "asyncrl-new-rollout": "02"})
+    monkeypatch.setattr(leftovers, "living_drivers", lambda: {"02"})
+    monkeypatch.setattr(leftovers, "delete_apps", deleted.extend)
+    with caplog.at_level(logging.WARNING):
+        async with cluster_module.cluster(Config.model_validate({"ray": {"address": "auto"}}), "run"):
+            assert deleted == ["asyncrl-old-1-rollout"]
+    assert "removed the Serve application asyncrl-old-1-rollout: its driver has ended" in caplog.text
+    assert "asyncrl-new" not in caplog.text
 
 
 async def test_removing_leftovers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
