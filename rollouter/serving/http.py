@@ -226,12 +226,10 @@ class ServedReplicas:
         return ray_internals.routable_replicas(self._replicas)
 
     async def metrics(self) -> Sequence[str]:
-        """Return the metrics of each replica, without those of replicas that fail. Empty if one does not answer."""
+        """Return the metrics of each replica, without those of replicas that fail or do not answer in time."""
         try:
-            answers = self._replicas.broadcast("engine_metrics").results_async(
-                timeout_s=METRICS_S, return_exceptions=True
-            )
-            return [one for one in await answers if isinstance(one, str)]
+            answers = await ray_internals.each_answer(self._replicas.broadcast("engine_metrics"), limit_s=METRICS_S)
+            return [one for one in answers if isinstance(one, str)]
         except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
             logger.warning("the replicas' metrics are missing: %s", error)
             return ()

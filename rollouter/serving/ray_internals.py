@@ -8,7 +8,9 @@ takes 7 s on CPU; the driver needs only the functions.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -23,7 +25,7 @@ from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from asyncrl.core.failures import InfraError
@@ -129,6 +131,20 @@ def routable_replicas(handle: DeploymentHandle[Any]) -> int:
     """Return how many replicas this handle can send calls to at this moment."""
     router = handle._init_router()._asyncio_router._request_router  # None until the handle has received its options
     return 0 if router is None else len(router.curr_replicas)
+
+
+async def each_answer(response: DeploymentBroadcastResponse, *, limit_s: float) -> list[Any]:
+    """Return the answers of a broadcast that arrive in time. `results_async` has none if one of them does not.
+
+    Raises:
+        TimeoutError: Serve did not send the calls in time.
+    """
+    until = time.monotonic() + limit_s
+    replicas = await asyncio.wait_for(response._fetch_replica_results_async(), limit_s)
+    left_s = max(0.0, until - time.monotonic())
+    calls = [asyncio.wait_for(replica.get_async(), left_s) for replica in replicas]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 def asked_to_end() -> bool:

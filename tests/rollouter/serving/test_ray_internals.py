@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import ray
 from ray._private.worker import global_worker
 from ray.serve._private.replica import Replica, ReplicaActor
 from ray.serve.context import ServeControllerClient
+from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.request_router import RequestRouter
 
 from asyncrl.assets import resolve
@@ -38,6 +42,7 @@ def test_ray_has_everything_that_is_used() -> None:
         (ServeControllerClient, "http_config"),
         (ServeControllerClient, "get_serve_details"),
         (RequestRouter, "_choose_replica_for_request"),
+        (DeploymentBroadcastResponse, "_fetch_replica_results_async"),
         # `OpenAIEngine` and `RolloutEngine` override the first two and call the last one.
         (ray_internals.VLLMEngine, "start"),
         (ray_internals.VLLMEngine, "_start_async_llm_engine"),
@@ -79,3 +84,33 @@ print("kept", sum(len(getattr(handler, "buffer", ())) for handler in log.handler
     assert done.stdout.splitlines()[-1:] == ["kept 0"], done.stderr
     (file,) = tmp_path.iterdir()
     assert [line.split()[-1] for line in file.read_text().splitlines()] == ["before", "after"]
+
+
+class Answer:
+    """The result of a call to a replica."""
+
+    def __init__(self, text: str = "", after_s: float = 0.0) -> None:
+        self._text, self._after_s = text, after_s
+
+    async def get_async(self) -> str:
+        await asyncio.sleep(self._after_s)
+        if not self._text:
+            raise RuntimeError("failed")
+        return self._text
+
+
+async def test_a_replica_that_does_not_answer_leaves_the_answers_of_the_others() -> None:
+    async def sent() -> list[Any]:
+        return [Answer("a"), Answer("late", 30.0), Answer(), Answer("b")]
+
+    response = DeploymentBroadcastResponse(sent(), None)
+    assert await ray_internals.each_answer(response, limit_s=0.2) == ["a", "b"]
+
+
+async def test_a_broadcast_that_serve_does_not_send_is_a_timeout() -> None:
+    async def sent() -> list[Any]:
+        await asyncio.sleep(30)
+        return []
+
+    with pytest.raises(TimeoutError):
+        await ray_internals.each_answer(DeploymentBroadcastResponse(sent(), None), limit_s=0.05)
