@@ -17,7 +17,7 @@ from anyio import to_thread
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import BugError
+from asyncrl.core.failures import BugError, InfraError
 from asyncrl.core.records import RecordSink, RunRecord, stream_records
 from asyncrl.core.tasks import task_group
 from asyncrl.profiling import ProfilerSettings, profile
@@ -187,11 +187,20 @@ class RolloutActor:
             url = await to_thread.run_sync(endpoint_url, rollout_app(config, namespace), abandon_on_cancel=True)
             task.agent.serve_at(url, self._incarnation)
         async with task_group() as starting:
-            for link in self._links:
-                starting.start_soon(partial(link.start, has_engines=has_engines))
+            for place in range(len(self._links)):
+                starting.start_soon(self._start_worker, place, has_engines)
         start_worker = partial(start_link, config, has_engines=has_engines)
         pool = WorkerPool(self._links, start_worker, limit_s=config.timeouts.probe_s) if self._links else None
         return scorer, pool
+
+    async def _start_worker(self, place: int, has_engines: bool) -> None:
+        """Start a worker that has loaded, or another one if its process has died since."""
+        try:
+            await self._links[place].start(has_engines=has_engines)
+        except InfraError as error:
+            logger.warning("worker %s is replaced before its start: %s", place, error)
+            await self._links[place].kill()
+            self._links[place] = await start_link(self._config, place, has_engines=has_engines)
 
     def _fleet(self) -> ServeFleet:
         return ServeFleet(self._config, namespace=ray.get_runtime_context().namespace)

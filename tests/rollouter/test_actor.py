@@ -24,6 +24,7 @@ from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import SampleMeta
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from rollouter import actor as actor_module
 from rollouter.actor import RolloutActor
 from rollouter.loading import RolloutTask, load_task
 from rollouter.rollouter import Rollouter
@@ -232,3 +233,42 @@ def test_a_bad_reward_function_fails_before_data_is_read(tmp_path: Path) -> None
     )
     with pytest.raises(ConfigError, match=r"reward\.function"):
         load_task(config, tmp_path)
+
+
+class StartingLink:
+    """A link to a worker, which may have died since it loaded."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.started = self.killed = False
+
+    async def start(self, *, has_engines: bool) -> None:
+        if self.error is not None:
+            raise self.error
+        self.started = has_engines
+
+    async def kill(self) -> None:
+        self.killed = True
+
+
+async def test_a_worker_that_died_before_its_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, dead, alive, another = (
+        RolloutActor(Config()),
+        StartingLink(InfraError("died")),
+        StartingLink(),
+        StartingLink(),
+    )
+
+    async def start_link(config: Config, place: int, *, has_engines: bool) -> StartingLink:
+        assert place == 0
+        await another.start(has_engines=has_engines)
+        return another
+
+    monkeypatch.setattr(actor_module, "start_link", start_link)
+    actor._links = [dead, alive]  # type: ignore[list-item]
+    for place in range(2):
+        await actor._start_worker(place, True)
+    assert actor._links == [another, alive] and dead.killed and another.started and alive.started
+    actor._links = [StartingLink(ConfigError("a reward fails"))]  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="a reward fails"):
+        await actor._start_worker(0, True)
