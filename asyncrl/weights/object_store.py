@@ -382,7 +382,8 @@ class ObjectStorePublisher:
         self._own.append([ref for ref in refs if isinstance(ref, OwnChunk)])
         while len(self._own) > NUM_KEPT_VERSIONS + 2:
             for chunk in self._own.pop(0):
-                await anyio.to_thread.run_sync(chunk.drop)
+                with _deadline(f"{self._backend} did not free a chunk of an old version", self._call_s):
+                    await anyio.to_thread.run_sync(chunk.drop, abandon_on_cancel=True)
 
     async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ChunkHandle:
         size = sum(array.nbytes for array in chunk.values())
