@@ -45,11 +45,19 @@ done
 for host in "${nodes[@]:1}"; do
   start_node "$host" pool=rollout --address="$head_address:$port"
 done
+# A launch is refused at once if the cluster can never hold it, so all nodes have to be there before.
+all_joined='import ray, sys
+ray.init(sys.argv[1], log_to_driver=False)
+sys.exit(sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[2]))'
+for _ in $(seq 60); do
+  python -c "$all_joined" "$head_address:$port" "${#nodes[@]}" 2>/dev/null && break
+  sleep 2
+done
 
 # The run directory is on the first node's own disk; checkpoints are on shared storage, so another node can go on.
 srun --nodes=1 --ntasks=1 --nodelist="$head_node" --overlap \
   asyncrl launch fully_async "$@" \
-  ray.address="$head_address:$port" ray.autoscaling=true \
+  ray.address="$head_address:$port" \
   run_dir="${SLURM_TMPDIR:-/tmp}/asyncrl-$name-$SLURM_JOB_ID" trainer.checkpoint_dir="$ASYNCRL_SHARED/$name" resume=auto \
   trainer.nnodes=1 trainer.n_gpus_per_node="$gpus" 'trainer.node_labels={pool: train}' \
   rollout.nnodes=$((${#nodes[@]} - 1)) rollout.n_gpus_per_node="$gpus" 'rollout.node_labels={pool: rollout}' &

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ case "$(basename "$0")" in
   srun)
     while [[ $1 == --* ]]; do shift; done
     exec "$@" ;;
+  python)
+    [[ $2 == *ray.nodes* ]] || exec "$PYTHON" "$@"
+    [[ $3 == 10.0.0.1:6379 && $4 == 3 ]] ;;
   hostname) echo '10.0.0.1 10.1.0.1' ;;
   ray) if [[ $1 == start ]]; then exec sleep 30; fi ;;
   asyncrl)
@@ -44,11 +48,12 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     bin_dir = tmp_path / "venv" / "bin"
     bin_dir.mkdir(parents=True)
     (bin_dir / "activate").write_text(f"export PATH={bin_dir}:$PATH\n", encoding="utf-8")
-    for name in ("scontrol", "srun", "hostname", "ray", "asyncrl"):
+    for name in ("scontrol", "srun", "hostname", "python", "ray", "asyncrl"):
         (bin_dir / name).write_text(STAND_IN, encoding="utf-8")
         (bin_dir / name).chmod(0o755)
     return {
         **os.environ,
+        "PYTHON": sys.executable,
         "CALLS": str(tmp_path / "calls"),
         "ASYNCRL_VENV": str(tmp_path / "venv"),
         "ASYNCRL_SHARED": "/shared",
@@ -82,6 +87,8 @@ def test_the_slurm_script_starts_a_cluster_and_returns_the_exit_code_of_the_run(
         (True, "pool=train")
     ) == 1
     assert sum("--labels=pool=rollout" in line and "--address=10.0.0.1:6379" in line for line in starts) == 2
+    joined = next(place for place, line in enumerate(lines) if "ray.nodes" in line)
+    assert joined < next(place for place, line in enumerate(lines) if line.startswith("asyncrl launch"))
     assert "token mode token 64" in lines
     given = launch_of(lines)
     assert given[:2] == ["my.yaml", "rollout.n=16"]
