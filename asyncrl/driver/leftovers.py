@@ -10,6 +10,7 @@ from __future__ import annotations
 from rollouter.serving.app import delete_apps, marked_apps
 from rollouter.serving.ray_internals import living_drivers
 
+
 def find_leftovers() -> tuple[str, ...]:
     """Return the Serve applications whose driver has ended without deleting them."""
     drivers = marked_apps()

@@ -32,7 +32,6 @@ from asyncrl.weights.object_store import (
     on_clock,
     start_store,
 )
-from asyncrl.weights.transport import OwnChunk
 
 NAMESPACE = "weights-test"
 STORE_BYTES = 200 << 20
@@ -320,16 +319,6 @@ async def test_a_put_that_does_not_end_is_a_deadline_error(store: Any, monkeypat
     monkeypatch.setattr(ray, "put", lambda chunk: let_go.wait(30))
     with pytest.raises(DeadlineError, match=r"did not take 16000 bytes of version 1 within 0\.05 s: .*must fit"):
         await ObjectStorePublisher(store, call_s=0.05).publish(1, 1, weights(1), validate=False)
-    let_go.set()
-
-
-async def test_a_drop_that_does_not_end_is_a_deadline_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go = threading.Event()
-    monkeypatch.setattr(OwnChunk, "drop", lambda chunk: let_go.wait(30))
-    publisher = ObjectStorePublisher(None, call_s=0.05, backend="weights.py:Bucket")
-    with pytest.raises(DeadlineError, match=r"weights\.py:Bucket did not free a chunk of an old version within"):
-        for version in range(10):  # old versions are freed only after some publications
-            await publisher._drop_old([OwnChunk("weights.py:Bucket", version)])
     let_go.set()
 
 
