@@ -83,7 +83,7 @@ def calibrate(run_dir: Path) -> Trace:
     key = workers if isinstance(workers, int) and workers > 0 else 1
     first_token = events["request"]["queued_s"].fillna(0.0) + events["request"]["prefill_s"].fillna(0.0)
     return Trace(
-        lengths=LengthTrace(recorded=_recorded(requests)),
+        lengths=LengthTrace(recorded=_recorded(requests), recorded_per_step=_samples_per_step(config)),
         engine=EngineTrace(step_s=step_s, request_s=_median(first_token), **_start(events)),
         dispatch=_dispatch(events, requests),
         trainer=TrainerTrace(
@@ -140,6 +140,11 @@ def _recorded(requests: pd.DataFrame) -> tuple[RecordedGroup, ...]:
         turns.append((max(1, int(tokens)), 0.0))
         last, last_end = (index, trajectory), end
     return tuple(tuple(map(tuple, group.values())) for group in groups.values())
+
+
+def _samples_per_step(config: SavedConfig) -> int | None:
+    samples = config.value("trainer", "ppo_mini_batch_size")
+    return samples if isinstance(samples, int) and samples > 0 else None
 
 
 def _dispatch(events: Events, requests: pd.DataFrame) -> DispatchTrace:

@@ -79,7 +79,12 @@ class SimulatedRollouter:
         self._trace = trace
         self._queue = queue
         self._fleet = fleet
-        self._lengths = GroupLengths(trace.lengths, limit=config.rollout.response_length, seed=seed)
+        self._lengths = GroupLengths(
+            trace.lengths,
+            limit=config.rollout.response_length,
+            per_step=config.trainer.ppo_mini_batch_size,
+            seed=seed,
+        )
         self._generating: dict[SampleId, _Generating] = {}
         self._suspended: list[_Generating] = []
         """Surplus samples that continue when there is room."""

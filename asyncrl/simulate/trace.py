@@ -51,6 +51,10 @@ class LengthTrace(ConfigSection):
     """Standard deviation of the logarithm of that time."""
     recorded: tuple[RecordedGroup, ...] = ()
     """Samples in feed order. A longer run begins again with the first."""
+    recorded_per_step: Positive | None = None
+    """Samples of each optimizer step of the recorded run. Lengths change while the policy learns, so a run with larger
+    steps takes the samples of a step from the same step of the recorded run, several times if necessary. null: samples
+    are taken one after another."""
 
 
 class EngineTrace(ConfigSection):
@@ -206,19 +210,23 @@ class GroupLengths:
 
     Args:
         limit: the most sampled tokens of a trajectory (`rollout.response_length`).
+        per_step: samples of each optimizer step of the simulated run.
     """
 
-    def __init__(self, trace: LengthTrace, *, limit: int, seed: int) -> None:
+    def __init__(self, trace: LengthTrace, *, limit: int, per_step: int, seed: int) -> None:
         self._trace = trace
         self._limit = limit
+        self._per_step = per_step
         self._seed = seed
 
     def of(self, index: int, num_trajectories: int) -> RecordedGroup:
         """Return the turns of each trajectory of the sample with this feed index, from 1."""
         trace = self._trace
         if trace.recorded:
-            group = trace.recorded[(index - 1) % len(trace.recorded)]
-            return tuple(self._cut(group[number % len(group)]) for number in range(num_trajectories))
+            place, times = self._recorded_place(index - 1)
+            group = trace.recorded[place % len(trace.recorded)]
+            first = times * num_trajectories  # smaller groups use the whole recorded one before they repeat it
+            return tuple(self._cut(group[(first + number) % len(group)]) for number in range(num_trajectories))
         turns = trace.turns
         mean, sigma = math.log(trace.mean_tokens) - trace.sigma**2 / 2, trace.sigma
         draw = np.random.default_rng((self._seed, index))
@@ -235,6 +243,13 @@ class GroupLengths:
             self._cut(tuple(zip(own_tokens, own_gaps, strict=True)))
             for own_tokens, own_gaps in zip(tokens, gaps.tolist(), strict=True)
         )
+
+    def _recorded_place(self, place: int) -> tuple[int, int]:
+        """Return the place among the recorded samples for this one among the simulated samples, and how often it was
+        used in the same step before."""
+        recorded = self._trace.recorded_per_step or self._per_step
+        step, within = divmod(place, self._per_step)
+        return step * recorded + within % recorded, within // recorded
 
     def _cut(self, turns: tuple[RecordedTurn, ...]) -> tuple[RecordedTurn, ...]:
         """Return the turns within the limit."""

@@ -15,6 +15,7 @@ from asyncrl.simulate.trace import (
     ContentionTrace,
     DispatchTrace,
     EngineTrace,
+    GroupLengths,
     LengthTrace,
     SyncTrace,
     Trace,
@@ -245,3 +246,15 @@ def test_replicas_leave_while_pacing_is_shut_and_their_tokens_are_kept(partial: 
     assert scaled.wasted == pytest.approx(0.0, abs=1e-6)
     assert scaled.fed == scaled.trained + scaled.in_flight
     assert scaled.max_staleness <= 2
+
+
+@given(per_step=st.sampled_from([4, 8, 16, 6]), step=st.integers(0, 9))
+def test_a_step_has_the_lengths_of_the_same_recorded_step(per_step: int, step: int) -> None:
+    """Lengths change while the policy learns: with larger steps, a run is not at its end after the recorded samples."""
+    groups = tuple(tuple(((1 + 100 * index + number, 0.0),) for number in range(4)) for index in range(80))
+    recorded = LengthTrace(recorded=groups, recorded_per_step=8)
+    lengths = GroupLengths(recorded, limit=10**6, per_step=per_step, seed=0)
+    sampled = [lengths.of(1 + step * per_step + place, 2) for place in range(per_step)]
+    tokens = [tokens for group in sampled for ((tokens, _),) in group]
+    assert {number // 100 for number in tokens} <= set(range(8 * step, 8 * step + 8))
+    assert len(set(tokens)) == len(tokens), "half as large groups use both halves of the recorded ones"
