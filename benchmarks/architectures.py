@@ -58,8 +58,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "Mixtral": _EXPERTS | {"num_local_experts": 4, "head_dim": 32},
     "DeepseekV3": _EXPERTS | {
         "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 48,
-        "first_k_dense_replace": 1, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+        "first_k_dense_replace": 1, "num_key_value_heads": 2, "q_lora_rank": 32, "topk_method": "noaux_tc",
+        # vLLM's kernels know no other sizes of these two.
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
     },
     "GptOss": _EXPERTS | {"num_local_experts": 4, "head_dim": 32, "sliding_window": 64},
 }  # fmt: skip

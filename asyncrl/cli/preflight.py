@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.compose import CheckedConfig
-from asyncrl.config.environment import num_parameters, writable_parent
+from asyncrl.config.environment import model_config, num_parameters, writable_parent
 from asyncrl.config.model_files import check_model_files
 from asyncrl.config.plan import GIB, MachineResources, checkpoint_bytes, make_plan, shortages
 from asyncrl.config.problems import ConfigProblem, errors, warning
@@ -62,7 +62,15 @@ def check_machine(config: Config, machine: MachineResources, *, trains: bool = T
     if config.ray.address is not None:
         return []
     resources = make_plan(config, machine, num_parameters=num_parameters(config.model.path), num_prompts=None)
-    return list(shortages(resources, config, trains=trains))
+    return [*shortages(resources, config, trains=trains), *_unsupported_model(config, machine)]
+
+
+def _unsupported_model(config: Config, machine: MachineResources) -> Iterator[ConfigProblem]:
+    """Refuse models for which vLLM computes wrong log-probs without a GPU (docs/models.md)."""
+    if machine.gpus == 0 and "kv_lora_rank" in model_config(config.model.path):
+        consequence = "it has latent attention (MLA), for which vLLM computes wrong log-probs on a CPU"
+        fix = "use a machine with a GPU, or a model without latent attention (docs/models.md has the checked ones)"
+        yield ConfigProblem("model.path", config.model.path, consequence, fix)
 
 
 def _preflight_sft(outcome: CheckedConfig, config: Config) -> CheckedConfig:

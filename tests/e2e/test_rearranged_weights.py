@@ -11,7 +11,7 @@ from benchmarks.architectures import check
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss"])
 def test_the_engine_computes_what_the_trainer_publishes(tmp_path: Path, name: str) -> None:
     row = check(name, 1, tmp_path)
     assert (row["result"], row["updates"]) == ("right", 4)

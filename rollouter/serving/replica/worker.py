@@ -157,9 +157,10 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         if self._version != wanted or not self.await_fetch(0.0):
             raise RuntimeError(f"asked to load {wanted}, but {self._version} was fetched")
         with torch.no_grad():
-            self.model.load_weights(
-                (name, tensor) for chunk in self._chunks.result() for name, tensor in _tensors(chunk)
-            )
+            tensors = (item for chunk in self._chunks.result() for item in _tensors(chunk))
+            if self.model_config.hf_config.model_type == "gpt_oss":
+                tensors = _by_expert(tensors)
+            self.model.load_weights(tensors)
         # Drop the views into the object store, or the store could never free the version.
         del self._chunks
 
@@ -293,6 +294,21 @@ def _tensors(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
         for name, array in chunk.items():
             tensor = torch.from_numpy(array)
             yield name, tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+def _by_expert(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of GPT-OSS, with one tensor for each expert in place of one for all experts of a layer.
+
+    vLLM copies the latter into the parameters without their weight loaders, so that the layer-wise reload does not
+    notice them and keeps the old experts.
+    """
+    for name, tensor in tensors:
+        prefix, stacked, parameter = name.partition(".mlp.experts.")
+        if not stacked:
+            yield name, tensor
+            continue
+        for expert, part in enumerate(tensor):
+            yield f"{prefix}.mlp.experts.{expert}.{parameter}", part
 
 
 def _bit_sum(tensor: torch.Tensor) -> int:

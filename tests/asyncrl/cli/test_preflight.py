@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.cli.preflight import preflight
+from asyncrl.cli.preflight import check_machine, preflight
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import num_parameters
-from asyncrl.config.plan import checkpoint_bytes
+from asyncrl.config.plan import GIB, MachineResources, checkpoint_bytes
 from asyncrl.config.problems import errors
 from tests.fakes.command_line import CommandLine
 from tests.fakes.configurations import config_with
@@ -59,6 +60,16 @@ def test_the_disk_has_space_for_the_checkpoints(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     found = [one for one in preflight(check_config(None, overrides)).problems if "GiB free" in one.consequence]
     assert [one.severity for one in found] == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "refused"), [(0, {"kv_lora_rank": 512}, True), (8, {"kv_lora_rank": 512}, False), (0, {}, False)]
+)
+def test_latent_attention_needs_a_gpu(tmp_path: Path, gpus: int, model: dict[str, int], refused: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "any"} | model))
+    machine = MachineResources(cpus=64, gpus=gpus, memory_bytes=1000 * GIB)
+    problems = check_machine(config_with({"model.path": str(tmp_path)}), machine)
+    assert [one.key for one in problems if "latent attention" in one.consequence] == ["model.path"] * refused
 
 
 def test_a_runtime_environment_may_bring_what_the_code_needs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The connection of vLLM's workers to the run's Ray cluster."""
+"""The connection of vLLM's workers to the run's Ray cluster, and the names under which they load weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from rollouter.serving.replica import worker
 
@@ -27,3 +28,18 @@ def test_engines_with_the_same_seed_subscribe_under_different_ids(monkeypatch: p
     random.seed(0)
     assert len(set(ids)) == 2
     assert after == [random.random()] * 2, "vLLM's own draws must not change"
+
+
+def test_the_experts_of_gpt_oss_are_loaded_one_by_one() -> None:
+    """vLLM's loader takes them through the weight loader of the layer-wise reload only under these names."""
+    stack = torch.arange(24.0).reshape(2, 3, 4)
+    head = torch.ones(5)
+    given = iter([("lm_head.weight", head), ("model.layers.1.mlp.experts.down_proj", stack)])
+    items = dict(worker._by_expert(given))
+    assert list(items) == [
+        "lm_head.weight",
+        "model.layers.1.mlp.experts.0.down_proj",
+        "model.layers.1.mlp.experts.1.down_proj",
+    ]
+    assert items["lm_head.weight"] is head
+    assert torch.equal(items["model.layers.1.mlp.experts.1.down_proj"], stack[1])
