@@ -22,7 +22,7 @@ from asyncrl.config.sections.algorithm import RolloutCorrectionConfig
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory, single_turn
 from asyncrl.core.types import FinishReason, Prompt, Span, Turn
-from asyncrl.weights.transport import OwnChunk, check_own_transport
+from asyncrl.weights.transport import OwnChunk, check_transport
 from rollouter.prompts.check import check_own_data
 from rollouter.prompts.dataset import OwnRows
 from rollouter.prompts.source import own_order
@@ -58,7 +58,7 @@ def configured(heading: str) -> Config:
 def problems(config: Config) -> Iterator[ConfigProblem]:
     yield from check_own_data(config)
     yield from check_own_functions(config)
-    yield from check_own_transport(config)
+    yield from check_transport(config)
     yield from check_own_manager(config)
 
 

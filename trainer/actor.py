@@ -62,8 +62,14 @@ class TrainerActor:
         profile.configure("trainer", ProfilerSettings.of(self._config.profiler, run_dir.path))
         await to_thread.run_sync(SkipManager.init, self._config)  # imports the user's modules
         SkipManager.watch(self._waits.waiting)
-        call_s, backend = self._config.timeouts.call_s, self._config.weight_sync.backend
-        publisher = ObjectStorePublisher(store, call_s=call_s, lineage=history.lineage, backend=backend)
+        sync = self._config.weight_sync
+        publisher = ObjectStorePublisher(
+            store,
+            call_s=self._config.timeouts.call_s,
+            lineage=history.lineage,
+            backend=sync.backend,
+            directory=sync.dir or str(run_dir.path.absolute() / "weights"),
+        )
         # Importing torch takes seconds, so it must not block the event loop, nor the driver, which imports this module.
         parts = await to_thread.run_sync(import_module, "trainer.trainer")
         trainer = await parts.Trainer.start(

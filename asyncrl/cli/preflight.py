@@ -30,7 +30,7 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
         return outcome
     if outcome.config.mode == "sft":
         return _preflight_sft(outcome, outcome.config)
-    from asyncrl.weights.transport import check_own_transport
+    from asyncrl.weights.transport import check_transport
     from rollouter.prompts.check import check_data, check_own_data
     from rollouter.rewards.check import RewardCheck
 
@@ -41,7 +41,7 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
         files = [replace(problem, severity="warning") for problem in files]
     code = list(check_own_data(config))
     if not config.validates_only:
-        code += check_own_transport(config)
+        code += check_transport(config)
     if config.reward.manager is not None:
         from rollouter.rewards.scorer import check_own_manager
 

@@ -1,4 +1,4 @@
-"""The weight store in Ray's object store: the Trainer publishes versions, and every replica maps them.
+"""The weight store: the Trainer publishes versions, and every replica maps them.
 
 The actor holds references only; the bytes never pass through its mailbox. Ray ties an object's life to the process that
 put it, so a version exists as long as the Trainer that published it; a restarted Trainer publishes its checkpoint
@@ -29,9 +29,10 @@ from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsP
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.weights.checksums import group_checksums
-from asyncrl.weights.transport import OwnChunk
+from asyncrl.weights.disk import DiskChunk, stored_chunks
+from asyncrl.weights.transport import OwnChunk, StoredChunk
 
-ChunkHandle: TypeAlias = "ray.ObjectRef | OwnChunk"
+ChunkHandle: TypeAlias = "ray.ObjectRef | StoredChunk"
 STORE_NAME = "weight_store"
 NUM_KEPT_VERSIONS = 2
 """Versions kept besides the newest because a replica may still be reading them."""
@@ -312,15 +313,26 @@ class ObjectStorePublisher:
     Use it on one event loop."""
 
     def __init__(
-        self, store: ray.actor.ActorHandle, *, call_s: float, lineage: int = 0, backend: str = "object_store"
+        self,
+        store: ray.actor.ActorHandle,
+        *,
+        call_s: float,
+        lineage: int = 0,
+        backend: str = "object_store",
+        directory: str = "",
     ) -> None:
-        """`backend`: `weight_sync.backend`."""
+        """
+        Args:
+            backend: `weight_sync.backend`.
+            directory: where the backend `disk` keeps its files.
+        """
         self._store = store
         self._call_s = call_s
         self._lineage = lineage
         self._backend = backend
-        self._own: list[list[OwnChunk]] = []
-        """Chunks of the last publications, if a class of the user's stores them."""
+        self._directory = directory
+        self._stored: list[list[StoredChunk]] = []
+        """Chunks of the last publications outside of the object store."""
         self._last: tuple[Publication, list[ChunkHandle]] | None = None
         """Last publication, for `republish`; the references keep the bytes alive even if the store has lost them."""
 
@@ -341,6 +353,8 @@ class ObjectStorePublisher:
             FencedError: training continues in a newer lineage.
         """
         checksums = await anyio.to_thread.run_sync(group_checksums, tensors)
+        if self._backend == "disk" and not self._stored:  # engines may still read what a dead Trainer has left
+            self._stored.append([*await self._on_disk(stored_chunks)])
         refs = [await self._put(chunk, version) for chunk in _chunks(tensors)]
         publication = Publication(
             version=version,
@@ -379,14 +393,30 @@ class ObjectStorePublisher:
 
     async def _drop_old(self, refs: Sequence[ChunkHandle]) -> None:
         """Free the chunks of versions that the store has forgotten, as Ray does for its own objects."""
-        self._own.append([ref for ref in refs if isinstance(ref, OwnChunk)])
-        while len(self._own) > NUM_KEPT_VERSIONS + 2:
-            for chunk in self._own.pop(0):
+        self._stored.append([ref for ref in refs if isinstance(ref, StoredChunk)])
+        while len(self._stored) > NUM_KEPT_VERSIONS + 2:
+            for chunk in self._stored.pop(0):
                 with _deadline(f"{self._backend} did not free a chunk of an old version", self._call_s):
                     await anyio.to_thread.run_sync(chunk.drop, abandon_on_cancel=True)
 
+    async def _on_disk(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of `weights.disk` with the directory, in a thread.
+
+        Raises:
+            InfraError: the filesystem failed.
+            DeadlineError: it did not answer within `call_s`.
+        """
+        problem = f"weight_sync.dir: {self._directory} cannot be used"
+        try:
+            with _deadline(problem, self._call_s):
+                return await anyio.to_thread.run_sync(function, self._directory, *args, abandon_on_cancel=True)
+        except OSError as error:
+            raise InfraError.wrap(problem, error) from error
+
     async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ChunkHandle:
         size = sum(array.nbytes for array in chunk.values())
+        if self._backend == "disk":
+            return await self._on_disk(DiskChunk.put, chunk)
         if self._backend != "object_store":
             with _deadline(f"{self._backend} did not take {size} bytes of version {version}", self._call_s):
                 return await anyio.to_thread.run_sync(OwnChunk.put, self._backend, chunk, abandon_on_cancel=True)

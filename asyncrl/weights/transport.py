@@ -1,14 +1,14 @@
-"""How the bytes of a version travel: Ray's object store, or a class of the user's (`weight_sync.backend`).
+"""How the bytes of a version travel: Ray's object store, files, or a class of the user's (`weight_sync.backend`).
 
-The weight store keeps one handle for each chunk. A handle of Ray is an object reference; one of a user's class is an
-`OwnChunk`, which names the class, so that replicas need no configuration to read it.
+The weight store keeps one handle for each chunk. A handle of Ray is an object reference, one of files is a `DiskChunk`;
+one of a user's class is an `OwnChunk`, which names the class, so that replicas need no configuration to read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from asyncrl.config.import_path import call_problem, defined_at, load_function, 
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
+from asyncrl.weights.disk import DiskChunk
 
 KEY = "weight_sync.backend"
 
@@ -55,6 +56,10 @@ class OwnChunk(NamedTuple):
         _call(self.backend, "drop", self.handle)
 
 
+StoredChunk: TypeAlias = OwnChunk | DiskChunk
+"""A chunk outside of Ray's object store."""
+
+
 @cache
 def _transport(backend: str) -> WeightTransport:
     kind = load_function(backend, KEY, {})
@@ -80,20 +85,28 @@ def _call(backend: str, method: str, argument: Any) -> Any:
         raise UserCodeError.wrap(f"{KEY}: {place}: {method}: {type(error).__name__}: {error}", error) from error
 
 
-def check_own_transport(config: Config) -> Iterator[ConfigProblem]:
-    """Store, read and free a small chunk with the user's class."""
-    backend = config.weight_sync.backend
-    if backend == "object_store":
+def check_transport(config: Config) -> Iterator[ConfigProblem]:
+    """Store, read and free a small chunk in the directory of weights, or with the user's class."""
+    backend, directory = config.weight_sync.backend, config.weight_sync.dir
+    if backend == "object_store" or (backend == "disk" and directory is None):
         return
     floats, integers = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(3, dtype=np.uint16)
     chunk: dict[str, NDArray[Any]] = {"a": floats, "b": integers}
     try:
-        stored = OwnChunk.put(backend, chunk)
+        stored: StoredChunk
+        if backend == "disk":
+            assert directory is not None
+            stored = DiskChunk.put(directory, chunk)
+        else:
+            stored = OwnChunk.put(backend, chunk)
         read = stored.get()
         stored.drop()
         for name, array in chunk.items():
             found = read.get(name) if isinstance(read, Mapping) else None
             if found is None or found.dtype != array.dtype or not np.array_equal(found, array):
                 raise UserCodeError(f"{backend}: get returned another tensor {name!r} than put had stored")
+    except (OSError, ValueError) as error:
+        fix = "give a directory or URL that this machine and all nodes with engines can read and write"
+        yield ConfigProblem("weight_sync.dir", directory, f"weights cannot be stored there: {error}", fix)
     except AsyncRLError as error:
         yield ConfigProblem(KEY, backend, error.message.removeprefix(f"{KEY}: "), "correct it; see docs/extending.md")

@@ -57,9 +57,12 @@ class AsyncTrainingConfig(ConfigSection):
 class WeightSyncConfig(ConfigSection):
     """Weight updates from the Trainer to the engines."""
 
-    backend: Literal["object_store"] | ImportPath = "object_store"
-    """How versions travel from the Trainer to the engines: through Ray's object store, or your own class
-    (docs/extending.md)."""
+    backend: Literal["object_store", "disk"] | ImportPath = "object_store"
+    """How versions travel from the Trainer to the engines: through Ray's object store, through safetensors files in
+    `dir`, or your own class (docs/extending.md)."""
+    dir: Annotated[str, Field(min_length=1)] | None = None
+    """Directory or URL of fsspec in which `backend: disk` keeps the last four versions; no other run may use it. All
+    nodes with engines must be able to read it. null: `weights` in the run directory."""
     verify: Literal["every", "first", "off"] = "every"
     """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
     after every load; once (checksums after a replica's first load, log-probs after the first version of a launch); or
@@ -256,6 +259,15 @@ def _run_dir(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _weights_dir(config: Config) -> Iterator[ConfigProblem]:
+    key, given = "weight_sync.dir", config.weight_sync.dir
+    if given is not None and "://" in given:
+        yield from check_protocol(key, given, "weights cannot be stored there")
+    if given is not None and given.partition("://")[0] == "memory":
+        consequence = "only the Trainer's process would see the weights"
+        yield ConfigProblem(key, given, consequence, "give a directory, or the URL of a storage that engines can read")
+
+
 def _checkpoint_dir(config: Config) -> Iterator[ConfigProblem]:
     key, given = "trainer.checkpoint_dir", config.trainer.checkpoint_dir
     if given is None:
@@ -327,7 +339,7 @@ SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key,)
 PORT_ENVIRONMENT: tuple[RuleFunction, ...] = (_port,)
 """A check for `asyncrl serve`. An application that is deployed separately uses the port of Ray Serve."""
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume)
+ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume, _weights_dir)
 DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _checkpoint_dir, _unbounded_journal_of_epochs)
 
 NO_EFFECT = (
@@ -339,6 +351,8 @@ NO_EFFECT = (
     no_effect("async_training.partial_mode", lambda c: c.mode != "sync" and not c.async_training.partial_rollout,
               "async_training.partial_rollout is false, so no response continues under new weights",
               "set async_training.partial_rollout=true"),
+    no_effect("weight_sync.dir", lambda c: c.weight_sync.backend != "disk",
+              "weight_sync.backend is {c.weight_sync.backend}", "set weight_sync.backend=disk"),
     no_effect("weight_sync.clear_kv_cache", lambda c: c.mode != "sync" and not (c.async_training.partial_rollout
               and c.async_training.partial_mode == "keep"), "no response keeps its KV cache over a sync",
               "set async_training.partial_rollout=true and async_training.partial_mode=keep"),

@@ -30,7 +30,7 @@ from asyncrl.core.ports import ApplyReport, Publication, WeightsProbe, WeightsVe
 from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME, ServedRun, find_store
-from asyncrl.weights.transport import OwnChunk
+from asyncrl.weights.transport import StoredChunk
 from rollouter.serving.replica.engine import OpenAIEngine
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.request_phases import EnginePauses
@@ -228,7 +228,7 @@ class WeightUpdates:
                 refs = await self._store.tensors.remote(weights_version)
                 # Transfer the objects to this node first, so that the workers only map them, and so that the loss of an
                 # object is reported here with its cause.
-                of_ray = [ref for ref in refs if not isinstance(ref, OwnChunk)]
+                of_ray = [ref for ref in refs if not isinstance(ref, StoredChunk)]
                 await asyncio.to_thread(ray.get, of_ray, timeout=max(0.0, until - loop.time()))
             left_s = max(FETCH_SLICE_S, until - loop.time())
             await self._answered(self._llm.collective_rpc("fetch_version", args=(*weights_version, left_s)))

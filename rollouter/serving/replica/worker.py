@@ -56,7 +56,7 @@ from vllm.platforms import current_platform
 
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.weights.checksums import MODULUS, add, layer_group
-from asyncrl.weights.transport import OwnChunk
+from asyncrl.weights.transport import StoredChunk
 from rollouter.serving.options import WEIGHT_TRANSFER
 
 if current_platform.is_cpu():
@@ -219,9 +219,9 @@ class WorkerExtension:
 
 
 def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float) -> list[WeightChunk]:
-    """Return the version's chunks, mapped from the object store without a copy, or read by the user's class. The calls
-    to Ray end within `limit_s`, so that the threads of repeated attempts do not accumulate; the user's class has to end
-    in time by itself."""
+    """Return the version's chunks, mapped from the object store or from files without a copy, or read by the user's
+    class. The calls to Ray end within `limit_s`, so that the threads of repeated attempts do not accumulate; the user's
+    class and a filesystem have to end in time by themselves."""
     until = time.monotonic() + limit_s
 
     def left_s() -> float:
@@ -230,7 +230,7 @@ def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float)
     connect(store.address, store.namespace, limit_s=left_s())
     actor = ray.get_actor(store.store_name, namespace=store.namespace)
     refs = ray.get(actor.tensors.remote(weights_version), timeout=left_s())
-    return [ref.get() if isinstance(ref, OwnChunk) else ray.get(ref, timeout=left_s()) for ref in refs]
+    return [ref.get() if isinstance(ref, StoredChunk) else ray.get(ref, timeout=left_s()) for ref in refs]
 
 
 def _in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:

@@ -1,0 +1,134 @@
+"""Weights in files: what is written is read, files appear whole, and those of a dead Trainer are deleted in time."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.core.failures import InfraError
+from asyncrl.weights import disk
+from asyncrl.weights.disk import DiskChunk, stored_chunks
+from asyncrl.weights.object_store import NUM_KEPT_VERSIONS, ObjectStorePublisher
+from asyncrl.weights.transport import check_transport
+from tests.fakes.configurations import config_with
+
+BFLOAT16 = torch.tensor([[1.5, -2.0], [3e38, 0.0]], dtype=torch.bfloat16)
+CHUNK = {
+    "model.layers.0.w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "head": BFLOAT16.view(torch.uint16).numpy(),
+    "empty": np.zeros((0, 4), np.float16),
+    "scalar": np.array(7, np.int64),
+}
+
+
+@pytest.fixture(params=["path", "file", "memory"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return {"path": f"{tmp_path}/w", "file": f"file://{tmp_path}/w", "memory": f"memory://{uuid.uuid4().hex}/w"}[
+        request.param
+    ]
+
+
+def test_what_is_stored_is_read(directory: str) -> None:
+    stored = DiskChunk.put(directory, CHUNK)
+    read = stored.get()
+    assert set(read) == set(CHUNK)
+    for name, array in CHUNK.items():
+        assert (read[name].dtype, read[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(read[name], array)
+        assert not read[name].flags.writeable
+    assert stored_chunks(directory) == [stored]
+    stored.drop()
+    stored.drop()
+    assert stored_chunks(directory) == []
+    np.testing.assert_array_equal(read["head"], CHUNK["head"])  # the engine still loads from it
+    with pytest.raises(FileNotFoundError):
+        stored.get()
+
+
+def test_other_programs_read_bfloat16(tmp_path: Path) -> None:
+    url = DiskChunk.put(str(tmp_path), CHUNK).url
+    assert torch.equal(load_file(url.removeprefix("file://"))["head"], BFLOAT16)
+
+
+def test_a_relative_directory_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored = DiskChunk.put("w", CHUNK)
+    monkeypatch.chdir("/")
+    assert set(stored.get()) == set(CHUNK)
+
+
+def test_a_file_that_was_not_finished_is_not_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, target: Any) -> None:
+        raise OSError("the machine stopped")
+
+    monkeypatch.setattr(disk.Path, "replace", fail)
+    with pytest.raises(OSError, match="the machine stopped"):
+        DiskChunk.put(str(tmp_path), CHUNK)
+    (part,) = tmp_path.iterdir()
+    assert part.suffix == ".part"
+    assert [Path(one.url).name for one in stored_chunks(str(tmp_path))] == [part.name], "it is deleted later"
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40, -1])
+def test_a_damaged_file_is_named(tmp_path: Path, keep: int) -> None:
+    stored = DiskChunk.put(str(tmp_path), CHUNK)
+    path = Path(stored.url.removeprefix("file://"))
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=path.name if keep else "empty"):
+        stored.get()
+
+
+class Store:
+    """Takes publications, as the store's actor does."""
+
+    def __init__(self) -> None:
+        self.refs: list[Any] = []
+        self.publish = SimpleNamespace(remote=self._publish)
+
+    async def _publish(self, publication: Any, refs: Any, again: bool) -> None:
+        self.refs = list(refs)
+
+
+async def test_the_last_versions_are_kept_and_older_files_are_deleted(directory: str) -> None:
+    left = DiskChunk.put(directory, CHUNK)
+    store = Store()
+    publisher = ObjectStorePublisher(store, call_s=10, backend="disk", directory=directory)
+    kept = NUM_KEPT_VERSIONS + 2
+    for version in range(1, kept + 3):
+        await publisher.publish(version, version, {"w": np.full(3, version, np.float32)}, validate=False)
+        (chunk,) = store.refs
+        assert chunk.get()["w"].tolist() == [version] * 3
+        urls = {one.url for one in stored_chunks(directory)}
+        assert (left.url in urls) is (version < kept), "an engine may still read it"
+        assert len(urls) == min(version + 1, kept)
+
+
+async def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"mine")
+    assert stored_chunks(str(tmp_path)) == []
+
+
+async def test_a_disk_that_fails_is_an_infra_error(tmp_path: Path) -> None:
+    (tmp_path / "w").write_text("a file")
+    publisher = ObjectStorePublisher(Store(), call_s=10, backend="disk", directory=f"{tmp_path}/w/x")
+    with pytest.raises(InfraError, match=r"weight_sync\.dir"):
+        await publisher.publish(1, 1, {"w": np.ones(3)}, validate=False)
+
+
+def test_the_directory_is_tried_before_the_run(tmp_path: Path) -> None:
+    def problems(directory: str) -> list[str]:
+        config = config_with({"weight_sync.backend": "disk", "weight_sync.dir": directory})
+        return [f"{one.key}: {one.consequence}" for one in check_transport(config)]
+
+    assert problems(f"{tmp_path}/new") == []
+    assert stored_chunks(f"{tmp_path}/new") == []
+    (tmp_path / "file").write_text("")
+    (problem,) = problems(f"{tmp_path}/file/w")
+    assert problem.startswith("weight_sync.dir: weights cannot be stored there: ")
