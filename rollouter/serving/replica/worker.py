@@ -157,6 +157,7 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         if self._version != wanted or not self.await_fetch(0.0):
             raise RuntimeError(f"asked to load {wanted}, but {self._version} was fetched")
         with torch.no_grad():
+            tensors: Iterator[tuple[str, torch.Tensor]]
             tensors = (item for chunk in self._chunks.result() for item in _tensors(chunk))
             if self.model_config.hf_config.model_type == "gpt_oss":
                 tensors = _by_expert(tensors)

@@ -1,0 +1,34 @@
+"""A launch whose versions travel as files: engines verify each of them, and old files are deleted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from asyncrl.weights.object_store import NUM_KEPT_VERSIONS
+from tests.e2e.launches import SHORT, start
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_engines_load_and_verify_the_versions_that_the_trainer_writes(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "mine.safetensors").write_bytes(b"of another program")
+    run = start(
+        tmp_path, *SHORT, "trainer.total_training_steps=6", "weight_sync.verify=every",
+        "weight_sync.backend=disk", f"weight_sync.dir={weights}",
+    )  # fmt: skip
+    assert run.wait(240.0) == 0, run.output()
+    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    applied = [line for line in lines if line["kind"] == "apply"]
+    assert {line["weight_sync/verified"] for line in applied} == {1.0}
+    assert max(line["weight_sync/mismatch_kl"] for line in applied) < 1e-9
+    assert run.summary()["version"] == 6
+    files = [path for path in weights.iterdir() if path.name != "mine.safetensors"]
+    assert len(files) == NUM_KEPT_VERSIONS + 2, "one file for each version of the small model"
+    assert all("model.embed_tokens.weight" in load_file(path) for path in files)
+    assert (weights / "mine.safetensors").exists()
