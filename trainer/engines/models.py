@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,17 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
+from transformers.distributed import DistributedConfig
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.utils import logging as transformers_logging
 
 from asyncrl.assets import resolve
 from asyncrl.config.sections.trainer import EngineConfig
 from asyncrl.core.failures import ConfigError
 from trainer.engines.base import ModelType
+from trainer.engines.sharded_loading import placed_like
+
+logger = logging.getLogger(__name__)
 
 CLASSES = {
     "language_model": (AutoModelForCausalLM, "causal language model"),
@@ -47,26 +53,28 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    layout_of: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
-    """Load a model on CPU without dropout: dropout would make the current policy differ from the served one.
+    """Load a model without dropout: dropout would make the current policy differ from the served one.
 
     If the files are those of a language model, without a value head, the value head starts at 0.
 
     Args:
         key: the configuration key of `path`, with which messages begin.
+        layout_of: an `empty_model` that is sharded; of each parameter, only this rank's part is read. Collective.
+            None: load the whole model on CPU.
 
     Raises:
         ConfigError: there is no such model, its files lack weights, the weights have another shape, or the model or
             this machine lacks the attention.
     """
-    kind, name = CLASSES[model_type]
+    _, name = CLASSES[model_type]
     try:
         source = resolve(path)
         with quiet():
-            settings = _settings(source, model_type, trust_remote_code)
-            if model_type == "language_model" and _is_vision_language(settings):
-                kind = AutoModelForImageTextToText
-            model, report = kind.from_pretrained(
+            kind, settings = _kind_and_settings(source, model_type, trust_remote_code)
+            placement = {} if layout_of is None else {"distributed_config": DistributedConfig()}
+            model, report = (kind if layout_of is None else placed_like(layout_of)).from_pretrained(
                 source,
                 config=settings,
                 dtype=dtype,
@@ -75,6 +83,7 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with the reason
+                **placement,
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
@@ -91,12 +100,45 @@ def load_model(
             error,
         ) from None
     where = f"{key}={path}"
-    _check_shapes(where, report["mismatched_keys"], name)
+    _check_shapes(where, report["mismatched_keys"], name, whole=layout_of is None)
     _check_complete(where, model, set(report["missing_keys"]), model_type)
+    _disable_dropout(model)
+    return model
+
+
+def empty_model(
+    path: str,
+    model_type: ModelType = "language_model",
+    *,
+    key: str = "model.path",
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel | None:
+    """Return the model of `load_model` on the meta device, without weights. Return None if it cannot be built like
+    that; `load_model` reports what is wrong with the files."""
+    try:
+        with quiet(), torch.device("meta"):
+            kind, settings = _kind_and_settings(resolve(path), model_type, trust_remote_code)
+            if getattr(settings, "quantization_config", None) is not None:
+                raise ValueError("its weights are quantized")
+            model: PreTrainedModel = kind.from_config(
+                settings, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+    except OSError:
+        return None
+    except Exception as error:  # noqa: BLE001 - a model's own code may fail in any way
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        logger.warning("%s=%s: every rank reads the whole model, because of this: %s", key, path, why)
+        return None
+    _disable_dropout(model)
+    return model
+
+
+def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model
 
 
 def head_of(model: nn.Module) -> nn.Module:
@@ -172,15 +214,15 @@ def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress progress bars and reports of missing weights, which are checked here."""
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
         if bar:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def _is_vision_language(settings: PretrainedConfig) -> bool:
@@ -190,7 +232,10 @@ def _is_vision_language(settings: PretrainedConfig) -> bool:
     return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def _settings(source: str, model_type: ModelType, trust_remote_code: bool) -> PretrainedConfig:
+def _kind_and_settings(
+    source: str, model_type: ModelType, trust_remote_code: bool
+) -> tuple[type[_BaseAutoModelClass], PretrainedConfig]:
+    """Return the auto class that creates the model, and the model's configuration without dropout."""
     settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     for part in (settings, settings.get_text_config(), *filter(None, [getattr(settings, "vision_config", None)])):
         for key, value in vars(part).items():
@@ -198,20 +243,26 @@ def _settings(source: str, model_type: ModelType, trust_remote_code: bool) -> Pr
                 setattr(part, key, 0.0)
     if model_type != "language_model":
         settings.num_labels = 1
-    return settings
+    elif _is_vision_language(settings):
+        return AutoModelForImageTextToText, settings
+    return CLASSES[model_type][0], settings
 
 
-def _check_shapes(where: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]], kind: str) -> None:
-    """Refuse weights of another shape. `mismatched`: names with their shapes in the files and in the model."""
+def _check_shapes(
+    where: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]], kind: str, *, whole: bool
+) -> None:
+    """Refuse weights of another shape. `mismatched`: names with their shapes in the files and in the model, which are
+    shapes of parts unless `whole`."""
     for name, stored, wanted in sorted(mismatched):
         if name.partition(".")[0] in HEADS:
+            outputs = f"{stored[0]} outputs" if whole else "more than one output"
             raise ConfigError(
-                f"{where}: its head has {stored[0]} outputs ({name}) and must have one, so it is no {kind}; give one "
+                f"{where}: its head has {outputs} ({name}) and must have one, so it is no {kind}; give one "
                 "that was trained with num_labels=1"
             )
         raise ConfigError(
-            f"{where}: {name} has shape {list(stored)} in the files and {list(wanted)} by config.json, so the weights "
-            "are of another model; give a directory as save_pretrained writes it"
+            f"{where}: {'' if whole else 'a part of '}{name} has shape {list(stored)} in the files and {list(wanted)} "
+            "by config.json, so the weights are of another model; give a directory as save_pretrained writes it"
         )
 
 

@@ -22,9 +22,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.wrap import CustomPolicy
+from transformers import PreTrainedModel
 
-from trainer.engines.models import decoder_layers
+from asyncrl.core.failures import ConfigError
+from trainer.engines import dist
+from trainer.engines.models import decoder_layers, empty_model, load_model
 from trainer.engines.registry import EngineRegistry
+from trainer.engines.sharded_loading import fill
 from trainer.engines.torch_engine import TorchEngine
 
 # A head with a bias returns a view of its product, into which no code writes.
@@ -37,7 +41,32 @@ class Fsdp2Engine(TorchEngine):
 
     On CPU, or with one rank, a call gathers each layer once and sums its gradient over the ranks once, regardless of
     the number of micro-batches. On several GPUs every micro-batch does both, which saves memory.
+
+    Each rank reads only its own parts of the weights (`trainer.engines.sharded_loading`).
     """
+
+    def _load(self) -> PreTrainedModel:
+        return empty_model(**self._source) or super()._load()
+
+    def _fill(self, model: PreTrainedModel) -> None:
+        failure: ConfigError | None = None
+        try:
+            loaded = load_model(**self._source, layout_of=model)
+            fill(model, loaded, f"{self.spec.path_key}={self.spec.model.path}")
+        except ConfigError as error:
+            failure = error
+        for first in filter(None, dist.gather(failure)):
+            raise first
+
+    def _enable_packing(self, model: PreTrainedModel) -> bool:
+        """Gather no more than one layer at a time."""
+        if not isinstance(model, FSDPModule) or self._frugal:
+            return super()._enable_packing(model)
+        model.set_reshard_after_forward(True)
+        try:
+            return super()._enable_packing(model)
+        finally:
+            model.set_reshard_after_forward(False)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.layout.world_size,), mesh_dim_names=("shard",))

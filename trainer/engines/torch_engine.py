@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -45,6 +45,7 @@ from trainer.engines.compute.optim import (
 from trainer.engines.compute.packing import input_lengths, token_weights
 from trainer.engines.compute.scorer import Scorer
 from trainer.engines.models import head_of, keep_float32, load_model, speed_up
+from trainer.engines.sharded_loading import is_empty
 from trainer.engines.state import checkpoint as state
 from trainer.engines.state.weights import full_weights
 
@@ -267,21 +268,32 @@ class TorchEngine(BaseEngine, abstract=True):
             self._leave()
 
     def _load(self) -> PreTrainedModel:
-        """Load the full model on CPU, in the master weights' dtype."""
+        """Load the full model on CPU, in the master weights' dtype, or build it without weights (`_fill`)."""
+        return load_model(**self._source)
+
+    @property
+    def _source(self) -> dict[str, Any]:
+        """The model's files, as arguments of `load_model`."""
         spec = self.spec
-        return load_model(
-            spec.model.path,
-            spec.model_type,
-            key=spec.path_key,
-            dtype=self._master_dtype,
-            attn_implementation=spec.engine.attn_implementation,
-            trust_remote_code=spec.model.trust_remote_code,
-        )
+        return {
+            "path": spec.model.path,
+            "model_type": spec.model_type,
+            "key": spec.path_key,
+            "dtype": self._master_dtype,
+            "attn_implementation": spec.engine.attn_implementation,
+            "trust_remote_code": spec.model.trust_remote_code,
+        }
 
     @abstractmethod
     def _wrap(self, model: nn.Module) -> nn.Module:
-        """Distribute `model`, which is on CPU, over the ranks, each part on `self.device`. Return the module to
-        call."""
+        """Distribute `model`, which is on CPU or has no weights, over the ranks, each part on `self.device`. Return the
+        module to call."""
+
+    def _fill(self, model: PreTrainedModel) -> None:
+        """Load the weights of a wrapped model that was built without them. Collective."""
+
+    def _enable_packing(self, model: PreTrainedModel) -> bool:
+        return enable_packing(model)
 
     def _leave(self) -> None:
         if self._owns_group:
@@ -318,13 +330,17 @@ class TorchEngine(BaseEngine, abstract=True):
         else:
             lora.add_lora(hf, spec.model)
         self._meter = _meter(hf, spec, self.device)
-        packed = spec.engine.use_remove_padding and enable_packing(hf)
+        empty = is_empty(hf)
+        packed = spec.engine.use_remove_padding and not empty and self._enable_packing(hf)
         speed_up(hf, spec.engine, self.device)
         if (head := self._float32_head(hf)) is not None:
             keep_float32(head, self.device)
         vocab_size = int(hf.get_input_embeddings().weight.shape[0])
         shapes = frozenset(parameter.shape for parameter in hf.parameters())
         model = self._wrap(hf.train())  # checkpointing works in train mode only; dropout is 0 everywhere
+        if empty:
+            self._fill(hf)
+            packed = spec.engine.use_remove_padding and self._enable_packing(hf)
         scorer = Scorer(
             hf,
             module=model,

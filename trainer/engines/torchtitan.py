@@ -16,6 +16,7 @@ from trainer.engines.base import EngineSpec
 from trainer.engines.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
 from trainer.engines.registry import EngineRegistry
 from trainer.engines.sharded import Fsdp2Engine, sum_gradients
+from trainer.engines.torch_engine import TorchEngine
 
 BACKEND = "torchtitan"
 MODELS = ("llama", "qwen3")
@@ -35,7 +36,7 @@ class TorchtitanEngine(Fsdp2Engine):
         super().__init__(spec)
 
     def _load(self) -> PreTrainedModel:
-        return TitanModel(super()._load())
+        return TitanModel(TorchEngine._load(self))  # the conversion needs the whole model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder

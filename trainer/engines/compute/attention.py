@@ -127,8 +127,8 @@ def enable_packing(model: PreTrainedModel) -> bool:
 
     To find out, two short sequences are run packed and one by one. The results differ if a layer lets one sequence see
     the other (recurrent or convolutional layers, custom attention), or needs more than causal attention with an
-    optional sliding window (soft caps, sinks, biases). The weights must be materialized on one device, so call this
-    before the model is wrapped.
+    optional sliding window (soft caps, sinks, biases). The model must have its weights, on one device; it may be
+    sharded by FSDP2, and then this is collective.
     """
     if model.config._attn_implementation != "sdpa":
         return False
@@ -150,20 +150,32 @@ def enable_packing(model: PreTrainedModel) -> bool:
 def _difference(model: PreTrainedModel) -> str:
     """Return why packing fails; empty if sequences don't see each other in a packed row."""
     weight = model.get_input_embeddings().weight
-    body = getattr(model, model.base_model_prefix)
     ids = (torch.arange(sum(PROBE_LENGTHS), device=weight.device) * 7 + 1) % weight.shape[0]
-    alone = [body(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in ids.split(PROBE_LENGTHS)]
+    alone = [_hidden_states(model, input_ids=part[None]) for part in ids.split(PROBE_LENGTHS)]
     packing = Packing(PROBE_LENGTHS, weight.device)
     places = torch.cat([torch.arange(length, device=weight.device) for length in PROBE_LENGTHS])
-    output = body(input_ids=ids[None], position_ids=places[None], use_cache=False, **packing.inputs())
+    got = _hidden_states(model, input_ids=ids[None], position_ids=places[None], **packing.inputs())
     if packing.num_calls == 0:
         return "it uses its own attention"
-    expected, got = torch.cat(alone), output.last_hidden_state[0]
+    expected = torch.cat(alone)
     error = float((got - expected).abs().max() / expected.abs().max())
     # The limit is at least that of float32, because many models compute norms and rotations in float32 even if their
     # weights are float64.
-    limit = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+    limit = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
     return "" if error <= limit else f"sequences in one row change each other by {error:.1e}"
+
+
+def _hidden_states(model: PreTrainedModel, **inputs: Any) -> Tensor:
+    """Return the input of the head, `[T, H]`. The whole model is called, because FSDP gathers weights only then."""
+    found: list[Tensor] = []
+    body = getattr(model, model.base_model_prefix)
+    hook = body.register_forward_hook(lambda _body, _inputs, output: found.append(output.last_hidden_state[0]))
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            model(**inputs, use_cache=False)
+    finally:
+        hook.remove()
+    return found[0]
 
 
 def _refuse_odd(dropout: float, kwargs: dict[str, Any]) -> None:

@@ -61,6 +61,11 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
         fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
     inject_adapter_in_model(lora, model, adapter_name=ADAPTER)
+    for layer in [module for module in model.modules() if is_adapted(module)]:
+        if base_of(layer).weight.is_meta:  # peft puts the adapter there, too, where it has no values
+            layer.lora_A.to_empty(device="cpu")
+            layer.lora_B.to_empty(device="cpu")
+            layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
     for name, parameter in model.named_parameters():
         adapter = is_adapter(name)
         parameter.requires_grad_(adapter)

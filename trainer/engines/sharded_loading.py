@@ -1,0 +1,98 @@
+"""Build a model without weights, and give each rank only its own parts of them.
+
+    empty_model ─▶ adapters, kernels, sharding ─▶ load_model(layout_of=…): this rank's parts, from the files ─▶ fill
+
+transformers reads the files: it renames, joins and converts tensors, ties weights and computes buffers. It builds the
+model on the meta device, too, and calls `maybe_distribute_model` before it loads the weights; there, each parameter
+gets the layout of the sharded model, so that only this rank's part is read.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from asyncrl.core.failures import ConfigError
+
+# A head that the files lack is drawn at random on each rank before it is set to 0.
+warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
+
+BASE_LAYER = ".base_layer."
+"""Part of the name of a weight whose layer has an adapter."""
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Whether a parameter has no memory yet."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def placed_like(sharded: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the class of `sharded`, whose `from_pretrained` creates parameters with the layout of those of
+    `sharded`."""
+    layout = _by_checkpoint_name(sharded)
+
+    def place(_cls: type, model: nn.Module, *_settings: Any) -> nn.Module:
+        for name, parameter in list(model.named_parameters()):
+            like = layout.get(name)
+            if isinstance(like, DTensor):
+                module, _, leaf = name.rpartition(".")
+                placed = nn.Parameter(_empty_like(like, parameter.dtype), requires_grad=parameter.requires_grad)
+                setattr(model.get_submodule(module), leaf, placed)
+        return model
+
+    kind = next(base for base in type(sharded).__mro__ if not issubclass(base, FSDPModule))
+    members = {"maybe_distribute_model": classmethod(place), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)  # transformers looks conversions up by the name of the class
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, loaded: PreTrainedModel, where: str) -> None:
+    """Let the parameters without memory and the buffers of `model` be those of `loaded`, a model that was loaded with
+    the layout of `model`.
+
+    Args:
+        where: the configuration key of the model and its value, with which a message begins.
+
+    Raises:
+        ConfigError: the files have different weights where config.json ties them.
+    """
+    weights = dict(loaded.named_parameters(remove_duplicate=False))
+    for target, origin in model.all_tied_weights_keys.items():
+        if weights[target] is not weights[origin]:
+            raise ConfigError(
+                f"{where}: {target} and {origin} differ in the files, and config.json ties them, so that one of them "
+                "would be lost; set tie_word_embeddings to false in config.json"
+            )
+    state = {
+        name: weights[name.replace(BASE_LAYER, ".")]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.is_meta
+    }
+    model.load_state_dict(state, strict=False, assign=True)
+    device = next(model.parameters()).device
+    for name, buffer in loaded.named_buffers(remove_duplicate=False):
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, buffer.to(device))
+    if loaded.can_generate():
+        model.generation_config = loaded.generation_config
+    # Export reverts the conversions that the files needed (`trainer.engines.state.weights`).
+    model._weight_conversions = loaded._weight_conversions
+
+
+def _by_checkpoint_name(model: nn.Module) -> Mapping[str, Tensor]:
+    return {name.replace(BASE_LAYER, "."): value for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+def _empty_like(like: DTensor, dtype: torch.dtype) -> DTensor:
+    """Return a tensor on the meta device with the layout of `like`."""
+    local = torch.empty(like.to_local().shape, dtype=dtype, device="meta")
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
