@@ -38,6 +38,8 @@ class EngineSpec:
     seed: int = 0
     float64: bool = False
     """Weights and arithmetic in float64, for comparisons."""
+    bfloat16_on_gpu: bool = False
+    """Whether passes on a GPU are in bfloat16, whatever `engine.dtype` is."""
     collective_s: float = 300.0
     """Deadline of one collective operation, if the engine has to create the process group."""
     path_key: str = "model.path"

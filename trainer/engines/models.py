@@ -168,6 +168,14 @@ def keep_float32(head: nn.Module, device: torch.device) -> None:
     head.forward = forward
 
 
+def convert_weights(model: nn.Module, dtype: torch.dtype, except_of: nn.Module | None = None) -> None:
+    """Convert the parameters, but not the buffers, to `dtype` in place, except those of the module `except_of`."""
+    kept = set() if except_of is None else {id(parameter) for parameter in except_of.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers, which are sharded, compiled and checkpointed one by one.
 

@@ -34,7 +34,7 @@ def is_empty(model: nn.Module) -> bool:
 
 
 def placed_like(sharded: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class of `sharded`, whose `from_pretrained` creates parameters with the layout of those of
+    """Return the class of `sharded`, whose `from_pretrained` creates parameters with the layout and dtype of those of
     `sharded`."""
     layout = _by_checkpoint_name(sharded)
 
@@ -43,7 +43,7 @@ def placed_like(sharded: PreTrainedModel) -> type[PreTrainedModel]:
             like = layout.get(name)
             if isinstance(like, DTensor):
                 module, _, leaf = name.rpartition(".")
-                placed = nn.Parameter(_empty_like(like, parameter.dtype), requires_grad=parameter.requires_grad)
+                placed = nn.Parameter(_empty_like(like), requires_grad=parameter.requires_grad)
                 setattr(model.get_submodule(module), leaf, placed)
         return model
 
@@ -90,9 +90,9 @@ def _by_checkpoint_name(model: nn.Module) -> Mapping[str, Tensor]:
     return {name.replace(BASE_LAYER, "."): value for name, value in model.named_parameters(remove_duplicate=False)}
 
 
-def _empty_like(like: DTensor, dtype: torch.dtype) -> DTensor:
-    """Return a tensor on the meta device with the layout of `like`."""
-    local = torch.empty(like.to_local().shape, dtype=dtype, device="meta")
+def _empty_like(like: DTensor) -> DTensor:
+    """Return a tensor on the meta device with the layout and the dtype of `like`."""
+    local = torch.empty_like(like.to_local(), device="meta")
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

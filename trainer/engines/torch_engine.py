@@ -44,7 +44,7 @@ from trainer.engines.compute.optim import (
 )
 from trainer.engines.compute.packing import input_lengths, token_weights
 from trainer.engines.compute.scorer import Scorer
-from trainer.engines.models import head_of, keep_float32, load_model, speed_up
+from trainer.engines.models import convert_weights, head_of, keep_float32, load_model, speed_up
 from trainer.engines.sharded_loading import is_empty
 from trainer.engines.state import checkpoint as state
 from trainer.engines.state.weights import full_weights
@@ -268,7 +268,7 @@ class TorchEngine(BaseEngine, abstract=True):
             self._leave()
 
     def _load(self) -> PreTrainedModel:
-        """Load the full model on CPU, in the master weights' dtype, or build it without weights (`_fill`)."""
+        """Load the full model on CPU, in the dtype of trained weights, or build it without weights (`_fill`)."""
         return load_model(**self._source)
 
     @property
@@ -335,6 +335,8 @@ class TorchEngine(BaseEngine, abstract=True):
         speed_up(hf, spec.engine, self.device)
         if (head := self._float32_head(hf)) is not None:
             keep_float32(head, self.device)
+        if spec.optim is None and (dtype := self._compute_dtype()) is not None:
+            convert_weights(hf, dtype, head)
         vocab_size = int(hf.get_input_embeddings().weight.shape[0])
         shapes = frozenset(parameter.shape for parameter in hf.parameters())
         model = self._wrap(hf.train())  # checkpointing works in train mode only; dropout is 0 everywhere
@@ -381,7 +383,9 @@ class TorchEngine(BaseEngine, abstract=True):
         return torch.float64 if self.spec.float64 else torch.float32
 
     def _compute_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.spec.engine.dtype == "bfloat16" and not self.spec.float64 else None
+        spec = self.spec
+        half = spec.engine.dtype == "bfloat16" or (spec.bfloat16_on_gpu and self.device.type == "cuda")
+        return torch.bfloat16 if half and not spec.float64 else None
 
     def _float32_head(self, model: nn.Module) -> nn.Module | None:
         """Return the head of a value or reward model if it computes in float32 and the rest of the model does not."""

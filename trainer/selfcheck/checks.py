@@ -261,6 +261,18 @@ def passes_are_in_bfloat16_and_weights_in_float32(setting: CheckSetting) -> None
         weights_of(half)
 
 
+@check()
+def weights_that_are_not_trained_are_in_bfloat16(setting: CheckSetting) -> None:
+    batch = make_batch(6, 1)
+    frozen, trained = (setting.engine(dtype="bfloat16", **changes) for changes in ({"optim": None}, {}))
+    share = share_of(frozen, batch)
+    error = float((frozen.infer(share)["log_probs"] - trained.infer(share)["log_probs"]).abs().max())
+    true(error < 0.2, f"log-probs with weights in bfloat16 are off by {error:.1e}; expected less than 0.2")
+    parameters = list(getattr(frozen, "model", torch.nn.Module()).parameters())
+    dtypes = {parameter.dtype for parameter in parameters}
+    true(dtypes <= {torch.bfloat16}, f"weights that are not trained must be bfloat16, not {dtypes}")
+
+
 @check("value_model")
 def values_in_bfloat16_come_from_a_float32_head(setting: CheckSetting) -> None:
     engine, full = (setting.engine("value_model", dtype=dtype) for dtype in ("bfloat16", "float32"))

@@ -139,6 +139,7 @@ def _spec(config: Config, row: RoleRow, actor: EngineSpec) -> EngineSpec:
         model=config.model.model_copy(update=changes),
         engine=_engine(row, actor.engine),
         optim=row.optim,
+        bfloat16_on_gpu=row.optim is None and row.settings.dtype is None,
         path_key="model.path" if row.path is None else f"{row.role}.path",
     )
 

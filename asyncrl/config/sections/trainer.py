@@ -88,7 +88,7 @@ class EngineConfig(ConfigSection):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; auto: a GPU if the machine has one."""
     dtype: Dtype = "float32"
-    """Precision of the forward and backward pass; master weights and optimizer are float32."""
+    """Precision of the forward and backward pass; weights that are trained and the optimizer are float32."""
     cpu_threads: Positive = 1
     """Threads of each process on CPU."""
     ppo_max_token_len: Positive = 16384
@@ -127,7 +127,8 @@ class RoleConfig(ConfigSection):
     device: Literal["auto", "cpu", "cuda"] | None = None
     """See trainer.device; with `placement: own`."""
     dtype: Dtype | None = None
-    """See trainer.dtype."""
+    """Precision of the passes, and of the weights if they are not trained; null: for the critic trainer.dtype, for other
+    models bfloat16 on GPUs and trainer.dtype on CPU."""
     cpu_threads: Positive | None = None
     """See trainer.cpu_threads; with `placement: own`."""
     ppo_max_token_len: Positive | None = None

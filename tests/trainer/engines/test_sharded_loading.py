@@ -67,7 +67,7 @@ def test_adapters_of_a_model_without_weights_have_their_usual_start(tmp_path: Pa
     write_model(tmp_path)
     spec = make_spec(tmp_path, strategy="fsdp2")
     engine = Fsdp2Engine(replace(spec, model=spec.model.model_copy(update={"lora_rank": 2})))
-    parameters = {name: value.full_tensor() for name, value in engine.model.named_parameters()}  # type: ignore[operator]
+    parameters = {name: value.detach().full_tensor() for name, value in engine.model.named_parameters()}  # type: ignore[operator]
     first = [value for name, value in parameters.items() if ".lora_A." in name]
     second = [value for name, value in parameters.items() if ".lora_B." in name]
     assert len(first) == len(second) == 14

@@ -65,6 +65,14 @@ def test_a_forward_only_engine_does_not_train(path: Path) -> None:
             call()
 
 
+def test_a_default_of_bfloat16_on_a_gpu_does_not_apply_on_cpu(path: Path) -> None:
+    engine = LocalEngine(replace(make_spec(path, lr=None), bfloat16_on_gpu=True))
+    assert engine._compute_dtype() is None
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
+    engine.device = torch.device("cuda")
+    assert engine._compute_dtype() is torch.bfloat16
+
+
 def test_the_learning_rate_decays_until_the_planned_step(path: Path) -> None:
     engine, batch = LocalEngine(replace(make_spec(path), optim=OptimConfig(lr=1.0, decay="linear"))), make_batch(2, 1)
 

@@ -120,6 +120,14 @@ def test_unset_keys_of_a_role_are_those_of_the_trainer(own: dict[str, Any], degr
         assert group.cpu_threads == max(plan.spec.engine.cpu_threads for plan in group.roles)
 
 
+def test_models_that_are_not_trained_are_in_bfloat16_on_a_gpu_unless_their_dtype_is_set() -> None:
+    algorithm = {"adv_estimator": "gae", "use_kl_loss": True}
+    teacher = {"path": "teacher", "dtype": "float32"}
+    config = Config.model_validate({"algorithm": algorithm, "teacher": teacher})
+    roles: list[Any] = ["actor", "critic", "ref", "teacher"]
+    assert [find(config, role).spec.bfloat16_on_gpu for role in roles] == [False, False, True, False]
+
+
 def test_errors_of_a_critic_with_a_separate_path_name_its_key() -> None:
     plan = find(Config.model_validate({**CRITIC, "critic": {"path": "judge"}}), "critic")
     assert (plan.spec.model.path, plan.spec.path_key) == ("judge", "critic.path")
