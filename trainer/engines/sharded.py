@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -42,8 +42,11 @@ class Fsdp2Engine(TorchEngine):
     On CPU, or with one rank, a call gathers each layer once and sums its gradient over the ranks once, regardless of
     the number of micro-batches. On several GPUs every micro-batch does both, which saves memory.
 
-    Each rank reads only its own parts of the weights (`trainer.engines.sharded_loading`).
+    Each rank reads only its own parts of the weights (`trainer.engines.sharded_loading`). With `trainer.fsdp_size`,
+    groups of ranks have the same parts (HSDP).
     """
+
+    splits_groups: ClassVar[bool] = True
 
     def _load(self) -> PreTrainedModel:
         return empty_model(**self._source) or super()._load()
@@ -69,8 +72,7 @@ class Fsdp2Engine(TorchEngine):
             model.set_reshard_after_forward(False)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh(self.device.type, (self.layout.world_size,), mesh_dim_names=("shard",))
-        dtype = self._compute_dtype()
+        mesh, dtype = self._shard_mesh(), self._compute_dtype()
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._frugal)
@@ -111,6 +113,20 @@ class Fsdp2Engine(TorchEngine):
 
     def _autocast(self) -> None:
         return None
+
+    def _shard_mesh(self) -> DeviceMesh:
+        ranks, copies = self.layout.world_size, self._num_copies
+        if copies == 1:
+            return init_device_mesh(self.device.type, (ranks,), mesh_dim_names=("shard",))
+        return init_device_mesh(self.device.type, (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def _num_copies(self) -> int:
+        ranks = self.layout.world_size
+        size = self.spec.engine.fsdp_size or ranks
+        if ranks % size:
+            raise ConfigError(f"trainer.fsdp_size={size} does not divide the {ranks} ranks; choose a divisor")
+        return ranks // size
 
     @property
     def _frugal(self) -> bool:

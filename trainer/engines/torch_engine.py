@@ -67,6 +67,8 @@ class TorchEngine(BaseEngine, abstract=True):
     """Whether the engine uses a process group, even on one rank."""
     sharded: ClassVar[bool] = True
     """Whether a rank holds a part of each gradient instead of the whole gradient."""
+    splits_groups: ClassVar[bool] = False
+    """Whether the engine can split a model over some of the ranks (`trainer.fsdp_size`)."""
     averages: ClassVar[bool] = False
     """Whether the wrapper divides gradients by the number of ranks, which `gradient_scale` undoes."""
 
@@ -74,6 +76,11 @@ class TorchEngine(BaseEngine, abstract=True):
         super().__init__(spec)
         self.device = dist.pick_device(spec.engine.device)
         _check(spec, self.device)
+        if spec.engine.fsdp_size is not None and not self.splits_groups:
+            raise ConfigError(
+                f"trainer.fsdp_size={spec.engine.fsdp_size}: strategy {spec.engine.strategy} cannot split a model over "
+                "some of the ranks; leave this key out, or use fsdp2"
+            )
         if self.device.type == "cpu":
             torch.set_num_threads(spec.engine.cpu_threads)
         self._owns_group = self.distributed and dist.join(self.device, timeout_s=spec.collective_s)
@@ -316,6 +323,11 @@ class TorchEngine(BaseEngine, abstract=True):
         return self._compute_dtype()
 
     @property
+    def _num_copies(self) -> int:
+        """Number of ranks that have the same part of each gradient."""
+        return 1 if self.sharded else self.layout.world_size
+
+    @property
     def _optim(self) -> OptimConfig:
         assert self.spec.optim is not None, "an engine with an optimizer has its settings"
         return self.spec.optim
@@ -436,9 +448,7 @@ class TorchEngine(BaseEngine, abstract=True):
 
     def _agree(self, parts: list[Tensor], loss: float) -> tuple[float, bool]:
         """Return the gradient's global norm, and whether it and every rank's `loss` are finite. All ranks agree."""
-        square = squared_norm(parts).to(self.device)
-        if not self.sharded:
-            square = square / self.layout.world_size  # every rank has the whole gradient, and the sum is over ranks
+        square = squared_norm(parts).to(self.device) / self._num_copies  # the sum is over all ranks
         bad = torch.tensor(float(not math.isfinite(loss)), dtype=torch.float64, device=self.device)
         total, num_bad = dist.all_sum(torch.stack([square, bad])).tolist()
         norm = math.sqrt(total) if total >= 0 else math.nan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class TorchtitanEngine(Fsdp2Engine):
     Raises:
         ConfigError: torchtitan is not installed, or does not support the model.
     """
+
+    splits_groups: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
         check_ready(spec, BACKEND, "torchtitan", "torchtitan.models.common.decoder")

@@ -81,14 +81,35 @@ def value_steps_equal_the_reference(setting: CheckSetting) -> None:
 
 
 def _follow_the_reference(
-    setting: CheckSetting, loss: Loss, model_type: ModelType = "language_model", *, temperature: float = 1.0
+    setting: CheckSetting,
+    loss: Loss,
+    model_type: ModelType = "language_model",
+    *,
+    temperature: float = 1.0,
+    **changes: Any,
 ) -> None:
     """Compare three steps, with rows of unequal length that are unevenly divided over ranks, in many micro-batches."""
     reference = Reference(setting.spec(model_type, temperature=temperature), loss)
-    engine = setting.engine(model_type, float64=True, temperature=temperature, ppo_max_token_len=48)
+    engine = setting.engine(model_type, float64=True, temperature=temperature, ppo_max_token_len=48, **changes)
     for seed, first in ((1, 4), (2, 7), (3, 1)):
         _step_as_the_reference(reference, engine, loss, make_batch(8, seed), first=first)
     same_weights(weights_of(engine), reference.weights(), SINGLE / 4, "after three steps")
+
+
+@check(num_ranks=(2, 4), backends=("fsdp2",))
+def groups_of_ranks_with_copies_equal_the_reference(setting: CheckSetting) -> None:
+    directory, batch = _fresh(setting, "copies"), make_batch(8, 3)
+    for size in range(1, dist.world_size()):
+        if dist.world_size() % size:
+            raises(ConfigError, "does not divide", partial(setting.engine, fsdp_size=size))
+            continue
+        _follow_the_reference(setting, make_loss(), fsdp_size=size)
+        engine, other = setting.engine(fsdp_size=size, float64=True), setting.engine(float64=True)
+        take_step(engine, batch)
+        engine.save(directory)
+        engine.finish_save()
+        other.load(directory)
+        same_step(two_steps(other, batch), two_steps(engine, batch))
 
 
 def _step_as_the_reference(
@@ -206,7 +227,7 @@ def moving_away_and_back_gives_the_same_step(setting: CheckSetting) -> None:
     same_step(StepResult([figures["loss"], outcome.grad_norm, second.grad_norm], weights_of(engine)), one_step(setting))
 
 
-@check(num_ranks=2)
+@check(num_ranks=(2,))
 def sequence_parallel_ranks_give_the_same_step(setting: CheckSetting) -> None:
     parallel = one_step(setting, ulysses_sequence_parallel_size=2)
     same_step(parallel, one_step(setting), SAME / 10)
@@ -219,7 +240,7 @@ def sequence_parallel_ranks_give_the_same_step(setting: CheckSetting) -> None:
         close(values, expected[key], SAME, key)
 
 
-@check("value_model", num_ranks=2)
+@check("value_model", num_ranks=(2,))
 def sequence_parallel_ranks_give_the_same_values(setting: CheckSetting) -> None:
     batch, found = make_batch(6, 1), []
     for size in (2, 1):
@@ -368,7 +389,7 @@ def a_load_forgets_the_gradient(setting: CheckSetting) -> None:
     same_step(two_steps(engine, batch), one_step(setting))
 
 
-@check(num_ranks=2)
+@check(num_ranks=(2,))
 def what_one_rank_cannot_read_is_refused_on_both(setting: CheckSetting) -> None:
     whole, empty = _fresh(setting, "whole"), _fresh(setting, "empty")
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
@@ -514,4 +535,10 @@ def checks_of(backend: str, device: str, num_ranks: int) -> list[Check]:
         ConfigError: there is no such backend, or its package is missing.
     """
     able = EngineRegistry.model_types(backend, device)
-    return [one for one in CHECKS if one.model_type in able and one.num_ranks in (None, num_ranks)]
+    return [
+        one
+        for one in CHECKS
+        if one.model_type in able
+        and (not one.num_ranks or num_ranks in one.num_ranks)
+        and (not one.backends or backend in one.backends)
+    ]

@@ -227,18 +227,20 @@ class Check(NamedTuple):
     name: str
     run: Callable[[CheckSetting], None]
     model_type: ModelType
-    num_ranks: int | None
-    """The number of ranks that the check needs; None: any number."""
+    num_ranks: tuple[int, ...]
+    """The numbers of ranks on which the check can run; empty: any number."""
+    backends: tuple[str, ...]
+    """The backends that the check is for; empty: all."""
 
 
 CHECKS: list[Check] = []
 
 
 def check(
-    model_type: ModelType = "language_model", *, num_ranks: int | None = None
+    model_type: ModelType = "language_model", *, num_ranks: tuple[int, ...] = (), backends: tuple[str, ...] = ()
 ) -> Callable[[Callable[[CheckSetting], None]], Callable[[CheckSetting], None]]:
     def add(run: Callable[[CheckSetting], None]) -> Callable[[CheckSetting], None]:
-        CHECKS.append(Check(run.__name__, run, model_type, num_ranks))
+        CHECKS.append(Check(run.__name__, run, model_type, num_ranks, backends))
         return run
 
     return add

@@ -110,6 +110,10 @@ class EngineConfig(ConfigSection):
     """Compile each transformer layer."""
     use_liger: bool = False
     """Use Liger kernels on GPUs; needs the package liger-kernel."""
+    fsdp_size: Positive | None = None
+    """Number of ranks over which fsdp2 splits a model, which must divide num_workers; null: all. Each group of this
+    size has the whole model, so that weights are exchanged within the group, for example a node, and only gradients
+    between groups (HSDP)."""
     ulysses_sequence_parallel_size: Positive = 1
     """Number of ranks that share one sequence (https://arxiv.org/abs/2309.14509). It must divide num_workers and the
     number of attention heads."""
@@ -127,8 +131,8 @@ class RoleConfig(ConfigSection):
     device: Literal["auto", "cpu", "cuda"] | None = None
     """See trainer.device; with `placement: own`."""
     dtype: Dtype | None = None
-    """Precision of the passes, and of the weights if they are not trained; null: for the critic trainer.dtype, for other
-    models bfloat16 on GPUs and trainer.dtype on CPU."""
+    """Precision of the passes, and of the weights if they are not trained; null: for the critic trainer.dtype, for
+    other models bfloat16 on GPUs and trainer.dtype on CPU."""
     cpu_threads: Positive | None = None
     """See trainer.cpu_threads; with `placement: own`."""
     ppo_max_token_len: Positive | None = None
@@ -514,6 +518,20 @@ def _sequence_parallel(config: Config) -> Iterator[ConfigProblem]:
     yield ConfigProblem("trainer.ulysses_sequence_parallel_size", size, "; and ".join(consequences), fix)
 
 
+def _fsdp_size(config: Config) -> Iterator[ConfigProblem]:
+    key, size, ranks = "trainer.fsdp_size", config.trainer.fsdp_size, config.trainer.num_workers
+    if size is None:
+        return
+    if config.trainer.strategy != "fsdp2":
+        strategy = config.trainer.strategy
+        consequence = f"only fsdp2 splits a model over some of the ranks, and trainer.strategy is {strategy}"
+        yield ConfigProblem(key, size, consequence, "leave this key out, or set trainer.strategy=fsdp2")
+    elif ranks % size:
+        divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
+        consequence = f"trainer.num_workers = {ranks} ranks cannot be divided into groups of {size}"
+        yield ConfigProblem(key, size, consequence, f"set it to {' or '.join(divisors)}")
+
+
 def _gpus(config: Config) -> Iterator[ConfigProblem]:
     gpus = visible_gpus()
     if config.ray.address is None:
@@ -561,6 +579,7 @@ RULES: tuple[RuleFunction, ...] = (
                "trainer.strategy=local is one process; several would train independent models",
                "set trainer.strategy to fsdp2, fsdp or ddp, or trainer.num_workers=1"),
     _local_engines,
+    _fsdp_size,
     _idle_ranks,
     _pool,
     ConfigRule("trainer.ulysses_sequence_parallel_size",

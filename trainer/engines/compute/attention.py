@@ -42,6 +42,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.core.failures import ConfigError
+from trainer.engines.models import head_of
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +169,9 @@ def _difference(model: PreTrainedModel) -> str:
 def _hidden_states(model: PreTrainedModel, **inputs: Any) -> Tensor:
     """Return the input of the head, `[T, H]`. The whole model is called, because FSDP gathers weights only then."""
     found: list[Tensor] = []
-    body = getattr(model, model.base_model_prefix)
-    hook = body.register_forward_hook(lambda _body, _inputs, output: found.append(output.last_hidden_state[0]))
+    head = model.get_output_embeddings() or head_of(model)
+    # Before FSDP's hook, which may convert the input to the dtype of the head.
+    hook = head.register_forward_pre_hook(lambda _head, given: found.append(given[0][0]), prepend=True)
     try:
         with torch.compiler.set_stance("force_eager"):
             model(**inputs, use_cache=False)
