@@ -26,6 +26,7 @@ from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import COMMAND_LINE, EVALUATION, SYNC, lines, sources_of_files
+from asyncrl.config.threads import resolve_auto, take_auto
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
 from asyncrl.config.yaml_files import read_yaml
 from asyncrl.core.failures import ConfigError
@@ -123,6 +124,7 @@ def _check(
     unknown = list(_remove_unknown(tree))
     problems += [*unknown, *_of_verl(base, unknown)]
     count_processes(tree, user_values)
+    automatic = take_auto(tree)
     if "mode" in user_values and tree.get("mode") != mode:
         command = "asyncrl sft" if mode == "sft" else f"asyncrl launch {mode}"
         consequence = f"it contradicts `{command}`"
@@ -133,6 +135,8 @@ def _check(
         config = config.with_unresolved(unresolved)
         config = as_sync(config) if mode == "sync" else as_sft(config) if mode == "sft" else config
         config = as_evaluation(config) if config.validates_only else config
+        config, misplaced = resolve_auto(config, automatic, trains=scope in ("run", "simulation"))
+        problems += misplaced
         unused = UNUSED_BY_SFT if mode == "sft" else ()
         set_keys = {key for key in _set_keys(user_values) if key.partition(".")[0] not in unused}
         problems += check_rules(config, set_keys, scope=scope)
@@ -175,8 +179,7 @@ def value_sources(
     for name in overridden:
         found = {key: place for key, place in found.items() if not key.startswith(f"{name}.")} | {name: COMMAND_LINE}
     for key in ("trainer.num_workers", "rollout.num_replicas", "rollout.autoscaling.max_replicas"):
-        part = key.partition(".")[0]
-        if f"{part}.nnodes" in found:  # see count_processes
+        if f"{(part := key.partition('.')[0])}.nnodes" in found:  # see count_processes
             found.setdefault(key, f"{part}.nnodes x {part}.n_gpus_per_node")
     if TOOL_FILE in found:
         found.setdefault(TOOLS, found[TOOL_FILE])

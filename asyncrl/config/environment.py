@@ -15,6 +15,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,17 @@ def is_installed(module: str) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------ GPUs
+# ------------------------------------------------------------------------------------------------ CPUs and GPUs
+
+
+def usable_cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the number of CPUs that this process may use: those it may run on, or the limit of the container if that
+    is lower. `quota`: the container's file with microseconds of CPU time and of a period."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(ValueError, OSError):  # "max": no limit
+        limit, period = quota.read_text(encoding="ascii").split()
+        cpus = min(cpus, math.ceil(int(limit) / int(period)))
+    return max(cpus, 1)
 
 
 def visible_gpus() -> int:

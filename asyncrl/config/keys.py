@@ -128,7 +128,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     bounds = [
         f"{sign} {getattr(one, name)}" for one in constraints for kind, sign, name in _BOUNDS if type(one) is kind
     ]
-    return " ".join([_TYPES[annotation], " and ".join(bounds)]).strip()
+    words = [one for one in constraints if isinstance(one, str)]  # that stand for a value
+    return " or ".join([" ".join([_TYPES[annotation], " and ".join(bounds)]).strip(), *words])
 
 
 def choices(kind: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from asyncrl.config.sections.trainer import check_length, epoch_samples, epoch_s
 from asyncrl.core.failures import ConfigError
 
 GIB = 1024**3
+ENGINE_THREADS = "rollout.cpu_threads"
 _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TRAINING_BYTES = 4 + 4 + 8
 """A parameter's float32 master weight, gradient and two Adam moments."""
@@ -162,6 +163,25 @@ def make_plan(
     )
 
 
+def computing_processes(config: Config, machine: MachineResources, *, trains: bool = True) -> list[PlannedProcess]:
+    """Return the processes on CPU that keep their threads busy. `trains`: False for engines alone."""
+    return [
+        part
+        for part in _processes(config, machine, None, None)
+        if part.computes and not part.gpus and (trains if part.threads_key != ENGINE_THREADS else config.mode != "sft")
+    ]
+
+
+def threads_at_once(parts: Sequence[PlannedProcess], *, alternating: bool) -> int:
+    """Return how many threads of `parts` compute at the same time.
+
+    `alternating`: engines and the other processes take turns, as in a synchronous run.
+    """
+    engines = sum(part.count * part.threads for part in parts if part.threads_key == ENGINE_THREADS)
+    others = sum(part.count * part.threads for part in parts) - engines
+    return max(engines, others) if alternating else engines + others
+
+
 def _processes(
     config: Config, machine: MachineResources, num_parameters: int | None, teacher_parameters: int | None
 ) -> Iterator[PlannedProcess]:
@@ -177,7 +197,7 @@ def _processes(
     yield PlannedProcess("rollouter", 1, 1, 0, None)
     if rollout.attach is None:
         key = "rollout.autoscaling.max_replicas" if rollout.autoscaling.enable else "rollout.num_replicas"
-        yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, True, key, "rollout.cpu_threads")
+        yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, True, key, ENGINE_THREADS)
     if config.reward_model.placement == "serve":
         replicas = config.reward_model.num_replicas
         key = "reward_model.num_replicas"
@@ -201,12 +221,18 @@ def _ranks(
         return _bytes_per_parameter(config, name) * (relative if name == "teacher" else 1.0)
 
     def process(
-        name: str, count: int, device: str, threads: int, strategy: str, bytes_each: float, section: str = "trainer"
+        name: str,
+        count: int,
+        device: str,
+        threads: int,
+        strategy: str,
+        bytes_each: float,
+        sections: tuple[str, str] = ("trainer", "trainer"),
     ) -> PlannedProcess:
         gpu = device == "cuda" or (device == "auto" and on_gpu)
         shards = 1 if strategy in _UNSHARDED else count
         memory = None if num_parameters is None else int(num_parameters * bytes_each) // shards
-        keys = f"{section}.num_workers", f"{section}.cpu_threads"
+        keys = f"{sections[0]}.num_workers", f"{sections[1]}.cpu_threads"
         return PlannedProcess(f"{name} rank", count, 1 if gpu else threads, int(gpu), memory, True, *keys)
 
     trainer, roles = config.trainer, model_roles(config)
@@ -224,7 +250,7 @@ def _ranks(
                 role.cpu_threads or trainer.cpu_threads,
                 role.strategy or trainer.strategy,
                 bytes_of(name),
-                name if role.num_workers else "trainer",
+                (name if role.num_workers else "trainer", name if role.cpu_threads else "trainer"),
             )
 
 
@@ -262,15 +288,20 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
         value = configured(config, most.key)
         yield ConfigProblem(most.key, value, consequence, f"{fix}, or point ray.address at a cluster")
     busy = [part for part in parts if part.computes and not part.gpus]
-    if not wanted and machine.cpus < (threads := sum(part.count * part.threads for part in busy)):
+    alternating = config.mode == "sync"
+    if not wanted and machine.cpus < (threads := threads_at_once(busy, alternating=alternating)):
         most = max(busy, key=lambda part: part.count * part.threads)
-        left = machine.cpus - threads + most.count * most.threads
+        left = machine.cpus if alternating else machine.cpus - threads + most.count * most.threads
         key = most.threads_key if most.threads > 1 else most.key
         if left // most.count in range(1, most.threads):
             fix = f"set {most.threads_key}={left // most.count}"
         elif not (fix := _smaller(config, most, left // most.threads)) and (fewer := _smaller(config, most, left)):
             fix = f"{fewer}, and {most.threads_key}=1"
-        consequence = f"engines and Trainer keep {threads} CPUs busy, and this machine has {machine.cpus}: all are slow"
+        users = ", ".join(_thread_text(config, part) for part in busy)
+        consequence = (
+            f"{threads} threads compute at the same time ({users}), and this machine has {machine.cpus} CPUs: "
+        )
+        consequence += "all are slow"
         yield warning(key, configured(config, key), consequence, fix or "use a machine with more CPUs")
     resident = [part for part in parts if not part.gpus and part.memory_bytes]
     needed = sum(part.count * (part.memory_bytes or 0) for part in resident)
@@ -282,6 +313,12 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
         has = f"this machine has {machine.memory_bytes / GIB:.1f} GiB"
         consequence = f"weights, optimizer and caches need {needed / GIB:.1f} GiB of memory, and {has}"
         yield warning(key, configured(config, key), consequence, fix or "use a smaller model")
+
+
+def _thread_text(config: Config, part: PlannedProcess) -> str:
+    """Return the threads of a kind of process and the keys that they come from."""
+    keys = " x ".join(f"{key}={configured(config, key)}" for key in (part.key, part.threads_key) if key)
+    return f"{part.count * part.threads} of {part.name}: {keys}"
 
 
 def _smaller(config: Config, part: PlannedProcess, most: int) -> str:

@@ -18,11 +18,12 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
-from asyncrl.config.environment import visible_gpus
+from asyncrl.config.environment import usable_cpus, visible_gpus
 from asyncrl.config.import_path import own_code
 from asyncrl.config.interpolation import texts
 from asyncrl.config.plan import MachineResources
 from asyncrl.config.schema import Config
+from asyncrl.config.threads import share_cpus
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 from asyncrl.driver import processes
 from asyncrl.storage.run_dir import RAY_LOGS
@@ -39,6 +40,9 @@ _QUIET = {
 }
 _PRIVATE = {"RAY_raylet_start_wait_time_s": "120"}
 """Environment of a private cluster: on a busy machine, its node starts late."""
+_SLEEPING = {"OMP_WAIT_POLICY": "passive"}
+"""Environment of a private cluster whose processes share CPUs (`share_cpus`). torch and vLLM bring GNU's OpenMP, which
+follows it, as LLVM's and Intel's do."""
 _SHARED = {"RAY_gcs_server_port_wait_time_s": "1"}
 """Environment of a driver on a shared cluster: one attempt to connect, which may take 40 s. Ray makes 20, even if the
 cluster refuses its token."""
@@ -55,7 +59,6 @@ _RAY_SETTINGS = {
 def detect_machine() -> MachineResources:
     """Return the CPUs this process may use, the visible NVIDIA GPUs and the memory, without loading torch: the physical
     memory, or the limit of the container if that is lower."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):  # not every system has these
@@ -63,12 +66,16 @@ def detect_machine() -> MachineResources:
     with suppress(ValueError, OSError):  # "max": no limit
         limit = int(_CONTAINER_MEMORY.read_text(encoding="ascii"))
         memory_bytes = limit if memory_bytes is None else min(limit, memory_bytes)
-    return MachineResources(cpus=cpus, gpus=visible_gpus(), memory_bytes=memory_bytes)
+    return MachineResources(cpus=usable_cpus(), gpus=visible_gpus(), memory_bytes=memory_bytes)
 
 
-def worker_environment(config: Config) -> dict[str, str]:
-    """Return the environment of every worker process of the run."""
-    return {**_QUIET, "VLLM_LOGGING_LEVEL": config.logging.level.upper()}
+def run_environment(config: Config, machine: MachineResources) -> dict[str, str]:
+    """Return the environment that the cluster's processes inherit from this one, if it starts the cluster; otherwise
+    only this process has it."""
+    own = _SHARED
+    if config.ray.address is None:
+        own = {**_PRIVATE, **(_SLEEPING if share_cpus(config, machine) else {})}
+    return {**_QUIET, "VLLM_LOGGING_LEVEL": config.logging.level.upper(), **own}
 
 
 @contextmanager
@@ -198,7 +205,7 @@ def link_logs(logs: Path) -> None:
 
 def _start(config: Config, namespace: str) -> None:
     private = config.ray.address is None
-    for name, value in {**worker_environment(config), **(_PRIVATE if private else _SHARED)}.items():
+    for name, value in run_environment(config, detect_machine()).items():
         os.environ.setdefault(name, value)
     debug = config.logging.level == "debug"
     if not private:

@@ -12,10 +12,13 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
+from asyncrl.config.plan import computing_processes
 from asyncrl.config.schema import Config
 from asyncrl.core.process_health import EngineLoad, MachineHealth, ProcessHealth, RunHealth
+from asyncrl.driver.cluster import detect_machine
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.observe.health.alarms import HealthNotice
+from asyncrl.observe.health.balance import ThreadSplit
 from asyncrl.observe.health.rules import HealthRules, HealthSettings, HealthSnapshot
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.terminal.live import ALREADY_SHOWN, View
@@ -55,6 +58,7 @@ class HealthMonitor:
             HealthSettings(
                 private_cluster=config.ray.address is None,
                 on_policy=config.async_training.staleness_threshold == 0,
+                threads=_threads(config),
                 kept_checkpoints=config.trainer.max_checkpoints_to_keep,
             )
         )
@@ -189,6 +193,17 @@ class HealthMonitor:
         replicas = store.replicas if store is not None else ()
         now = time.time()
         return (report for report in replicas if now - report.reported_at <= STALE_S)
+
+
+def _threads(config: Config) -> ThreadSplit | None:
+    """Return the threads of engines and ranks; None unless these alone compute, here and on CPU, in fixed numbers."""
+    machine, rollout = detect_machine(), config.rollout
+    if config.ray.address is not None or machine.gpus or rollout.autoscaling.enable:
+        return None
+    engines, *ranks = computing_processes(config, machine)
+    if len(ranks) != 1 or ranks[0].threads_key != "trainer.cpu_threads":
+        return None
+    return ThreadSplit(machine.cpus, engines.count, engines.threads, ranks[0].count, ranks[0].threads)
 
 
 class _BoundedRead:

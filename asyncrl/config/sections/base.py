@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
+Threads = Annotated[int, Field(gt=0), "auto"]
+"""A number of threads; `auto` is replaced by a number before validation (`asyncrl.config.threads`)."""
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -19,6 +19,7 @@ from asyncrl.config.sections.base import (
     Positive,
     Seconds,
     Share,
+    Threads,
 )
 from asyncrl.config.sections.trainer import check_pool
 from asyncrl.core.autoscaling import AutoscalingPolicy
@@ -284,8 +285,8 @@ class RolloutConfig(NodePool):
     """Share of a GPU's memory for one engine."""
     cpu_kv_cache_gib: Positive = 1
     """Memory for the KV cache of an engine on CPU, in GiB."""
-    cpu_threads: Positive = 1
-    """Threads of an engine on CPU."""
+    cpu_threads: Threads = 1
+    """Threads of an engine on CPU; auto: its share of this machine's CPUs (docs/training.md)."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs."""
     max_attempts: Positive = 3

@@ -22,7 +22,7 @@ from asyncrl.config.problems import (
     only_with,
     warning,
 )
-from asyncrl.config.sections.base import ConfigSection, Dtype, NodePool, NonNegative, Positive, Share
+from asyncrl.config.sections.base import ConfigSection, Dtype, NodePool, NonNegative, Positive, Share, Threads
 from asyncrl.config.sections.data import num_prompts
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class EngineConfig(ConfigSection):
     """Device of the model; auto: a GPU if the machine has one."""
     dtype: Dtype = "float32"
     """Precision of the forward and backward pass; weights that are trained and the optimizer are float32."""
-    cpu_threads: Positive = 1
-    """Threads of each process on CPU."""
+    cpu_threads: Threads = 1
+    """Threads of each process on CPU; auto: its share of this machine's CPUs (docs/training.md)."""
     ppo_max_token_len: Positive = 16384
     """Maximum number of tokens in a micro-batch of one rank, or of one sequence-parallel group."""
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager", "flex_attention"] = "sdpa"

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from asyncrl.core.process_health import ProcessHealth, RunHealth
 from asyncrl.observe.formats import size
 from asyncrl.observe.health.alarms import GONE_S, AlarmLevel, Alarms, Condition, HealthNotice, RuleResult
+from asyncrl.observe.health.balance import ThreadSplit, describe_split, find_better_split
 
 GIB = 1 << 30
 LONG_LAG_S = 2.0
@@ -33,6 +34,8 @@ MAX_DISK_WINDOW_PARTS = 8
 BUSY_CPU = 0.8
 """A process counts as computing if it keeps at least this many CPUs busy."""
 BUSY_MACHINE = 0.95
+IDLE_WITH_BETTER_SPLIT = 0.2
+"""A side that waits longer than this share of the time is reported if other numbers of threads would be faster."""
 
 
 class HealthRule(NamedTuple):
@@ -144,8 +147,7 @@ RULES: Mapping[str, HealthRule] = {
         0.5,
         0.35,
         "no sample is generated {idle:.0%} of the time, because the Trainer is slower and samples may not be staler "
-        "than async_training.staleness_threshold allows: raise it if the algorithm tolerates that, or move CPUs or "
-        "GPUs from the replicas to the Trainer",
+        "than async_training.staleness_threshold allows: {remedy}",
         "the Rollouter is busy most of the time again",
         hold_s=120.0,
         level="hint",
@@ -184,6 +186,9 @@ class HealthSettings:
     """Whether this run started Ray itself."""
     on_policy: bool = False
     """`async_training.staleness_threshold` is 0: both sides wait for each other by design."""
+    threads: ThreadSplit | None = None
+    """The threads of engines and ranks that compute on the driver's CPUs; None: they have GPUs or other machines, or
+    their number changes."""
     kept_checkpoints: int = 2
     """`trainer.max_checkpoints_to_keep`: beyond this number, a new checkpoint replaces an older one."""
 
@@ -317,15 +322,30 @@ def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
     trainer, rollouter = snapshot.idle_trainer, snapshot.idle_rollouter
     if settings.on_policy or trainer is None or rollouter is None:
         return
+    threads = settings.threads
+    better = threads and find_better_split(threads, trainer, rollouter)
+    split = "" if threads is None else describe_split(threads, better)
     if rollouter > RULES["idle_rollouter"].good:  # there are enough engines, but the staleness gate holds them back
-        remedy = "let generation run further ahead (async_training.staleness_threshold)"
+        for_trainer = "let generation run further ahead (async_training.staleness_threshold)"
     else:
-        remedy = (
-            "generation is the bottleneck: use more engines (rollout.num_replicas), more concurrent samples "
-            "(rollout.max_concurrent_samples) if the engines have capacity, or shorter responses"
+        for_trainer = (
+            split
+            if better
+            else (
+                "generation is the bottleneck: use more engines (rollout.num_replicas), more concurrent samples "
+                "(rollout.max_concurrent_samples) if the engines have capacity, or shorter responses"
+            )
+            + (split and f" ({split})")
         )
-    yield _result("idle_trainer", "idle/trainer", trainer, idle=trainer, remedy=remedy)
-    yield _result("idle_rollouter", "idle/rollouter", rollouter, idle=rollouter)
+    for_rollouter = (
+        split
+        if better
+        else ("raise it if the algorithm tolerates that, or move CPUs or GPUs from the replicas to the Trainer")
+        + (split and f" ({split})")
+    )
+    for side, idle, remedy in (("trainer", trainer, for_trainer), ("rollouter", rollouter, for_rollouter)):
+        worth_it: Condition | None = "bad" if better and idle > IDLE_WITH_BETTER_SPLIT else None
+        yield _result(f"idle_{side}", f"idle/{side}", idle, condition=worth_it, idle=idle, remedy=remedy)
 
 
 _RULE_FUNCTIONS: Sequence[Callable[[HealthSnapshot, TrendTracker, HealthSettings], Iterator[RuleResult]]] = (

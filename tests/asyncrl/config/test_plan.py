@@ -189,6 +189,10 @@ def test_too_few_cpus_and_too_little_memory_are_warnings() -> None:
         "rollout.cpu_threads",
         "set rollout.num_replicas=1, and rollout.cpu_threads=1",
     )
+    assert problem.consequence.startswith(
+        "9 threads compute at the same time (8 of engine (vLLM): rollout.num_replicas=2 x rollout.cpu_threads=4, "
+        "1 of policy rank: trainer.num_workers=1 x trainer.cpu_threads=1), and this machine has 2 CPUs"
+    )
     small = dataclasses.replace(LAPTOP, cpus=64, memory_bytes=24 * GIB)
     problem = single(lacking({"rollout.num_replicas": 4}, small, num_parameters=10**9))
     assert (problem.key, problem.value) == ("model.path", "asyncrl://quickstart")

@@ -14,6 +14,7 @@ import pytest
 from asyncrl.core.process_health import EngineLoad, MachineHealth, ProcessHealth, RunHealth
 from asyncrl.observe.formats import size
 from asyncrl.observe.health.alarms import HealthNotice
+from asyncrl.observe.health.balance import ThreadSplit
 from asyncrl.observe.health.rules import GIB, GROWTH_OVER_S, HealthRules, HealthSettings, HealthSnapshot
 
 ROOM = MachineHealth(64 * GIB, 40 * GIB, 0.5, 500 * GIB)
@@ -328,6 +329,23 @@ def test_an_idle_trainer_or_rollouter_is_reported_as_a_hint(
     assert run(200, lambda _: WELL, idle_trainer=trainer, idle_rollouter=rollouter, settings=on_policy)[0] == []
 
 
+def test_a_side_that_waits_is_told_the_faster_split_of_threads() -> None:
+    uneven = HealthSettings(threads=ThreadSplit(cpus=16, engines=1, engine_threads=8, ranks=1, rank_threads=8))
+    notices, _ = run(200, lambda _: WELL, idle_trainer=0.4, idle_rollouter=0.0, settings=uneven)
+    assert changes(notices) == [("hint", "idle/trainer")]
+    expected = "set rollout.cpu_threads=10 and trainer.cpu_threads=6, with which steps would be up to 1.2 times as fast"
+    assert expected in notices[0].text
+    notices, _ = run(200, lambda _: WELL, idle_trainer=0.0, idle_rollouter=0.6, settings=uneven)
+    assert changes(notices) == [("hint", "idle/rollouter")]
+    assert "set rollout.cpu_threads=5 and trainer.cpu_threads=11" in notices[0].text
+    notices, _ = run(200, lambda _: WELL, idle_trainer=0.1, idle_rollouter=0.1, settings=uneven)
+    assert notices == [], "neither side waits"
+    two = HealthSettings(threads=ThreadSplit(cpus=2, engines=1, engine_threads=1, ranks=1, rank_threads=1))
+    assert run(200, lambda _: WELL, idle_trainer=0.4, idle_rollouter=0.0, settings=two)[0] == []
+    notices, _ = run(200, lambda _: WELL, idle_trainer=0.6, idle_rollouter=0.0, settings=two)
+    assert "rollout.num_replicas" in notices[0].text and "with 2 CPUs, no other numbers of threads" in notices[0].text
+
+
 def test_open_problems_are_returned_with_the_health() -> None:
     _, rules = run(60, lambda _: replace(WELL, object_store_share=0.95))
     notices, health = rules.observe(HealthSnapshot(62.0, 1e9 + 62, replace(WELL, object_store_share=0.96)))
@@ -344,7 +362,8 @@ def test_remedies_name_existing_configuration_keys() -> None:
     root = Path(__file__).parents[4]
     known = (root / "docs" / "config.md").read_text()
     # String literals are split over lines, some of them within a key.
-    text = (root / "asyncrl" / "observe" / "health" / "rules.py").read_text()
+    health = root / "asyncrl" / "observe" / "health"
+    text = "".join((health / name).read_text() for name in ("rules.py", "balance.py"))
     text = re.sub(r'"\n\s*f?"', "", text)
     named = set(re.findall(r"\b(?:rollout|trainer|ray|profiler|async_training|logging|timeouts)\.[a-z_]+", text))
     assert len(named) >= 10

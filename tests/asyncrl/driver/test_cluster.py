@@ -1,0 +1,35 @@
+"""The environment of a run's processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.config.plan import MachineResources
+from asyncrl.config.schema import Config
+from asyncrl.driver.cluster import run_environment
+
+SMALL, LARGE = MachineResources(cpus=2, gpus=0), MachineResources(cpus=64, gpus=0)
+
+
+def test_openmp_sleeps_where_processes_share_cpus() -> None:
+    assert run_environment(Config(), SMALL)["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_WAIT_POLICY" not in run_environment(Config(), LARGE), "spinning threads have CPUs of their own there"
+    cluster = Config.model_validate({"ray": {"address": "10.0.0.1:6379"}})
+    assert "OMP_WAIT_POLICY" not in run_environment(cluster, SMALL), "this machine is not where they compute"
+
+
+@pytest.mark.parametrize("name", ["torch", "vllm._C"])
+def test_the_libraries_of_ranks_and_engines_follow_the_policy(name: str) -> None:
+    """Both load the same OpenMP runtime, which reads the variable when it is loaded and prints what it uses."""
+    script = f"import torch\ntry:\n    import {name}\nexcept ImportError:\n    pass\n"
+    script += "print(open('/proc/self/maps').read())"
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DISPLAY_ENV": "true"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
+    runtimes = {line.split("/")[-1] for line in done.stdout.splitlines() if "libgomp" in line or "libiomp" in line}
+    assert runtimes == {"libgomp.so.1"}
