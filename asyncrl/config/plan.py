@@ -297,11 +297,9 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
             fix = f"set {most.threads_key}={left // most.count}"
         elif not (fix := _smaller(config, most, left // most.threads)) and (fewer := _smaller(config, most, left)):
             fix = f"{fewer}, and {most.threads_key}=1"
-        users = ", ".join(_thread_text(config, part) for part in busy)
-        consequence = (
-            f"{threads} threads compute at the same time ({users}), and this machine has {machine.cpus} CPUs: "
-        )
-        consequence += "all are slow"
+        sources = ", ".join(_thread_text(config, part) for part in busy)
+        has = f"this machine has {machine.cpus} CPU{'s' * (machine.cpus > 1)}"
+        consequence = f"{threads} threads compute at the same time ({sources}), and {has}: all are slow"
         yield warning(key, configured(config, key), consequence, fix or "use a machine with more CPUs")
     resident = [part for part in parts if not part.gpus and part.memory_bytes]
     needed = sum(part.count * (part.memory_bytes or 0) for part in resident)
