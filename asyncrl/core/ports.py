@@ -400,8 +400,9 @@ class Score:
 class RewardScorer(Protocol):
     @property
     def whole_group(self) -> bool:
-        """Whether `score` needs all trajectories of a prompt in one call. If not, each is scored as soon as it has
-        ended."""
+        """Whether one call of `score` should have all trajectories of a prompt, because it compares them or because
+        several calls would cost more than they do. If not, each is scored as soon as it has ended. The answer may
+        change from one prompt to the next."""
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Return one score per trajectory.

@@ -313,14 +313,15 @@ class GroupWorker:
             order.request, fleet=self._fleet, session=order.session, sessions=running, agent=self._agent,
             turns=ReportedTurns(order.turns, running), keep_surplus=order.keep_surplus, ended=dict(order.ended),
         )  # fmt: skip
+        whole_group = self._scorer.whole_group
         async with task_group() as scoring:
             async with group.running() as ended:
                 async for trajectories in ended:
                     running.send(TrajectoriesEnded(trajectories))
-                    if not self._scorer.whole_group:
+                    if not whole_group:
                         scoring.start_soon(self._score, running, prompt, trajectories)
             running.send(GroupGenerated())
-            if self._scorer.whole_group:
+            if whole_group:
                 await self._score(running, prompt, group.trajectories)
 
     async def _score(

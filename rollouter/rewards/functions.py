@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -141,10 +142,34 @@ IN_PROCESS = frozenset({"math_verify"})
 """Built-in functions that run in a worker process: math_verify needs a main thread, and sympy can block Python."""
 
 
+CHEAP_S = 0.001
+"""A function that takes less for a response is cheap: handing it to a thread costs a tenth of this or more."""
+TOGETHER_S = 0.1
+"""Time limit for the calls that one thread makes one after another; each of the remaining ones gets its own thread."""
+_NEWEST_COST = 0.1
+"""Weight of the newest call in the average cost."""
+
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 NO_FUNCTION = "none"
 MAX_ANSWER = 1000
 """Longest answer (`pred`) that is kept, in characters."""
+
+
+class CallCost:
+    """The average time that a function takes for one response, over its recent calls."""
+
+    def __init__(self) -> None:
+        self._mean_s = math.inf
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it is below `CHEAP_S`; False before the first call."""
+        return self._mean_s < CHEAP_S
+
+    def add(self, seconds: float, responses: int) -> None:
+        each_s = seconds / max(responses, 1)
+        known = math.isfinite(self._mean_s)
+        self._mean_s = (1 - _NEWEST_COST) * self._mean_s + _NEWEST_COST * each_s if known else each_s
 
 
 @dataclass(frozen=True)
@@ -188,6 +213,11 @@ class RewardFunction:
         return anyio.CapacityLimiter(os.cpu_count() or 1) if self.name in IN_PROCESS else nullcontext()
 
     @cached_property
+    def cost(self) -> CallCost:
+        """What calls in threads cost; an async function and one in a worker process are never cheap."""
+        return CallCost()
+
+    @cached_property
     def threads(self) -> anyio.CapacityLimiter:
         """A limiter without a limit: callers bound the calls, and an abandoned thread must not occupy capacity."""
         return anyio.CapacityLimiter(math.inf)
@@ -205,7 +235,27 @@ class RewardFunction:
         if self.name in IN_PROCESS:
             bound = await in_thread(self._bound, rows)
             return await to_process.run_sync(bound, cancellable=True, limiter=self.threads)
-        return await in_thread(lambda: self._bound(rows)())
+        return await in_thread(self._timed, rows)
+
+    async def invoke_each(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Call a function without `batch` for one row after another in one thread, and return the results. There are
+        fewer than rows if `TOGETHER_S` is over."""
+
+        def run() -> list[Any]:
+            results, until = [], time.monotonic() + TOGETHER_S
+            for row in rows:
+                results.append(self._timed([row]))
+                if time.monotonic() > until:
+                    break
+            return results
+
+        return await to_thread.run_sync(run, abandon_on_cancel=True, limiter=self.threads)
+
+    def _timed(self, rows: Iterable[Mapping[str, Any]]) -> Any:
+        started, rows = time.perf_counter(), list(rows)
+        result = self._bound(rows)()
+        self.cost.add(time.perf_counter() - started, len(rows))
+        return result
 
     def _bound(self, rows: Iterable[Mapping[str, Any]]) -> Callable[[], Any]:
         rows = list(rows)

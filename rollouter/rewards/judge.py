@@ -28,6 +28,7 @@ class JudgeScorer:
     """A `RewardScorer` whose scores are ratings from 0 to 1."""
 
     whole_group = False
+    is_cheap = False
 
     def __init__(self, config: JudgeConfig, decode: Decode) -> None:
         """Check the configuration. Nothing is sent yet.

@@ -27,11 +27,20 @@ from rollouter.rewards.judge import JudgeScorer
 from rollouter.user_code import describe, is_async, shown
 
 
-class FunctionScorer:
-    """A `RewardScorer` that calls one reward function.
+class ScoreSource(RewardScorer, Protocol):
+    """A `RewardScorer` that is a part of a run's reward."""
 
-    A sync function runs in a worker thread. A thread cannot be killed: if the call exceeds its deadline, the sample
-    fails and the thread is abandoned. Async functions run on the event loop and must not block it.
+    @property
+    def is_cheap(self) -> bool:
+        """Whether a call costs less than an own task and thread for it, as far as is known from earlier calls."""
+
+
+class FunctionScorer:
+    """A `ScoreSource` that calls one reward function.
+
+    A sync function runs in a worker thread; a cheap one scores the responses of a call there, one after another. A
+    thread cannot be killed: if the call exceeds its deadline, the sample fails and the thread is abandoned. Async
+    functions run on the event loop and must not block it.
     """
 
     def __init__(
@@ -47,30 +56,46 @@ class FunctionScorer:
     def whole_group(self) -> bool:
         return self._function.whole_group
 
+    @property
+    def is_cheap(self) -> bool:
+        return self._function.cost.is_cheap
+
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         if self._function.batch and trajectories:
             about = partial(self._about, prompt, trajectories[0])
             results = listed(await self._call(prompt, trajectories), about, length=len(trajectories))
         else:
-            results = await gather(lambda trajectory: self._call(prompt, [trajectory]), trajectories)
+            together = len(trajectories) > 1 and self.is_cheap
+            results = await self._call(prompt, trajectories, one_by_one=True) if together else []
+            rest = trajectories[len(results) :]
+            results = [*results, *await gather(lambda trajectory: self._call(prompt, [trajectory]), rest)]
         return [
             score_of(result, partial(self._about, prompt, trajectory), num_turns=len(trajectory.turns))
             for result, trajectory in zip(results, trajectories, strict=True)
         ]
 
-    async def _call(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Any:
-        # `invoke` makes the rows, and so decodes the responses, in the thread of the function.
-        rows = (row_of(prompt, trajectory, self._text(trajectory)) for trajectory in trajectories)
-        async with self._function.slots, self._capacity:
+    async def _call(self, prompt: Prompt, trajectories: Sequence[Trajectory], *, one_by_one: bool = False) -> Any:
+        """Call the function once, or `one_by_one` for several trajectories in one thread (`invoke_each`)."""
+        current = trajectories[0]
+
+        def rows() -> Iterator[Mapping[str, Any]]:
+            # In the thread of the function, which so decodes the responses.
+            nonlocal current
+            for trajectory in trajectories:
+                current = trajectory if one_by_one else current
+                yield row_of(prompt, trajectory, self._text(trajectory))
+
+        function = self._function
+        async with function.slots, self._capacity:
             with anyio.move_on_after(self._timeout_s) as deadline:
                 try:
-                    return await self._function.invoke(rows)
+                    return await (function.invoke_each if one_by_one else function.invoke)(rows())
                 except Exception as error:
-                    about = self._about(prompt, trajectories[0])
+                    about = self._about(prompt, current)
                     raise UserCodeError.wrap(f"{about} raised {describe(error)}", error) from error
             assert deadline.cancelled_caught
         raise UserCodeError(
-            f"{self._about(prompt, trajectories[0])} did not return within reward.timeout_s = {self._timeout_s:g} s; "
+            f"{self._about(prompt, current)} did not return within reward.timeout_s = {self._timeout_s:g} s; "
             "raise the limit, or bound the function's work"
         )
 
@@ -84,18 +109,20 @@ class FunctionScorer:
 
 
 class ToolScorer:
-    """A `RewardScorer` that sums `Trajectory.scores`: the scores of tools, environments and agents."""
+    """A `ScoreSource` that sums `Trajectory.scores`: the scores of tools, environments and agents."""
 
     whole_group = False
+    is_cheap = True
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         return [Score(sum(_checked(trajectory.scores), 0.0)) for trajectory in trajectories]
 
 
 class TurnRewardScorer:
-    """A `RewardScorer` that returns the rewards that tools and environments gave to turns."""
+    """A `ScoreSource` that returns the rewards that tools and environments gave to turns."""
 
     whole_group = False
+    is_cheap = True
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         turns = [{f"turn {n}": turn.reward for n, turn in enumerate(one.turns)} for one in trajectories]
@@ -117,9 +144,10 @@ class RewardModelPort(Protocol):
 
 
 class ModelRewardScorer:
-    """A `RewardScorer` that calls a reward model. It raises the model's InfraError or DataError."""
+    """A `ScoreSource` that calls a reward model. It raises the model's InfraError or DataError."""
 
     whole_group = False
+    is_cheap = False
 
     def __init__(self, model: RewardModelPort, decode: Decode) -> None:
         self._model = model
@@ -138,11 +166,11 @@ class WeightedSource(NamedTuple):
     name: str | None
     """The part's name in `Score.extra`; None if the scorer adds the names of its parts."""
     weight: float
-    scorer: RewardScorer
+    scorer: ScoreSource
 
 
 class WeightedScorer:
-    """A `RewardScorer` that sums the weighted scores and turn rewards of several sources, which run concurrently."""
+    """A `ScoreSource` that sums the weighted scores and turn rewards of several sources, which run concurrently."""
 
     def __init__(self, sources: Sequence[WeightedSource], *, report_parts: bool) -> None:
         """With `report_parts`, `Score.extra` contains each source's score before its weight, by the source's name."""
@@ -152,6 +180,10 @@ class WeightedScorer:
     @property
     def whole_group(self) -> bool:
         return any(source.scorer.whole_group for source in self._sources)
+
+    @property
+    def is_cheap(self) -> bool:
+        return all(source.scorer.is_cheap for source in self._sources)
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Return one score per trajectory.
@@ -203,7 +235,7 @@ def function_scorer(config: Config, functions: Mapping[str, RewardFunction], dec
     return WeightedScorer(sources, report_parts=len(weights) > 1)
 
 
-def load_scorer(config: Config, functions: Mapping[str, RewardFunction], decode: Decode) -> RewardScorer:
+def load_scorer(config: Config, functions: Mapping[str, RewardFunction], decode: Decode) -> WeightedScorer:
     """Return the scorer of all functions of the run: `reward.manager`, or their weighted sum.
 
     Raises:
@@ -246,7 +278,9 @@ def check_own_manager(config: Config) -> Iterator[ConfigProblem]:
 
 
 class ManagedScorer:
-    """A `RewardScorer` that calls the user's `reward.manager` within its deadline, and checks the answer."""
+    """A `ScoreSource` that calls the user's `reward.manager` within its deadline, and checks the answer."""
+
+    is_cheap = False
 
     def __init__(self, manager: RewardScorer, key: str, timeout_s: float) -> None:
         self._manager, self._key, self._timeout_s = manager, key, timeout_s
@@ -284,14 +318,14 @@ class CombinedScorer(WeightedScorer):
     part to the rewards it trains on; this scorer, and so validation, lacks it.
     """
 
-    def __init__(self, functions: RewardScorer, config: Config, decode: Decode, model: RewardModelPort | None) -> None:
+    def __init__(self, functions: ScoreSource, config: Config, decode: Decode, model: RewardModelPort | None) -> None:
         """`functions` is the result of `function_scorer`, already weighted. `model` is the served reward model, if any.
 
         Raises:
             ConfigError: the endpoint of `reward.judge` cannot be used.
         """
         weights = part_weights(config)
-        others: dict[str, RewardScorer] = {}
+        others: dict[str, ScoreSource] = {}
         if has_conversations(config):
             others |= {"tools": ToolScorer(), "turns": TurnRewardScorer()}
         self._judge = JudgeScorer(config.reward.judge, decode) if config.reward.judge.model is not None else None
@@ -302,6 +336,12 @@ class CombinedScorer(WeightedScorer):
         sources = [WeightedSource(None, 1.0, functions)]
         sources += [WeightedSource(name, weights[name], scorer) for name, scorer in others.items()]
         super().__init__(sources, report_parts=len(weights) > 1)
+
+    @property
+    def whole_group(self) -> bool:
+        """Whether a source needs the whole group, or all are cheap: then one call for the group costs less than early
+        calls for its trajectories, and takes no noticeable time."""
+        return self.is_cheap or super().whole_group
 
     async def aclose(self) -> None:
         """Close the connections to the judge."""

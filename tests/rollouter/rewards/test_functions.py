@@ -21,6 +21,7 @@ from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.ports import Score
 from asyncrl.core.types import Prompt
 from rollouter.prompts.dataset import GymRows, parse_row
+from rollouter.rewards import functions
 from rollouter.rewards.functions import RewardFunction, load_reward_function, load_reward_functions
 from rollouter.rewards.scorer import FunctionScorer
 from tests.fakes.conversations import answer, decode
@@ -284,3 +285,76 @@ async def test_results_of_any_shape_are_scores_or_name_the_function(result: Any,
             assert str(failure).encode()
         else:
             "".join(score.extra).encode()
+
+
+# ------------------------------------------------------------------------------------------------ cheap functions
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls in threads that reward functions have made."""
+    calls: list[Any] = []
+    run_sync = functions.to_thread.run_sync
+
+    async def counted(call: Any, *args: Any, **options: Any) -> Any:
+        calls.append(call)
+        return await run_sync(call, *args, **options)
+
+    monkeypatch.setattr(functions.to_thread, "run_sync", counted)
+    return calls
+
+
+def length(**fields: Any) -> float:
+    return float(len(fields["solution_str"]))
+
+
+async def test_a_cheap_function_scores_a_group_in_one_thread(threads: list[Any]) -> None:
+    function = own(length)
+    group, expected = ("a", "bb", "ccc", ""), [1.0, 2.0, 3.0, 0.0]
+    assert await rewards(function, make_prompt(1), *group) == expected
+    assert len(threads) == 4, "its cost is not known before its first calls"
+    assert await rewards(function, make_prompt(1), *group) == expected
+    assert len(threads) == 5
+
+
+async def test_a_slow_function_keeps_a_thread_for_each_response(threads: list[Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(functions, "CHEAP_S", 0.0)
+    function = own(length)
+    for _ in range(2):
+        await rewards(function, make_prompt(1), "a", "bb", "ccc")
+    assert len(threads) == 6
+
+
+async def test_calls_that_take_long_after_all_are_made_at_the_same_time(
+    threads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = own(length)
+    function.cost.add(0.0, 1)
+    monkeypatch.setattr(functions, "TOGETHER_S", -1.0)  # it is over after the first call
+    assert await rewards(function, make_prompt(1), "a", "bb", "ccc") == [1.0, 2.0, 3.0]
+    assert len(threads) == 3
+
+
+@pytest.mark.parametrize("failure", ["raises", "hangs"])
+async def test_the_response_that_fails_is_named(failure: str, gate: threading.Event) -> None:
+    def reward(**fields: Any) -> float:
+        if fields["solution_str"] == "third":
+            return float(gate.wait()) if failure == "hangs" else 1 / 0
+        return 1.0
+
+    function = own(reward)
+    function.cost.add(0.0, 1)
+    with pytest.raises(UserCodeError, match=r"'third'\) (raised ZeroDivisionError|did not return within)"):
+        await scorer(function, timeout_s=0.5).score(make_prompt(1), [answer(text) for text in ("a", "b", "third", "d")])
+
+
+def test_the_cost_of_a_function_is_an_average_of_recent_calls() -> None:
+    cost = functions.CallCost()
+    assert not cost.is_cheap
+    cost.add(0.004, 8)
+    assert cost.is_cheap
+    cost.add(1.0, 1)
+    assert not cost.is_cheap, "one slow call is enough"
+    for _ in range(60):
+        cost.add(0.0001, 1)
+    assert cost.is_cheap

@@ -180,6 +180,15 @@ def test_only_user_batch_functions_need_the_whole_group() -> None:
     assert combined(run(reward={}), {"rule": batch}).whole_group
 
 
+async def test_a_group_is_scored_as_a_whole_once_all_sources_are_known_to_be_cheap() -> None:
+    both = combined(run(reward={}, rollout=TOOLS), {"rule": own(lambda **given: 1.0)})
+    slow_model = combined(run(reward={}, reward_model={"placement": "serve"}), model=Lengths())
+    for scorer, expected in ((both, True), (slow_model, False)):
+        assert not scorer.whole_group
+        await scorer.score(prompt(), [answer("22"), answer("23")])
+        assert scorer.whole_group is expected
+
+
 # ------------------------------------------------------------------------------------------------ arguments
 
 
