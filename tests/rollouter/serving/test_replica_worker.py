@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
+from vllm.model_executor import parameter
 
 from rollouter.serving.replica import worker
 
@@ -43,3 +47,27 @@ def test_the_experts_of_gpt_oss_are_loaded_one_by_one() -> None:
     ]
     assert items["lm_head.weight"] is head
     assert torch.equal(items["model.layers.1.mlp.experts.1.down_proj"], stack[1])
+
+
+def test_vllms_parameters_are_dispatched_like_plain_ones() -> None:
+    """The worker removes an override that does nothing in vLLM 0.32. A version in which it does more fails here."""
+    assert vllm.__version__.startswith("0.32."), "read BasevLLMParameter.__torch_function__ of this version first"
+    tree = ast.parse(Path(parameter.__file__).read_text(encoding="utf-8"))
+    (base,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "BasevLLMParameter")
+    (override,) = (one for one in base.body if isinstance(one, ast.FunctionDef) and one.name == "__torch_function__")
+    assert ast.unparse(override.body[-1]) == "return super().__torch_function__(func, types, args, kwargs)"
+    assert parameter.BasevLLMParameter.__torch_function__ is torch.nn.Parameter.__torch_function__
+
+
+def test_vllms_parameters_load_and_compute_without_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 1)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 2)
+    given, inputs = torch.randn(8, 4), torch.randn(3, 4)
+    weight = parameter.ModelWeightParameter(
+        data=torch.zeros(4, 4), input_dim=1, output_dim=0, weight_loader=lambda *_: None
+    )
+    weight.load_column_parallel_weight(given)
+    assert torch.equal(weight.data, given[4:])
+    result = torch.nn.functional.linear(inputs, weight)
+    assert type(result) is torch.Tensor and torch.equal(result.detach(), inputs @ given[4:].T)
+    assert type(weight + 1) is torch.Tensor and weight.output_dim == 0
