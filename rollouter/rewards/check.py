@@ -91,9 +91,9 @@ def _own_functions(config: Config) -> dict[str, RewardConfig | RewardFunctionCon
 
 
 def _first_row(config: Config) -> tuple[PromptRow, str] | None:
-    """Return the first row of the files, if it is on this machine and can be read. An evaluation has only validation
-    files."""
-    for name in (*config.data.train_files, *config.data.val_files):
+    """Return the first row of the training files, or of the validation files, if there are no others as in an
+    evaluation. None: it is not on this machine, or cannot be read."""
+    for name in config.data.train_files or config.data.val_files:
         path = None if is_remote(name) else local_path(name)
         if path is not None and path.is_file():
             try:

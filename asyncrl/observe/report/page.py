@@ -60,14 +60,14 @@ def write_report(
     directory: Path,
     progress: Callable[[str], None],
     *,
-    draw: Callable[[Mapping[str, Any], Path, Callable[[str], None]], None] = plots.draw,
+    draw: Callable[[Mapping[str, Any], Path, Callable[[str], None]], None] | None = None,
     render: Callable[[Mapping[str, Any], Path], str] | None = None,
 ) -> Path:
     """Write the report in place of an earlier one, and return the path of its page.
 
     Args:
         progress: is called with the title of each figure once it is drawn.
-        draw: writes the PNG of each of `report["figures"]` into a directory.
+        draw: writes the PNG of each of `report["figures"]` into a directory; None: those of a launch.
         render: makes the page of the report and that directory; None: the page of a launch.
 
     Raises:
@@ -79,7 +79,7 @@ def write_report(
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as name:
             scratch = Path(name)
-            draw(report, scratch, progress)
+            (draw or plots.draw)(report, scratch, progress)
             (scratch / PAGE).write_text((render or render_page)(report, scratch), "utf-8")
             (scratch / DATA).write_text(
                 json.dumps(report, ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8"
