@@ -94,10 +94,10 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def all_sum(values: Tensor) -> Tensor:
-    """Sum over all ranks, in place. Collective."""
+def all_sum(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum over all ranks, or those of `group`, in place. Collective."""
     if world_size() > 1:
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=group)
     return values
 
 

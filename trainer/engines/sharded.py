@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -22,10 +24,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncrl.core.failures import ConfigError
 from trainer.engines import dist
+from trainer.engines.compute.optim import local_part
+from trainer.engines.compute.tensor_parallel import share_layers
 from trainer.engines.models import decoder_layers, empty_model, load_model
 from trainer.engines.registry import EngineRegistry
 from trainer.engines.sharded_loading import fill
@@ -46,7 +51,10 @@ class Fsdp2Engine(TorchEngine):
     groups of ranks have the same parts (HSDP).
     """
 
-    splits_groups: ClassVar[bool] = True
+    has_meshes: ClassVar[bool] = True
+    _partial: Sequence[str] = ()
+    """Names of the modules of which each rank of `_tensor_group` has only a summand of the gradient."""
+    _tensor_group: ProcessGroup | None = None
 
     def _load(self) -> PreTrainedModel:
         return empty_model(**self._source) or super()._load()
@@ -72,7 +80,7 @@ class Fsdp2Engine(TorchEngine):
             model.set_reshard_after_forward(False)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        mesh, dtype = self._shard_mesh(), self._compute_dtype()
+        mesh, dtype = self._split(model), self._compute_dtype()
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._frugal)
@@ -114,19 +122,43 @@ class Fsdp2Engine(TorchEngine):
     def _autocast(self) -> None:
         return None
 
-    def _shard_mesh(self) -> DeviceMesh:
-        ranks, copies = self.layout.world_size, self._num_copies
-        if copies == 1:
-            return init_device_mesh(self.device.type, (ranks,), mesh_dim_names=("shard",))
-        return init_device_mesh(self.device.type, (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
+    def _split(self, model: nn.Module) -> DeviceMesh:
+        """Share layers over the ranks of tensor parallelism. Return the mesh over which the rest is sharded."""
+        engine, ranks = self.spec.engine, self.layout.world_size
+        tensor, size = engine.tensor_parallel_size, engine.fsdp_size
+        if tensor > 1 and engine.ulysses_sequence_parallel_size > 1:
+            raise ConfigError(
+                f"trainer.tensor_parallel_size={tensor}: ranks cannot share layers and sequences at once; set it or "
+                "trainer.ulysses_sequence_parallel_size to 1"
+            )
+        if ranks % tensor:
+            raise ConfigError(f"trainer.tensor_parallel_size={tensor} does not divide the {ranks} ranks")
+        size = size or ranks // tensor
+        if ranks // tensor % size:
+            raise ConfigError(
+                f"trainer.fsdp_size={size} does not divide the {ranks // tensor} ranks that tensor parallelism leaves"
+            )
+        shape, names = (ranks // tensor // size, size, tensor), ("replicate", "shard", "tensor")
+        used = [number for number, name in enumerate(names) if shape[number] > 1 or name == "shard"]
+        mesh = init_device_mesh(
+            self.device.type, tuple(shape[number] for number in used), mesh_dim_names=tuple(names[n] for n in used)
+        )
+        if tensor > 1:
+            self._partial, self._tensor_group = share_layers(model, mesh["tensor"]), mesh["tensor"].get_group()
+        over = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
+        return mesh[over] if tensor > 1 else mesh
 
-    @property
-    def _num_copies(self) -> int:
-        ranks = self.layout.world_size
-        size = self.spec.engine.fsdp_size or ranks
-        if ranks % size:
-            raise ConfigError(f"trainer.fsdp_size={size} does not divide the {ranks} ranks; choose a divisor")
-        return ranks // size
+    def _complete_gradients(self) -> None:
+        for name in self._partial:
+            for parameter in self._model.get_submodule(name).parameters():
+                if parameter.grad is not None:
+                    dist.all_sum(local_part(parameter.grad), self._tensor_group)
+
+    def _num_copies(self, parameter: nn.Parameter) -> int:
+        assert isinstance(parameter, DTensor)
+        mesh = parameter.device_mesh
+        parts = [mesh.size(number) for number, one in enumerate(parameter.placements) if not one.is_replicate()]
+        return self.layout.world_size // math.prod(parts)
 
     @property
     def _frugal(self) -> bool:

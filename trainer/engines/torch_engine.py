@@ -67,8 +67,8 @@ class TorchEngine(BaseEngine, abstract=True):
     """Whether the engine uses a process group, even on one rank."""
     sharded: ClassVar[bool] = True
     """Whether a rank holds a part of each gradient instead of the whole gradient."""
-    splits_groups: ClassVar[bool] = False
-    """Whether the engine can split a model over some of the ranks (`trainer.fsdp_size`)."""
+    has_meshes: ClassVar[bool] = False
+    """Whether the engine has `trainer.fsdp_size` and `trainer.tensor_parallel_size`."""
     averages: ClassVar[bool] = False
     """Whether the wrapper divides gradients by the number of ranks, which `gradient_scale` undoes."""
 
@@ -76,11 +76,12 @@ class TorchEngine(BaseEngine, abstract=True):
         super().__init__(spec)
         self.device = dist.pick_device(spec.engine.device)
         _check(spec, self.device)
-        if spec.engine.fsdp_size is not None and not self.splits_groups:
-            raise ConfigError(
-                f"trainer.fsdp_size={spec.engine.fsdp_size}: strategy {spec.engine.strategy} cannot split a model over "
-                "some of the ranks; leave this key out, or use fsdp2"
-            )
+        for key, default in (("fsdp_size", None), ("tensor_parallel_size", 1)):
+            if (value := getattr(spec.engine, key)) != default and not self.has_meshes:
+                raise ConfigError(
+                    f"trainer.{key}={value}: strategy {spec.engine.strategy} does not have it; leave this key out, or "
+                    "use fsdp2"
+                )
         if self.device.type == "cpu":
             torch.set_num_threads(spec.engine.cpu_threads)
         self._owns_group = self.distributed and dist.join(self.device, timeout_s=spec.collective_s)
@@ -101,7 +102,7 @@ class TorchEngine(BaseEngine, abstract=True):
     @property
     def layout(self) -> Layout:
         rank, world = (dist.rank(), dist.world_size()) if self.distributed else (0, 1)
-        size = self.spec.engine.ulysses_sequence_parallel_size
+        size = self.spec.engine.ranks_per_row
         return Layout(rank, world, rank // size, world // size, reports=rank % size == 0)
 
     @property
@@ -187,6 +188,7 @@ class TorchEngine(BaseEngine, abstract=True):
         try:
             with dist.guarded("optim_step"):
                 parts = gradients(self._model.parameters())
+                self._complete_gradients()
                 norm, all_finite = self._agree(parts, loss)
                 if not all_finite:
                     raise self._diverged(loss, norm)
@@ -322,9 +324,11 @@ class TorchEngine(BaseEngine, abstract=True):
         """Return the dtype that the scorer has to cast to, if the wrapper does not cast."""
         return self._compute_dtype()
 
-    @property
-    def _num_copies(self) -> int:
-        """Number of ranks that have the same part of each gradient."""
+    def _complete_gradients(self) -> None:
+        """Sum gradients of which each rank has only a summand, once, before a step."""
+
+    def _num_copies(self, _parameter: nn.Parameter) -> int:
+        """Return how many ranks have the same part of a parameter's gradient."""
         return 1 if self.sharded else self.layout.world_size
 
     @property
@@ -448,7 +452,12 @@ class TorchEngine(BaseEngine, abstract=True):
 
     def _agree(self, parts: list[Tensor], loss: float) -> tuple[float, bool]:
         """Return the gradient's global norm, and whether it and every rank's `loss` are finite. All ranks agree."""
-        square = squared_norm(parts).to(self.device) / self._num_copies  # the sum is over all ranks
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        copies = [self._num_copies(parameter) for parameter in trained]
+        for number in sorted(set(copies)):
+            alike = [part for part, count in zip(parts, copies, strict=True) if count == number]
+            square += squared_norm(alike).to(self.device) / number  # the sum is over all ranks
         bad = torch.tensor(float(not math.isfinite(loss)), dtype=torch.float64, device=self.device)
         total, num_bad = dist.all_sum(torch.stack([square, bad])).tolist()
         norm = math.sqrt(total) if total >= 0 else math.nan
@@ -470,7 +479,7 @@ def _meter(model: PreTrainedModel, spec: EngineSpec, device: torch.device) -> Ut
     if peak is None or getattr(model.config, "vision_config", None) is not None:
         return None
     shape = ModelShape.of_model(model)
-    return None if shape is None else Utilization(shape, peak, sharing=spec.engine.ulysses_sequence_parallel_size)
+    return None if shape is None else Utilization(shape, peak, sharing=spec.engine.ranks_per_row)
 
 
 def _check(spec: EngineSpec, device: torch.device) -> None:

@@ -31,7 +31,7 @@ class TorchtitanEngine(Fsdp2Engine):
         ConfigError: torchtitan is not installed, or does not support the model.
     """
 
-    splits_groups: ClassVar[bool] = False
+    has_meshes: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
         check_ready(spec, BACKEND, "torchtitan", "torchtitan.models.common.decoder")

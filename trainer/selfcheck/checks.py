@@ -89,7 +89,7 @@ def _follow_the_reference(
     **changes: Any,
 ) -> None:
     """Compare three steps, with rows of unequal length that are unevenly divided over ranks, in many micro-batches."""
-    reference = Reference(setting.spec(model_type, temperature=temperature), loss)
+    reference = Reference(setting.spec(model_type, temperature=temperature, **changes), loss)
     engine = setting.engine(model_type, float64=True, temperature=temperature, ppo_max_token_len=48, **changes)
     for seed, first in ((1, 4), (2, 7), (3, 1)):
         _step_as_the_reference(reference, engine, loss, make_batch(8, seed), first=first)
@@ -105,6 +105,38 @@ def groups_of_ranks_with_copies_equal_the_reference(setting: CheckSetting) -> No
             continue
         _follow_the_reference(setting, make_loss(), fsdp_size=size)
         engine, other = setting.engine(fsdp_size=size, float64=True), setting.engine(float64=True)
+        take_step(engine, batch)
+        engine.save(directory)
+        engine.finish_save()
+        other.load(directory)
+        same_step(two_steps(other, batch), two_steps(engine, batch))
+
+
+@check(num_ranks=(2, 4), backends=("fsdp2",))
+def ranks_that_share_layers_equal_the_reference(setting: CheckSetting) -> None:
+    _follow_the_reference(setting, make_loss(), tensor_parallel_size=2)
+    with_norms = str(setting.directory / "with_norms")
+    _follow_the_reference(setting, make_loss(), tensor_parallel_size=2, fsdp_size=1, path=with_norms)
+    engine, plain, batch = setting.engine(tensor_parallel_size=2), setting.engine(), make_batch(8, 3)
+    layout = engine.layout
+    true(layout[2:] == (layout.rank // 2, layout.world_size // 2, layout.rank % 2 == 0), f"not the rows of {layout}")
+    rows, expected = engine.infer(share_of(engine, batch)), plain.infer(batch)
+    mine = share_of(engine, TensorDict({"number": torch.arange(8)}, batch_size=[8]))["number"]
+    close(rows["log_probs"], expected["log_probs"][mine], SAME, "log-probs")
+    reason = "num_key_value_heads" if dist.world_size() == 4 else "does not divide"
+    raises(ConfigError, reason, partial(setting.engine, tensor_parallel_size=4))
+
+
+@check("value_model", num_ranks=(2, 4), backends=("fsdp2",))
+def ranks_that_share_layers_give_the_same_values(setting: CheckSetting) -> None:
+    _follow_the_reference(setting, make_loss("value_model"), "value_model", tensor_parallel_size=2)
+
+
+@check(num_ranks=(2, 4), backends=("fsdp2",))
+def checkpoints_do_not_depend_on_shared_layers(setting: CheckSetting) -> None:
+    directory, batch = _fresh(setting, "shared"), make_batch(8, 3)
+    for first, second in ((2, 1), (1, 2)):
+        engine, other = (setting.engine(tensor_parallel_size=size, float64=True) for size in (first, second))
         take_step(engine, batch)
         engine.save(directory)
         engine.finish_save()

@@ -23,6 +23,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
@@ -51,11 +53,13 @@ SHAPE = {
 
 
 def write_models(directory: Path) -> dict[ModelType, Path]:
-    """Write two-layer Llamas of a few thousand parameters. A value model starts from the language model's files."""
+    """Write two-layer Llamas of a few thousand parameters, and a Qwen 3, which has norms of attention heads, as
+    `with_norms`. A value model starts from the language model's files."""
     torch.manual_seed(0)
     language, reward = directory / "language_model", directory / "reward_model"
     with quiet():
         LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(language)
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).save_pretrained(directory / "with_norms")
         LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)).save_pretrained(reward)
     return model_paths(directory)
 
@@ -289,13 +293,19 @@ def make_loss(model_type: ModelType = "language_model", **algorithm: Any) -> Los
 
 
 def share_of(engine: BaseEngine, batch: TensorDict, first: int = 0) -> TensorDict:
-    """Return this rank's rows of `batch`. The first data rank gets `first` rows; 0: half of them."""
+    """Return this rank's rows of `batch`. The first data rank gets `first` rows; 0: half of them. A rank without rows
+    gets one without trained tokens, as in `trainer.workers.dispatch`."""
     layout = engine.layout
     if layout.data_size == 1:
         return batch
     cut = first or len(batch) // 2
     bounds = [0, *(cut + (len(batch) - cut) * rank // (layout.data_size - 1) for rank in range(layout.data_size))]
-    return batch[bounds[layout.data_rank] : bounds[layout.data_rank + 1]]
+    rows = batch[bounds[layout.data_rank] : bounds[layout.data_rank + 1]]
+    if len(rows) == 0:
+        rows = batch[:1].clone()
+        if "loss_mask" in rows:
+            rows["loss_mask"] = torch.zeros_like(rows["loss_mask"])
+    return rows
 
 
 def weights_of(engine: BaseEngine) -> dict[str, Tensor]:

@@ -151,12 +151,14 @@ def _engine(row: RoleRow, actor: EngineConfig) -> EngineConfig:
     if row.optim is None:
         own |= {"gradient_checkpointing": False, "activation_offload": False, "optimizer_offload": False}
     if row.settings.strategy not in (None, actor.strategy):
-        own["fsdp_size"] = None  # other backends do not have it
+        own |= {"fsdp_size": None, "tensor_parallel_size": 1}  # other backends do not have them
     if row.settings.placement == "actor":
         own = {key: value for key, value in own.items() if key not in ("num_workers", "device", "cpu_threads")}
         return actor.model_copy(update=own)
     merged = actor.model_copy(update=own)
     # The trainer's sizes may not divide this role's number of ranks. Results do not depend on them.
     degree = math.gcd(merged.ulysses_sequence_parallel_size, merged.num_workers)
-    parts = None if merged.fsdp_size is None else math.gcd(merged.fsdp_size, merged.num_workers)
-    return merged.model_copy(update={"ulysses_sequence_parallel_size": degree, "fsdp_size": parts})
+    tensor = math.gcd(merged.tensor_parallel_size, merged.num_workers)
+    parts = None if merged.fsdp_size is None else math.gcd(merged.fsdp_size, merged.num_workers // tensor)
+    sizes = {"ulysses_sequence_parallel_size": degree, "tensor_parallel_size": tensor, "fsdp_size": parts}
+    return merged.model_copy(update=sizes)

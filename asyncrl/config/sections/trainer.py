@@ -114,9 +114,18 @@ class EngineConfig(ConfigSection):
     """Number of ranks over which fsdp2 splits a model, which must divide num_workers; null: all. Each group of this
     size has the whole model, so that weights are exchanged within the group, for example a node, and only gradients
     between groups (HSDP)."""
+    tensor_parallel_size: Positive = 1
+    """Number of ranks that share each layer's matrices and attention heads (fsdp2). They compute the same rows. It must
+    divide num_workers and the numbers of attention heads and of key-value heads. fsdp2 splits what each of them has
+    over the other ranks."""
     ulysses_sequence_parallel_size: Positive = 1
     """Number of ranks that share one sequence (https://arxiv.org/abs/2309.14509). It must divide num_workers and the
     number of attention heads."""
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return self.ulysses_sequence_parallel_size * self.tensor_parallel_size
 
 
 class RoleConfig(ConfigSection):
@@ -359,7 +368,7 @@ def _local_engines(config: Config) -> Iterator[ConfigProblem]:
 
 def _idle_ranks(config: Config) -> Iterator[ConfigProblem]:
     trainer = config.trainer
-    data_ranks = max(1, trainer.num_workers // trainer.ulysses_sequence_parallel_size)
+    data_ranks = max(1, trainer.num_workers // trainer.ranks_per_row)
     rows = trainer.ppo_mini_batch_size * config.rollout.n
     if rows < data_ranks:
         yield warning(
@@ -367,7 +376,7 @@ def _idle_ranks(config: Config) -> Iterator[ConfigProblem]:
             trainer.num_workers,
             f"a mini-batch has {rows} responses (trainer.ppo_mini_batch_size x rollout.n), so {data_ranks - rows} of "
             f"{data_ranks} ranks would compute rows without effect",
-            f"set it to {rows * trainer.ulysses_sequence_parallel_size} or fewer, or enlarge the mini-batch",
+            f"set it to {rows * trainer.ranks_per_row} or fewer, or enlarge the mini-batch",
         )
 
 
@@ -518,18 +527,23 @@ def _sequence_parallel(config: Config) -> Iterator[ConfigProblem]:
     yield ConfigProblem("trainer.ulysses_sequence_parallel_size", size, "; and ".join(consequences), fix)
 
 
-def _fsdp_size(config: Config) -> Iterator[ConfigProblem]:
-    key, size, ranks = "trainer.fsdp_size", config.trainer.fsdp_size, config.trainer.num_workers
-    if size is None:
-        return
-    if config.trainer.strategy != "fsdp2":
-        strategy = config.trainer.strategy
-        consequence = f"only fsdp2 splits a model over some of the ranks, and trainer.strategy is {strategy}"
-        yield ConfigProblem(key, size, consequence, "leave this key out, or set trainer.strategy=fsdp2")
-    elif ranks % size:
-        divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
-        consequence = f"trainer.num_workers = {ranks} ranks cannot be divided into groups of {size}"
-        yield ConfigProblem(key, size, consequence, f"set it to {' or '.join(divisors)}")
+def _meshes(config: Config) -> Iterator[ConfigProblem]:
+    """Check the sizes of the groups among which fsdp2 divides the ranks."""
+    trainer = config.trainer
+    ranks, tensor, size = trainer.num_workers, trainer.tensor_parallel_size, trainer.fsdp_size
+    for key, value, default in (("tensor_parallel_size", tensor, 1), ("fsdp_size", size, None)):
+        if value != default and trainer.strategy != "fsdp2":
+            consequence = f"trainer.strategy is {trainer.strategy}, and only fsdp2 has it"
+            yield ConfigProblem(f"trainer.{key}", value, consequence, "leave this key out, or use fsdp2")
+    sharing = trainer.ranks_per_row
+    if tensor > 1 and ranks % sharing:
+        consequence = f"trainer.num_workers = {ranks} ranks cannot be divided into groups of {sharing}"
+        fix = f"set trainer.num_workers to a multiple of {sharing}"
+        yield ConfigProblem("trainer.tensor_parallel_size", tensor, consequence, fix)
+    elif size is not None and ranks // tensor % size:
+        divisors = [str(number) for number in range(1, ranks // tensor + 1) if ranks // tensor % number == 0]
+        consequence = f"{ranks // tensor} ranks cannot be divided into groups of {size}"
+        yield ConfigProblem("trainer.fsdp_size", size, consequence, f"set it to {' or '.join(divisors)}")
 
 
 def _gpus(config: Config) -> Iterator[ConfigProblem]:
@@ -579,13 +593,21 @@ RULES: tuple[RuleFunction, ...] = (
                "trainer.strategy=local is one process; several would train independent models",
                "set trainer.strategy to fsdp2, fsdp or ddp, or trainer.num_workers=1"),
     _local_engines,
-    _fsdp_size,
+    _meshes,
     _idle_ranks,
     _pool,
     ConfigRule("trainer.ulysses_sequence_parallel_size",
                lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and not c.trainer.use_remove_padding,
                "sequences are split across ranks in packed form, and trainer.use_remove_padding is false",
                "set trainer.use_remove_padding=true, or trainer.ulysses_sequence_parallel_size=1"),
+    ConfigRule("trainer.tensor_parallel_size",
+               lambda c: c.trainer.tensor_parallel_size > 1 and c.trainer.ulysses_sequence_parallel_size > 1,
+               "ranks cannot share layers and sequences at once",
+               "set it or trainer.ulysses_sequence_parallel_size to 1"),
+    ConfigRule("trainer.tensor_parallel_size",
+               lambda c: c.trainer.tensor_parallel_size > 1 and c.model.lora_rank > 0,
+               "layers with adapters (model.lora_rank={c.model.lora_rank}) cannot be shared",
+               "set it to 1, or model.lora_rank=0"),
     ConfigRule("trainer.attn_implementation",
                lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and c.trainer.attn_implementation != "sdpa",
                "sequences are split across ranks in packed form, and only sdpa packs them",
