@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anyio
 
 from asyncrl.config.schema import Config
-from asyncrl.core.ports import PromptSource, RewardScorer
+from asyncrl.core.ports import PromptSource
 from rollouter.agent.chat import ChatTokenizer
 from rollouter.agent.loop import BuiltInAgent
 from rollouter.agent.parsing import NO_TOOLS, ToolCallParser, resolve_format
@@ -22,7 +22,7 @@ from rollouter.prompts.chat_template import Decode, decoder, end_token_ids, load
 from rollouter.prompts.files import Report
 from rollouter.prompts.source import load_prompts
 from rollouter.rewards.functions import load_reward_functions
-from rollouter.rewards.scorer import load_scorer
+from rollouter.rewards.scorer import ScoreSource, load_scorer
 from rollouter.serving.options import serving_options
 from rollouter.tools.loading import LoadedMcpServer, LoadedTool, load_tools
 from rollouter.tools.toolbox import Toolbox
@@ -39,7 +39,7 @@ class RolloutTask(NamedTuple):
 
     prompts: PromptSource
     val_prompts: ValidationPrompts | None
-    scorer: RewardScorer
+    scorer: ScoreSource
     """The reward function; `rewards.scorer.CombinedScorer` computes the whole reward."""
     decode: Decode
     agent: BuiltInAgent | ExternalAgent | None = None
@@ -67,7 +67,7 @@ def load_task(config: Config, cache_dir: Path | None = None, report: Report = lo
 class Scoring(NamedTuple):
     """What a process needs in order to hold and score conversations."""
 
-    scorer: RewardScorer
+    scorer: ScoreSource
     decode: Decode
     agent: BuiltInAgent | ExternalAgent | None
     tokenizer: PreTrainedTokenizerBase
