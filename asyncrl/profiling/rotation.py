@@ -13,13 +13,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from asyncrl.profiling.catalog import EVENTS
-from asyncrl.profiling.files import EVENTS_DIRECTORY, files_of_step, is_number, parse_event
+from asyncrl.profiling.files import EVENTS_DIRECTORY, files_of_step, is_number, parse_event, step_dir
 from asyncrl.storage.run_dir import read_json, replace_file
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ SCAN_EVERY_S = 5.0
 NEWEST_STEPS = 16
 """Steps whose events are never folded. A process may have files of its last steps open
 (`asyncrl.profiling.files.MAX_OPEN_FILES`)."""
+MAX_GAP = 128
+"""Largest number of consecutive steps without events after which newer ones are still found before the next launch."""
 MAX_STEPS = 64
 """Steps that are added to the summary at once, at most."""
 MAX_SPANS = 512
@@ -168,7 +171,8 @@ class EventRotation:
         self._keep_bytes = keep_bytes
         self._clock = clock
         self._next_scan = 0.0
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[int, int] = {}
+        """Bytes by step, in ascending order. Only the first look lists the directory, which may have 100,000 steps."""
         self._folding: Iterator[bool] | None = None
         self._summary: EventSummary | None = None
         self._warned = False
@@ -185,6 +189,7 @@ class EventRotation:
         except OSError as error:
             # The summary in memory contains more than the file.
             self._folding, self._summary, self._next_scan = None, None, self._clock() + SCAN_EVERY_S
+            self._sizes.clear()
             if not self._warned:
                 logger.warning("old events in %s stay on disk: %s", self._directory, error)
             self._warned = True
@@ -194,24 +199,40 @@ class EventRotation:
     def _next_fold(self) -> Iterator[bool] | None:
         if self._clock() < self._next_scan:
             return None
-        if leftover := _numbered(self._directory, "folding_"):
-            return self._fold(self._directory / leftover[0])
-        steps = _numbered(self._directory, "step_")
-        for place, name in enumerate(steps):
-            if name not in self._sizes or place >= len(steps) - NEWEST_STEPS:
-                self._sizes[name] = sum(file.stat().st_size for file in files_of_step(self._directory / name))
+        if not self._sizes:
+            if leftover := _numbered(self._directory, "folding_"):
+                return self._fold(self._directory / leftover[0])
+            known = (_number_of(name) for name in _numbered(self._directory, "step_"))
+            self._measure([step for step in known if step_dir(self._directory, step).is_dir()])
+        else:
+            self._measure([*islice(reversed(self._sizes), NEWEST_STEPS), *self._new_steps()])
         excess = sum(self._sizes.values()) - self._keep_bytes
-        if excess <= 0 or len(steps) <= NEWEST_STEPS:
+        num_foldable = len(self._sizes) - NEWEST_STEPS
+        if excess <= 0 or num_foldable <= 0:
             self._next_scan = self._clock() + SCAN_EVERY_S
             return None
         folding = self._directory / f"folding_{self._summary_so_far().folds + 1}"
         folding.mkdir()
-        for name in steps[: min(MAX_STEPS, len(steps) - NEWEST_STEPS)]:
-            os.rename(self._directory / name, folding / name)
-            excess -= self._sizes.pop(name)
+        for step in list(islice(self._sizes, min(MAX_STEPS, num_foldable))):
+            directory = step_dir(self._directory, step)
+            os.rename(directory, folding / directory.name)
+            excess -= self._sizes.pop(step)
             if excess <= 0:
                 break
         return self._fold(folding)
+
+    def _new_steps(self) -> Iterator[int]:
+        newest = next(reversed(self._sizes))
+        for step in count(newest + 1):
+            if step_dir(self._directory, step).is_dir():
+                newest = step
+                yield step
+            elif step - newest >= MAX_GAP:
+                return
+
+    def _measure(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self._sizes[step] = sum(file.stat().st_size for file in files_of_step(step_dir(self._directory, step)))
 
     def _fold(self, folding: Path) -> Iterator[bool]:
         """Add the steps in a directory to the summary, and delete it. Yields true after every piece but the last."""
@@ -247,10 +268,14 @@ class EventRotation:
 
 def _numbered(directory: Path, prefix: str) -> list[str]:
     """Return the names of directories that consist of the prefix and a number, in ascending order."""
-    names = (path.name for path in directory.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink())
-    return sorted(
-        (name for name in names if name.removeprefix(prefix).isdecimal()), key=lambda name: (_number_of(name), name)
-    )
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    names = [name for name in names if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
+    names.sort(key=lambda name: (_number_of(name), name))
+    return names
 
 
 def _number_of(name: str) -> int:

@@ -14,6 +14,7 @@ from asyncrl.profiling import Profiler, ProfilerSettings
 from asyncrl.profiling import rotation as module
 from asyncrl.profiling.files import EventFiles, EventLine, event_files
 from asyncrl.profiling.rotation import (
+    MAX_GAP,
     MAX_SPANS,
     NEWEST_STEPS,
     EventRotation,
@@ -103,6 +104,26 @@ def test_a_call_reads_many_small_files(tmp_path: Path) -> None:
     """A run of short steps writes small files faster than a call for each of them would read."""
     write_steps(tmp_path, range(1, NEWEST_STEPS + 51))
     assert fold_all(EventRotation(tmp_path / "events", 1)) < 5
+
+
+def test_the_directory_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing it again took 0.2 s of CPU and 4 MB after 7,000 steps, every five seconds."""
+    listed: list[Path] = []
+    numbered, now = module._numbered, iter(range(0, 10_000, 10))
+
+    def listing(directory: Path, prefix: str) -> list[str]:
+        listed.append(directory)
+        return numbered(directory, prefix)
+
+    monkeypatch.setattr(module, "_numbered", listing)
+    write_steps(tmp_path, range(1, 20))
+    rotation = EventRotation(tmp_path / "events", 40_000, clock=lambda: next(now))
+    assert not rotation.work()
+    num_listed = len(listed)
+    write_steps(tmp_path, range(20 + MAX_GAP - 1, 150 + MAX_GAP))
+    fold_all(rotation)
+    assert min(step_sizes(tmp_path)) > 100 and sum(step_sizes(tmp_path).values()) <= 40_000
+    assert {directory.parent.name for directory in listed[num_listed:]} == {"events"}, "only those that are folded"
 
 
 def test_a_killed_process_folds_each_step_exactly_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
