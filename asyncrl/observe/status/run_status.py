@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 STATE_FILE = "state.json"
 
 RunPhase = Literal["starting", "running", "stopping", "completed", "failed", "interrupted"]

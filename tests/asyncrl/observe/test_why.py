@@ -273,12 +273,12 @@ def test_a_state_with_other_keys_needs_another_schema_version() -> None:
     """Unknown keys are ignored and missing ones get defaults, so the state of an older run would show no samples."""
     state = dump(running())
     assert (state["schema_version"], [" ".join(sorted(keys)) for keys in (state, state["counts"], state["queue"])]) == (
-        5,
+        6,
         [
-            "attention counts drops earlier_restarts error experiment generated_per_s generated_tokens health host "
-            "last_progress_at lineage mode namespace num_replicas pending_demands phase pid processes published queue "
-            "replicas restarting restarts samples_per_lease schema_version silent_s staleness started_at step "
-            "total_steps trained_per_s trained_tokens version waits written_at",
+            "answers attention counts drops earlier_restarts error experiment generated_per_s generated_tokens health "
+            "host last_progress_at lineage losses mode namespace num_replicas pending_demands phase pid processes "
+            "published queue replicas restarting restarts samples_per_lease schema_version silent_s staleness "
+            "started_at step total_steps trained_per_s trained_tokens version waits written_at",
             "dropped fed leased ready replayed running substituted trained",
             "closed counts ended health journal_seq lineage notices paced_to payload_bytes pid total_samples "
             "trained_tokens version waiting",
@@ -289,7 +289,7 @@ def test_a_state_with_other_keys_needs_another_schema_version() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"schema_version": 1}, r"here.json has schema version 1, this asyncrl reads 5"),
+        ({"schema_version": 1}, r"here.json has schema version 1, this asyncrl reads 6"),
         ({"schema_version": None}, "here.json is damaged: it is not the state of a run"),
         ({"pid": "many"}, r"here.json is damaged: pid: .*integer"),
         ({"queue": {"version": 3}}, r"here.json is damaged: queue.counts: "),
