@@ -1,11 +1,14 @@
 """Measure the host memory that two ranks of `fsdp2` need to load a model, against ranks that load it whole first.
 
-    shards   each rank reads its parts of the weights (trainer.engines.sharded_loading)
-    whole    each rank loads the whole model in float32, and then drops the parts of the others
+    whole          each rank loads the whole model in float32, and then drops the parts of the others
+    shards         each rank reads its parts of the weights (trainer.engines.sharded_loading)
+    shards, probe  the same, and then the test whether the model takes packed rows, which gathers layer after layer
 
-Both ranks are processes of this machine, on CPU. `rss` is the growth of a rank's peak resident memory, which the kernel
-measures from the moment before the engine is created until it is ready (`VmHWM`); it includes pages of the files that
-are mapped. `shard` is the size of the rank's parameters in float32, `largest` that of the largest tensor.
+Both ranks are processes of this machine, on CPU, where gathered layers are in host memory, too. `anon_mb` is the peak
+of a rank's own memory (`RssAnon`, sampled), and `rss_mb` that of all its resident memory (`VmHWM`, by the kernel),
+which includes pages of mapped files that the kernel can drop. Both are what is added from the moment before the engine
+is created until it is ready. `shard_mb` is the size of the rank's parameters in float32, `largest_mb` that of the
+largest tensor.
 
     python -m benchmarks.loading --json loading.json    # the shape of SmolLM2-135M, in bfloat16 and float32
     python -m benchmarks.loading --models 1M
@@ -16,7 +19,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +42,8 @@ from trainer.engines.models import load_model
 from trainer.engines.sharded import Fsdp2Engine
 
 RANKS = 2
+WAYS = ("whole", "shards", "shards, probe")
+SAMPLE_S = 0.002
 JOIN_S = 300
 MB = 1e6
 
@@ -58,10 +66,10 @@ def main() -> None:
             half = Path(directory) / f"{model}_bfloat16"
             AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).save_pretrained(half)
             for path in (half, plain):
-                for way in ("whole", "shards"):
+                for way in WAYS:
                     name = path.name.partition("_")[2]
                     rows.append({"model": model, "files": name, "way": way, **_measure(path, way)})
-    report("loading", rows, options.json, aim="aim: shards: rss at most shard + largest")
+    report("loading", rows, options.json, aim="aim: shards: anon_mb at most shard_mb + largest_mb")
 
 
 def _measure(path: Path, way: str) -> dict[str, Any]:
@@ -69,7 +77,7 @@ def _measure(path: Path, way: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         mp.start_processes(_run_rank, (path, way, Path(directory)), nprocs=RANKS, start_method="spawn")
         found = [json.loads((Path(directory) / f"{rank}.json").read_text("utf-8")) for rank in range(RANKS)]
-    return max(found, key=lambda figures: figures["rss_mb"])
+    return max(found, key=lambda figures: figures["anon_mb"])
 
 
 def _run_rank(rank: int, path: Path, way: str, directory: Path) -> None:
@@ -80,15 +88,19 @@ def _run_rank(rank: int, path: Path, way: str, directory: Path) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=JOIN_S),
     )
-    spec = EngineSpec(
-        "language_model", ModelConfig(path=str(path)), EngineConfig(device="cpu", num_workers=RANKS, strategy="fsdp2")
+    settings = EngineConfig(
+        device="cpu", num_workers=RANKS, strategy="fsdp2", use_remove_padding=way == "shards, probe"
     )
+    spec = EngineSpec("language_model", ModelConfig(path=str(path)), settings)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins here
-    before, started = _resident_bytes("VmRSS"), time.perf_counter()
-    engine = (Fsdp2Engine if way == "shards" else _WholeFirst)(spec)
+    anon_before, before = _resident_bytes("RssAnon"), _resident_bytes("VmRSS")
+    started = time.perf_counter()
+    with _sampled_peak() as peaks:
+        engine = (_WholeFirst if way == "whole" else Fsdp2Engine)(spec)
     seconds, peak = time.perf_counter() - started, _resident_bytes("VmHWM")
     parameters = list(engine.model.parameters())
     figures = {
+        "anon_mb": (max(peaks) - anon_before) / MB,
         "rss_mb": (peak - before) / MB,
         "shard_mb": sum(local_part(one).nbytes for one in parameters) / MB,
         "largest_mb": max(one.numel() * one.element_size() for one in parameters) / MB,
@@ -100,8 +112,27 @@ def _run_rank(rank: int, path: Path, way: str, directory: Path) -> None:
     dist.destroy_process_group()
 
 
+@contextmanager
+def _sampled_peak() -> Iterator[list[int]]:
+    """Sample this process's anonymous memory in a thread; the list has the samples after the block."""
+    samples, ended = [_resident_bytes("RssAnon")], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_S):
+            samples.append(_resident_bytes("RssAnon"))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+
+
 def _resident_bytes(name: str) -> int:
-    """Return a value of this process in bytes: VmRSS is its resident memory, VmHWM the peak of it."""
+    """Return a value of this process in bytes: VmRSS is its resident memory, VmHWM the peak of it, RssAnon the part
+    that is no file."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
     return int(kilobytes) * 1024
