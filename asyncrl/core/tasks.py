@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
@@ -48,10 +49,17 @@ async def gather(function: Callable[[Item], Awaitable[Result]], items: Iterable[
     return [results[number] for number in range(len(results))]
 
 
+REPEATED_S = 1.0
+"""`timeout` sends SIGTERM to its command and then to the group of both: a second SIGTERM within this time is the first
+one."""
+
+
 class Interrupts:
     """Handles SIGINT and SIGTERM: the first requests an orderly stop, the second cancels `scope`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_received: Callable[[], None] | None = None) -> None:
+        """`on_received` is called at the first signal, before anything else."""
+        self._on_received = on_received
         self.scope = anyio.CancelScope()
         self.on_first: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Requests an orderly stop; None: the first signal already cancels `scope`."""
@@ -62,8 +70,15 @@ class Interrupts:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
             async with anyio.create_task_group() as group:
-                async for _ in signals:
+                terminated_at = -math.inf
+                async for number in signals:
+                    if number == signal.SIGTERM:
+                        before, terminated_at = terminated_at, anyio.current_time()
+                        if terminated_at - before < REPEATED_S:
+                            continue
                     is_first, self.received = not self.received, True
+                    if is_first and self._on_received is not None:
+                        self._on_received()
                     if is_first and self.on_first is not None:
                         group.start_soon(self.on_first)
                     else:

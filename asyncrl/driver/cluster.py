@@ -213,16 +213,19 @@ def _start(config: Config, namespace: str) -> None:
         return
     # Logical slots, one for each thread of the engines; the operating system shares the cores.
     slots = config.rollout.max_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
-    _init(
-        None,
-        debug=debug,
-        namespace=namespace,
-        num_cpus=max(os.cpu_count() or 1, slots + 1),
-        object_store_memory=config.ray.object_store_memory_bytes,
-        include_dashboard=False,
-        runtime_env=config.ray.runtime_env or None,
-        _system_config=dict(_RAY_SETTINGS),
-    )
+    from rollouter.serving.ray_internals import processes_in_own_sessions
+
+    with processes_in_own_sessions():
+        _init(
+            None,
+            debug=debug,
+            namespace=namespace,
+            num_cpus=max(os.cpu_count() or 1, slots + 1),
+            object_store_memory=config.ray.object_store_memory_bytes,
+            include_dashboard=False,
+            runtime_env=config.ray.runtime_env or None,
+            _system_config=dict(_RAY_SETTINGS),
+        )
 
 
 def _runtime_env(config: Config) -> dict[str, Any] | None:

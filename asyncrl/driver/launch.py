@@ -141,8 +141,20 @@ async def _launch(config: Config, run: OpenedRun) -> int:
         async with recorder.trackers():
             await Run(config, run_dir, run.resume, recorder, view, status).main(namespace, interrupts)
             view.phase("shutting down")
+        if status.queue is not None:
+            recorder.update_counts(status.queue.counts, status.queue.trained_tokens)
+        summary.write_early(recorder.summary("interrupted" if interrupts.received else "completed", None))
 
-    outcome, cause = await run_on_cluster(config, run, main, status.keep_written, stale=stale_namespace)
+    def note_interrupt() -> None:
+        error = InfraError(
+            "the run received a signal, and ended before it had stopped in order: Ray ends its driver when Ray's own "
+            "processes end first; resume=auto continues the run"
+        )
+        summary.write_early(recorder.summary("interrupted", describe_error(error, "driver")))
+
+    outcome, cause = await run_on_cluster(
+        config, run, main, status.keep_written, stale=stale_namespace, note_interrupt=note_interrupt
+    )
     await status.take_final_counts()
     final = recorder.summary(outcome, cause)
     status.end(outcome, cause["message"] if cause is not None else "")
@@ -170,6 +182,7 @@ async def run_on_cluster(
     main: Callable[[str, Interrupts], Awaitable[None]],
     *background: Callable[[], Coroutine[Any, Any, None]],
     stale: str = "",
+    note_interrupt: Callable[[], None] | None = None,
 ) -> tuple[RunOutcome, dict[str, str] | None]:
     """Start Ray, call `main` with its namespace and the interrupts, and return the outcome and the error.
 
@@ -178,8 +191,9 @@ async def run_on_cluster(
     Args:
         background: calls that run beside it until it has ended.
         stale: namespace of the run's last driver.
+        note_interrupt: called at the first signal.
     """
-    interrupts, view = Interrupts(), run.view
+    interrupts, view = Interrupts(note_interrupt), run.view
     view.phase("starting Ray")
     try:
         with interrupts.scope:

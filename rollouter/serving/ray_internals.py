@@ -1,5 +1,5 @@
-"""Everything that this package takes from the inside of Ray Serve and of Ray's LLM library: it may change with any
-release.
+"""Everything that the project takes from the inside of Ray, of Ray Serve and of Ray's LLM library: it may change with
+any release.
 
 `tests/rollouter/serving/test_ray_internals.py` fails on a version of Ray other than `CHECKED_RAY` and names what is
 missing there. The names of Ray's LLM library are imported at their first use, because they import vLLM, which
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from ray._private import state
+from ray._private import services, state
 from ray._private.worker import global_worker
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve._private.constants import SERVE_LOGGER_NAME
@@ -77,6 +79,25 @@ def __getattr__(name: str) -> Any:
     if name not in LLM_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(LLM_MODULES[name]), name)
+
+
+@contextmanager
+def processes_in_own_sessions() -> Iterator[None]:
+    """Start Ray inside this context: each process of its node (GCS, raylet, …) gets a session of its own (Linux).
+
+    A signal to the driver's process group (`timeout`, a container's runtime, a closed terminal) then reaches the driver
+    alone, which stops the run with a checkpoint; otherwise Ray would end in the same moment, and the driver with it.
+    Ray still asks the kernel to end its processes when the driver dies; where it cannot, it ends them by their group.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    original = services.ConsolePopen
+    services.ConsolePopen = partial(original, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import psutil
 from pydantic import TypeAdapter
 
 from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
@@ -117,14 +118,21 @@ class SavedSummary:
 
 
 def read_summary(run_dir: Path) -> SavedSummary | None:
-    """Return the summary of a run; None: it has none. Blocking.
+    """Return the summary of a run; None: it has none, or only the early one of a driver that lives. Blocking.
 
     Raises:
         ConfigError: the file cannot be read, is torn, or has a value of another type.
     """
     path = run_dir / SUMMARY
     raw = read_values(path)
+    driver = raw.get(_EARLY) if isinstance(raw, dict) else None
+    if isinstance(driver, int) and psutil.pid_exists(driver):
+        return None
     return None if raw is None else load_values(_adapter(), raw, str(path))
+
+
+_EARLY = "early_of"
+"""Key of an early summary: the process id of the driver that replaces it at its end."""
 
 
 @cache
@@ -440,6 +448,17 @@ class SummaryFile:
             os.replace(self._reserve, self.path)
         except OSError as error:
             raise disk_error(self.path, error) from error
+
+    def write_early(self, summary: Mapping[str, Any]) -> None:
+        """Write a summary that `write` replaces, unless Ray's processes end first: Ray then ends this process at once.
+
+        A full disk is ignored, and the reserved space is kept for `write`."""
+        early = self.path.with_suffix(".early")
+        try:
+            early.write_bytes(_encode({**summary, _EARLY: os.getpid()}))
+            early.replace(self.path)
+        except OSError:
+            early.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:
         # Without O_TRUNC: truncating would give the reserved space back before it is used.

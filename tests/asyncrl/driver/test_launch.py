@@ -21,6 +21,7 @@ from asyncrl.core.tasks import Interrupts
 from asyncrl.driver import launch as launch_module
 from asyncrl.driver import run as run_module
 from asyncrl.driver.resume import journal_identity
+from asyncrl.observe.status.summary import read_summary
 from asyncrl.queue.journal import Journal
 from asyncrl.storage.run_dir import RunDir
 from rollouter.rewards.functions import ROW_ARGUMENTS, load_reward_functions
@@ -74,6 +75,47 @@ def test_status_and_error_of_a_run_that_fails_after_an_interrupt(
     assert launch_module.launch(config_of(tmp_path)) == code
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["error"]["message"]) == (status, str(error))
+
+
+@pytest.mark.parametrize("ends", ["when Ray shuts down", "when Ray starts"])
+def test_a_driver_that_ray_ends_has_written_a_summary(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends the driver without any exception, so the summary must already be there."""
+    found: list[dict[str, Any]] = []
+
+    def read() -> None:
+        found.append(json.loads((tmp_path / "run" / "summary.json").read_text()))
+        assert read_summary(tmp_path / "run") is None, "the run has not ended while its driver lives"
+
+    class Stops:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        async def main(self, namespace: str, interrupts: Interrupts) -> None:
+            pass
+
+    @asynccontextmanager
+    async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterator[str]:
+        if ends == "when Ray starts":
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                await anyio.sleep(10)
+            finally:
+                read()
+        yield name
+        read()
+
+    replace_cluster(monkeypatch)
+    monkeypatch.setattr(launch_module, "cluster", cluster)
+    monkeypatch.setattr(run_module, "Run", Stops)
+    code = launch_module.launch(config_of(tmp_path))
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())
+    if ends == "when Ray starts":
+        assert "received a signal" in found[0]["error"]["message"]
+        assert (found[0]["status"], final["status"], final["error"], code) == ("interrupted", "interrupted", None, 130)
+    else:
+        assert (found[0]["status"], final["status"], code) == ("completed", "completed", 0)
 
 
 @pytest.mark.parametrize(

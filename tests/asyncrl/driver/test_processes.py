@@ -79,6 +79,13 @@ async def test_the_second_signal_cancels_at_once() -> None:
     assert await run.receive(signal.SIGINT, signal.SIGTERM)
 
 
+async def test_a_sigterm_that_arrives_twice_at_once_is_one() -> None:
+    """`timeout` sends it to the driver, and then to the group of both."""
+    run = Signalled()
+    run.interrupts.on_first = run.stop
+    assert not await run.receive(signal.SIGTERM, signal.SIGTERM)
+
+
 async def test_the_first_signal_during_the_start_cancels_at_once() -> None:
     assert await Signalled().receive(signal.SIGINT)
 

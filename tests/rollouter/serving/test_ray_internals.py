@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray._private.worker import global_worker
@@ -36,6 +39,8 @@ def test_ray_has_everything_that_is_used() -> None:
             getattr(ray_internals, name)
         except (ImportError, AttributeError):
             missing.append(f"{module}.{name}")
+    if not hasattr(ray_internals.services, "ConsolePopen"):
+        missing.append("ray._private.services.ConsolePopen")
     if not hasattr(ray_internals.state, "jobs"):
         missing.append("ray._private.state.jobs")
     for owner, name in [
@@ -84,6 +89,38 @@ print("kept", sum(len(getattr(handler, "buffer", ())) for handler in log.handler
     assert done.stdout.splitlines()[-1:] == ["kept 0"], done.stderr
     (file,) = tmp_path.iterdir()
     assert [line.split()[-1] for line in file.read_text().splitlines()] == ["before", "after"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems end Ray's processes by their group")
+def test_rays_processes_survive_a_signal_to_the_drivers_group_and_not_the_drivers_death() -> None:
+    """The driver ignores the signal, and dies without being able to do anything."""
+    program = """
+import signal, threading
+from ray._private.services import start_ray_process
+from rollouter.serving.ray_internals import processes_in_own_sessions
+
+signal.signal(signal.SIGTERM, lambda *_: print("signalled", flush=True))
+with processes_in_own_sessions():
+    inside = start_ray_process(["sleep", "600"], "raylet", fate_share=True)
+outside = start_ray_process(["sleep", "600"], "raylet", fate_share=True)
+print(inside.process.pid, outside.process.pid, flush=True)
+while True:
+    signal.pause()
+"""
+    arguments = [sys.executable, "-c", program]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as driver:
+        assert driver.stdout is not None
+        try:
+            inside, outside = (psutil.Process(int(pid)) for pid in driver.stdout.readline().split())
+            assert os.getsid(inside.pid) == inside.pid
+            os.killpg(driver.pid, signal.SIGTERM)
+            assert driver.stdout.readline() == "signalled\n"
+            psutil.wait_procs([outside], timeout=10)
+            statuses = [one.status() == psutil.STATUS_ZOMBIE for one in (inside, outside)]
+            assert statuses == [False, True], "only the process in the driver's group has ended"
+        finally:
+            driver.kill()
+    assert psutil.wait_procs([inside], timeout=10)[1] == []
 
 
 class Answer:
