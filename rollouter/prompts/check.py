@@ -5,6 +5,7 @@ The Rollouter checks all rows again when it tokenizes them. This check reports a
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from asyncrl.config.sections.data import data_suffix, is_remote
 from asyncrl.core.failures import AsyncRLError, ConfigError, DataError, InfraError
 from asyncrl.core.types import Prompt
 from asyncrl.storage.data_cache import DataCache
+from rollouter.prompts.columns import ColumnCheck
 from rollouter.prompts.dataset import OwnRows, RowKeys, parse_row
 from rollouter.prompts.files import DataFile, first_url, has_copy, open_url, remote_errors
 from rollouter.prompts.row_files import is_list, is_list_file, json_row, list_spans, read_spans, table_batches
@@ -32,6 +34,8 @@ CHECK_S = 5.0
 _BATCH_ROWS = 100
 _HEAD_BYTES = 2**17
 """Bytes of a JSON file elsewhere that are checked."""
+_ROW = re.compile(r", (row|line|entry) \d+: ")
+"""Names a row in the message of a `DataError`; other messages are of a whole file."""
 _FIX = "correct the function; docs/extending.md has an example of each"
 
 
@@ -42,9 +46,9 @@ def check_data(
     that can be read within `limit_s`. Of files elsewhere, the first rows are checked. Local files that are not on this
     machine are skipped."""
     until = clock() + limit_s
-    data, keys = config.data, RowKeys.of(config.data)
+    data, columns = config.data, ColumnCheck(config)
     remote = [
-        _RemoteCheck(config, key, name)
+        _RemoteCheck(config, key, name, columns)
         for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files))
         for name in files
         if is_remote(name)
@@ -63,19 +67,31 @@ def check_data(
                     if left == 0 or clock() > until:
                         break
                     empty, left = False, None if left is None else left - 1
-                    _check_row(config, key, keys, raw, where, path.parent)
+                    _check_row(config, key, columns, raw, where, path.parent)
                 if empty and left != 0 and clock() <= until:
                     yield _problem(config, key, name, "the file is empty: it has no rows", "give a file with prompts")
             except DataError as error:
-                yield _problem(config, key, name, error.message, "correct the row, or remove it")
+                yield _problem(config, key, name, *consequence_and_fix(error))
     for check in remote:
         yield from check.problems(until - clock(), limit_s)
+    yield from columns.problems()
+
+
+def consequence_and_fix(error: DataError) -> tuple[str, str]:
+    """Return the consequence and the fix of a row or a file that cannot be used. The fix is the last sentence of the
+    message if that names the keys to set."""
+    message, _, last = error.message.rpartition(". ")
+    if message and last.startswith("Set "):
+        return message, f"s{last[1:]}"
+    fix = "correct the row, or remove it" if _ROW.search(error.message) else "give another file, or write it again"
+    return error.message, fix
 
 
 def _check_row(
-    config: Config, key: str, keys: RowKeys, raw: Mapping[str, Any], where: str, directory: Path | None
+    config: Config, key: str, columns: ColumnCheck, raw: Mapping[str, Any], where: str, directory: Path | None
 ) -> None:
-    row = parse_row(raw, where, keys=keys, directory=directory)
+    row = parse_row(raw, where, keys=RowKeys.of(config.data), directory=directory)
+    columns.add(raw, row, where)
     if key == "data.train_files":
         refuse_own_distribution(row.extra_info, where, config.rollout.sampling)
 
@@ -83,18 +99,18 @@ def _check_row(
 class _RemoteCheck:
     """Checks the first rows of a file elsewhere in a thread, which is left behind if the server does not answer."""
 
-    def __init__(self, config: Config, key: str, name: str) -> None:
-        self._config, self._key, self._name = config, key, name
+    def __init__(self, config: Config, key: str, name: str, columns: ColumnCheck) -> None:
+        self._config, self._key, self._name, self._columns = config, key, name, columns
         self._error: AsyncRLError | None = None
         self._thread = threading.Thread(target=self._check, daemon=True, name=f"check of {name}")
         self._thread.start()
 
     def _check(self) -> None:
         try:
-            keys, empty = RowKeys.of(self._config.data), True
+            empty = True
             for raw, where in _first_rows(self._name, self._key):
                 empty = False
-                _check_row(self._config, self._key, keys, raw, where, None)
+                _check_row(self._config, self._key, self._columns, raw, where, None)
             if empty:
                 raise DataError("the file is empty: it has no rows")
         except AsyncRLError as error:
@@ -110,12 +126,13 @@ class _RemoteCheck:
         cache = DataCache(Path(self._config.data.cache_dir).expanduser())
         if self._error is None or (isinstance(self._error, InfraError) and has_copy(self._name, cache)):
             return
+        if isinstance(self._error, DataError):
+            yield ConfigProblem(self._key, self._name, *consequence_and_fix(self._error))
+            return
         message = self._error.message
         for prefix in (f"{self._key}: ", f"{self._name} "):
             message = message.removeprefix(prefix)
-        fix = "correct the row, or remove it" if isinstance(self._error, DataError) else ""
-        if not fix:  # the last sentence of the message
-            message, _, fix = message.rpartition(". ")
+        message, _, fix = message.rpartition(". ")  # the last sentence of the message
         yield ConfigProblem(self._key, self._name, message or fix, fix)
 
 
@@ -162,7 +179,7 @@ def _problem(config: Config, key: str, name: str, consequence: str, fix: str) ->
 
 def check_own_data(config: Config) -> Iterator[ConfigProblem]:
     """Call the user's `data.dataset`, and check its first rows; call `data.sampler` for a few prompts."""
-    data = config.data
+    data, columns = config.data, ColumnCheck(config)
     if data.dataset is not None:
         try:
             for split in ("val",) if config.validates_only else ("train", "val"):
@@ -172,7 +189,9 @@ def check_own_data(config: Config) -> Iterator[ConfigProblem]:
                 if not len(rows):
                     raise DataError(f"{data.dataset} returned no rows for {split!r}")
                 for index in range(min(len(rows), _BATCH_ROWS)):
-                    parse_row(rows.row(index), rows.where(index), keys=RowKeys.of(data))
+                    raw, where = rows.row(index), rows.where(index)
+                    columns.add(raw, parse_row(raw, where, keys=RowKeys.of(data)), where)
+            yield from columns.problems()
         except AsyncRLError as error:
             yield ConfigProblem("data.dataset", data.dataset, error.message.removeprefix("data.dataset: "), _FIX)
     if data.sampler is not None:
@@ -195,6 +214,8 @@ def rows_of(name: str, path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield each row of a local file with its location. Raises `DataError` if the file, or a row, cannot be read."""
     file = DataFile(name, path, data_suffix(name))
     try:
+        if path.stat().st_size == 0:
+            return
         if file.suffix == ".parquet":
             number = 0
             for batch in table_batches(path, name):

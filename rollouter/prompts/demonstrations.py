@@ -22,7 +22,7 @@ from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.types import Demonstration
 from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.chat_template import encode_text, end_token_ids, render
-from rollouter.prompts.check import rows_of
+from rollouter.prompts.check import consequence_and_fix, rows_of
 from rollouter.prompts.dataset import FileRows, OwnRows, RowSource, chat_messages, check_texts
 from rollouter.prompts.media import has_media
 from rollouter.user_code import shown
@@ -227,4 +227,5 @@ def check_demonstrations(
                 if empty:
                     yield ConfigProblem(key, name, "the file is empty: it has no rows", "give a file with rows")
             except DataError as error:
-                yield ConfigProblem(key, name, error.message, "correct the row, or remove it (docs/sft.md)")
+                consequence, fix = consequence_and_fix(error)
+                yield ConfigProblem(key, name, consequence, f"{fix} (docs/sft.md)")

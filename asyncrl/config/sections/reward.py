@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 BUILTIN_REWARDS = ("exact_match", "math_verify", "reasoning_gym")
+COMPARING_REWARDS = ("exact_match", "math_verify")
+"""Built-in functions that compare a response with the correct answer of its row."""
 _BUILTIN_PARTS = ("rule", "tools", "turns", "judge", "model")
 """Names of parts that every reward may have."""
 _JUDGE_FIELDS = ("question", "response", "conversation", "ground_truth")

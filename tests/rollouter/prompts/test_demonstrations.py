@@ -161,6 +161,7 @@ def test_a_wrong_row_is_found_before_anything_starts(tmp_path: Path) -> None:
     config = config_of(tmp_path, [{"prompt": "1+2=", "response": "#3"}, {"prompt": "3+4="}])
     (problem,) = check_demonstrations(config, limit_s=5.0)
     assert problem.key == "data.train_files" and "rows.jsonl, line 2: there is neither" in problem.consequence
+    assert problem.fix.startswith("set sft.messages_key")
     with pytest.raises(ConfigError, match=r"data\.train_files: .*line 2"):
         load_demonstrations(config, TOKENIZER, "train")
     assert list(check_demonstrations(config, limit_s=-1.0)) == []

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig, HubName, data_suffix, is_remote
+from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.core.failures import ConfigError, DataError, InfraError
 from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts import check as check_module
@@ -32,6 +33,8 @@ from rollouter.prompts.row_files import json_spans, read_spans
 from tests.fakes.hub import COMMIT, FakeHub, serving
 
 KEY = "data.train_files"
+
+NO_REWARD = RewardConfig(function="none")
 
 
 def row(text: Any) -> dict[str, Any]:
@@ -77,7 +80,7 @@ def test_a_json_list_that_is_none_is_named(tmp_path: Path, text: str, problem: s
     path.write_text(text)
     with pytest.raises(DataError, match=f"a.json: it is not JSON: {problem}"):
         list(json_spans(DataFile("a.json", path, ".json")))
-    (found,) = check_data(Config(data=DataConfig(train_files=(str(path),))))
+    (found,) = check_data(Config(data=DataConfig(train_files=(str(path),)), reward=NO_REWARD))
     assert problem in found.consequence
 
 
@@ -180,12 +183,15 @@ def test_files_of_a_web_server_are_checked_before_the_run_and_used_without_it_la
 
     def problems(*names: str) -> list[tuple[str, str, str]]:
         data = DataConfig(train_files=tuple(f"{base}/{name}" for name in names), cache_dir=cache_dir)
-        return [(one.severity, str(one.value), one.consequence) for one in check_data(Config(data=data), limit_s=30)]
+        return [
+            (one.severity, str(one.value), one.consequence)
+            for one in check_data(Config(data=data, reward=NO_REWARD), limit_s=30)
+        ]
 
     assert problems("a.jsonl?download=true", "list.json") == []
     (bad, missing, empty) = problems("bad.jsonl", "nowhere.jsonl", "empty.jsonl")
     assert bad[:2] == ("error", f"{base}/bad.jsonl")
-    assert "bad.jsonl, line 2: there is no field 'prompt'; the row has question. Set data.prompt_key" in bad[2]
+    assert "bad.jsonl, line 2: there is no field 'prompt'; the row has question" in bad[2]
     assert "there is no such file" in missing[2]
     assert "has no rows" in empty[2]
     assert len(open_files(tmp_path, f"{base}/a.jsonl")) == 5000

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig, ModelConfig, ReasoningGymConfig
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.run import RayConfig
 from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.types import SampleId
@@ -46,6 +48,11 @@ def question(text: str, **fields: Any) -> dict[str, Any]:
 def write_jsonl(path: Path, *rows: Any) -> str:
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return str(path)
+
+
+def unscored(*train_files: str, **data: Any) -> Config:
+    """Return a configuration for rows without correct answers."""
+    return Config(data=DataConfig(train_files=train_files, **data), reward=RewardConfig(function="none"))
 
 
 def load(tmp_path: Path, tokenizer: Any, *files: str, **data: Any) -> LoadedPrompts:
@@ -138,7 +145,7 @@ def test_errors_name_the_malformed_row(tmp_path: Path, tokenizer: Any, row: Any,
     path = write_jsonl(tmp_path / "bad.jsonl", question("1"), "", row)
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, tokenizer, path)
-    (problem,) = check_data(Config(data=DataConfig(train_files=(path,))))
+    (problem,) = check_data(unscored(path))
     assert (problem.key, problem.value, problem.severity) == ("data.train_files", path, "error")
     for text in (caught.value.message, problem.consequence):
         assert f"{path}, line 3" in text
@@ -154,25 +161,75 @@ def test_rows_are_checked_before_the_run_as_far_as_it_uses_them_and_time_allows(
     (tmp_path / "empty.jsonl").write_text("")
     parquet, empty = str(tmp_path / "bad.parquet"), str(tmp_path / "empty.jsonl")
 
-    def found(**data: Any) -> list[tuple[str, str]]:
-        return [(one.key, one.consequence) for one in check_data(Config(data=DataConfig(**data)))]
+    def found(*train_files: str, **data: Any) -> list[tuple[str, str]]:
+        return [(one.key, one.consequence) for one in check_data(unscored(*train_files, **data))]
 
-    assert found(train_files=(good, QUICKSTART + "/train.jsonl"), val_files=(good, "nowhere.jsonl")) == []
-    (train, row), (val, other) = found(train_files=(good, bad), val_files=(parquet,))
+    assert found(good, QUICKSTART + "/train.jsonl", val_files=(good, "nowhere.jsonl")) == []
+    (train, row), (val, other) = found(good, bad, val_files=(parquet,))
     assert (train, val) == ("data.train_files", "data.val_files")
     assert row.startswith(f"{bad}, line 2: field 'prompt' is 3; expected")
     assert other.startswith(f"{parquet}, row 2: field 'prompt' is []; expected")
-    assert found(train_files=(empty,)) == [("data.train_files", "the file is empty: it has no rows")]
-    assert found(train_files=(good, bad), max_train_samples=3) == []
-    assert len(found(train_files=(good, bad), max_train_samples=4)) == 1
+    assert found(empty) == [("data.train_files", "the file is empty: it has no rows")]
+    assert found(good, bad, max_train_samples=3) == []
+    assert len(found(good, bad, max_train_samples=4)) == 1
     own = {"temperature": 0.5}
     rows = write_jsonl(tmp_path / "own.jsonl", question("1", extra_info={"sampling_params": own}))
-    assert [key for key, _ in found(train_files=(rows,), val_files=(rows,))] == ["data.train_files"]
+    assert [key for key, _ in found(rows, val_files=(rows,))] == ["data.train_files"]
     ticks = iter(range(100))
-    late = check_data(Config(data=DataConfig(train_files=(bad,))), limit_s=0.5, clock=lambda: next(ticks))
+    late = check_data(unscored(bad), limit_s=0.5, clock=lambda: next(ticks))
     assert list(late) == []
-    cluster = Config.model_validate({"data": {"train_files": [bad]}, "ray": {"address": "auto"}})
+    cluster = unscored(bad).model_copy(update={"ray": RayConfig(address="auto")})
     assert [one.severity for one in check_data(cluster)] == ["warning"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("data", "reward", "key", "expected"),
+    [
+        ({"ground_truth_key": "answer"}, "exact_match", None, ""),
+        ({"ground_truth_key": "anser"}, "exact_match", "data.ground_truth_key", "set data.ground_truth_key=answer"),
+        ({"ground_truth_key": "anser"}, "none", "data.ground_truth_key", "set data.ground_truth_key=answer"),
+        ({}, "exact_match", "data.ground_truth_key", "set data.ground_truth_key=answer, or use another"),
+        ({}, "math_verify", "data.ground_truth_key", "set data.ground_truth_key=answer, or use another"),
+        ({"ground_truth_key": "meta"}, "none", None, ""),
+        ({}, "none", None, ""),
+        ({}, "rewards.py:mine", None, ""),
+        ({"ground_truth_key": "meta.levl"}, "exact_match", "data.ground_truth_key", "ground_truth_key=meta.level"),
+        ({"reward_fn_key": "orign"}, "none", "data.reward_fn_key", "set data.reward_fn_key=origin"),
+        ({"ground_truth_key": "answer", "image_key": "image"}, "none", "data.image_key", "or leave it out"),
+    ],
+)  # fmt: skip
+def test_the_columns_that_the_configuration_names_exist_and_built_in_rewards_have_answers(
+    tmp_path: Path, suffix: str, data: dict[str, str], reward: str, key: str | None, expected: str
+) -> None:
+    row = {"question": "1+1=", "answer": "2", "origin": "here", "meta": {"level": 1}}
+    path = str(tmp_path / f"a.{suffix}")
+    if suffix == "jsonl":
+        write_jsonl(tmp_path / "a.jsonl", row)
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    names = DataConfig(train_files=(path,), prompt_key="question", **data)
+    found = list(check_data(Config(data=names, reward=RewardConfig(function=reward))))
+    assert [(one.key, one.severity) for one in found] == ([(key, "error")] if key else [])
+    assert all(expected in one.fix and "question, answer, origin, meta.level" in one.consequence for one in found)
+
+
+def test_a_row_without_an_answer_among_others_is_named(tmp_path: Path) -> None:
+    rows = [question("1", reward_model={"ground_truth": truth}) for truth in ("1", None)]
+    config = Config(data=DataConfig(train_files=(write_jsonl(tmp_path / "a.jsonl", *rows),)))
+    (problem,) = check_data(config)
+    assert f"{tmp_path}/a.jsonl, line 2: the row has no correct answer" in problem.consequence
+
+
+def test_the_fix_of_a_wrong_row_or_file_fits_its_cause(tmp_path: Path) -> None:
+    named = write_jsonl(tmp_path / "named.jsonl", {"question": "1"})
+    cut, empty = tmp_path / "cut.parquet", tmp_path / "empty.parquet"
+    cut.write_bytes(b"PAR1")
+    empty.write_bytes(b"")
+    fixes = {name: next(check_data(unscored(name))).fix for name in (named, str(cut), str(empty))}
+    assert fixes[named].startswith("set data.prompt_key to the field")
+    assert fixes[str(cut)] == "give another file, or write it again"
+    assert fixes[str(empty)] == "give a file with prompts"
 
 
 @pytest.mark.parametrize(
