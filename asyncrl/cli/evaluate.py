@@ -8,7 +8,7 @@ import click
 
 from asyncrl.cli.launch import ARGUMENTS, changes, checked
 from asyncrl.cli.preflight import preflight
-from asyncrl.config.compose import Mode, check_config, split_arguments
+from asyncrl.config.compose import check_config, split_arguments
 from asyncrl.core.failures import ConfigError
 from asyncrl.driver.cluster import detect_machine
 from asyncrl.storage.run_dir import SavedConfig
@@ -47,26 +47,32 @@ def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, dry_run: b
     """
     given = [one for one in arguments if one.startswith(_CHECKPOINT)]
     source, overrides = split_arguments([one for one in arguments if not one.startswith(_CHECKPOINT)])
-    mode: Mode = "fully_async"
     if given:
         from asyncrl.driver.evaluate import find_model
 
         model = find_model(given[-1].removeprefix(_CHECKPOINT))
-        overrides = (*overrides, f"model.path={model.path}")
         if source is None and model.run_dir is not None:
             source = str(model.run_dir / "config.yaml")
-            saved = SavedConfig(model.run_dir).value("mode")
-            if saved == "sft":
+            if SavedConfig(model.run_dir).value("mode") == "sft" and not any(map(_sets_reward, overrides)):
                 raise ConfigError(
-                    f"{given[-1]} is of a supervised run, whose configuration has no prompts and rewards to evaluate "
-                    f"with: give one of a launch, asyncrl eval my_rl.yaml {given[-1]}"
+                    f"{given[-1]} is of a supervised run, whose configuration has no reward and no keys of rollout. "
+                    "Give a reward and prompts with correct answers: reward.function=exact_match (or math_verify, or "
+                    "your own), 'data.val_files=[FILE]', data.prompt_key and data.ground_truth_key if its columns have "
+                    "other names, and rollout.response_length; or give the configuration of a launch: asyncrl eval "
+                    f"my_rl.yaml {given[-1]}"
                 )
-            mode = "sync" if saved == "sync" else mode
+        overrides = (*overrides, f"model.path={model.path}")
     overrides = (*overrides, *_NO_TRAINING)
-    config = checked(preflight(check_config(source, overrides, mode=mode), detect_machine()))
+    config = checked(preflight(check_config(source, overrides), detect_machine()))
     from asyncrl.driver.evaluate import evaluate, plan_text
 
     if dry_run:
-        click.echo(f"{changes(source, overrides, config, mode)}\n\n{plan_text(config, out=out, fresh=fresh)}")
+        changed = changes(source, overrides, config, mode="fully_async")
+        click.echo(f"{changed}\n\n{plan_text(config, out=out, fresh=fresh)}")
         return 0
     return evaluate(config, out=out, fresh=fresh, as_json=as_json)
+
+
+def _sets_reward(override: str) -> bool:
+    """Whether an override sets a reward or a reward model."""
+    return override.lstrip("+").startswith("reward")

@@ -125,11 +125,12 @@ def _check(
     problems += [*unknown, *_of_verl(base, unknown)]
     count_processes(tree, user_values)
     automatic = take_auto(tree)
-    if "mode" in user_values and tree.get("mode") != mode:
+    config, type_problems = _validate(tree | {"mode": "fully_async"})
+    evaluates = config is not None and config.validates_only  # of a run of any mode
+    if "mode" in user_values and tree.get("mode") != mode and not evaluates:
         command = "asyncrl sft" if mode == "sft" else f"asyncrl launch {mode}"
         consequence = f"it contradicts `{command}`"
         problems.append(ConfigProblem("mode", tree.get("mode"), consequence, "leave the key out; the command sets it"))
-    config, type_problems = _validate(tree | {"mode": "fully_async"})
     problems += type_problems
     if config is not None:
         config = config.with_unresolved(unresolved)

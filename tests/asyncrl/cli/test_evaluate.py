@@ -302,21 +302,43 @@ def test_runs_without_a_checkpoint_and_checkpoints_without_a_model_are_refused(t
         find_model(str(run))
 
 
+def copy_model(run: Path) -> Path:
+    """Copy the quickstart's model into the checkpoint of a run, and return its directory there."""
+    (hf,) = run.glob("checkpoints/*/hf")
+    for file in (Path(driver.resolve("asyncrl://quickstart"))).iterdir():
+        (hf / file.name).write_bytes(file.read_bytes())
+    return hf
+
+
+def test_a_supervised_runs_checkpoint_is_evaluated_with_a_reward(
+    answering: Answering, cli: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+2=", "response": "#3"}\n')
+    pairs = [f"data.train_files=[{tmp_path}/pairs.jsonl]", f"data.val_files=[{tmp_path}/pairs.jsonl]"]
+    values = load_config("quickstart", [*pairs, "sft.max_length=128"], mode="sft").public_values()
+    run = write_run(tmp_path / "warm", 4, **values)
+    hf = copy_model(run)
+    refused = cli("eval", f"checkpoint={run}", code=BAD_CONFIG).err
+    assert "reward.function=exact_match" in refused and "data.val_files" in refused
+    given = ("reward.function=exact_match", "data.ground_truth_key=response", "rollout.response_length=64")
+    cli("eval", f"checkpoint={run}", *given)
+    assert answering.configs[0].model.path == str(hf)
+    cli("eval", f"checkpoint={run}", *given, "--dry-run")
+
+
 def test_the_configuration_is_that_of_the_checkpoints_run(
     monkeypatch: pytest.MonkeyPatch, cli: CommandLine, tmp_path: Path
 ) -> None:
     """Of a run in the same directory that resumed another one, in synchronous mode."""
     values = load_config("quickstart", ["data.max_val_samples=3"], mode="sync").public_values()
     run = write_run(tmp_path / "run", 4, **{**values, "run_dir": str(tmp_path / "run"), "resume": "auto"})
-    hf = run / "checkpoints" / "step_000004" / "hf"
-    for file in (Path(driver.resolve("asyncrl://quickstart"))).iterdir():
-        (hf / file.name).write_bytes(file.read_bytes())
+    hf = copy_model(run)
     evaluate = Mock(return_value=0)
     monkeypatch.setattr(driver, "evaluate", evaluate)
     cli("eval", f"checkpoint={run}", "rollout.val.n=3", "rollout.val.temperature=0.5")
     (config,) = evaluate.call_args.args
     assert (config.model.path, config.data.max_val_samples, config.rollout.val.n) == (str(hf), 3, 3)
-    assert (config.run_dir, config.resume, config.mode) == (None, "none", "sync")
+    assert (config.run_dir, config.resume) == (None, "none")
 
 
 def test_settings_follow_the_models_files_and_the_users_code(tmp_path: Path) -> None:
