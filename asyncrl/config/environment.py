@@ -23,7 +23,7 @@ from typing import Any
 from fsspec.registry import get_filesystem_class
 
 from asyncrl import assets
-from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.problems import ConfigProblem, warning
 
 _LONGEST_HEADER = 100 * 2**20
 """Maximum size of a header that safetensors accepts, in bytes."""
@@ -133,10 +133,25 @@ def _code_in_file(key: str, name: str, file: Path, attribute: str) -> Iterator[C
     if not attribute:
         fix = f"write {' or '.join(f'{name}:{one}' for one in sorted(defined)) or f'{name}:FUNCTION'}"
         yield ConfigProblem(key, name, "it names a file and none of its functions", fix)
+    elif attribute not in defined | assigned | imported and (broken := _broken_import(tree)):
+        fix = "install its package, or correct the import"
+        yield ConfigProblem(key, name, f"{file} line {broken[0]} imports {broken[1]}, which is not there", fix)
     elif attribute not in defined | assigned | imported and "*" not in imported:
         close = get_close_matches(attribute, defined, n=1, cutoff=0.7)
         fix = f"did you mean {file}:{close[0]}?" if close else f"it defines {', '.join(sorted(defined)) or 'nothing'}"
         yield ConfigProblem(key, name, f"{file} has no {attribute!r}", fix)
+
+
+def _broken_import(tree: ast.Module) -> tuple[int, str] | None:
+    """Return line and name of the first module that the code imports, and that does not exist."""
+    for node in tree.body:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            modules = [node.module]
+        for module in modules:
+            if not is_importable(module):
+                return node.lineno, module
+    return None
 
 
 def is_importable(module: str) -> bool:
@@ -192,6 +207,10 @@ def check_model_path(key: str, path: str, otherwise: str = "", *, is_model: bool
     """Check that `path` is a directory (of a model: with its files) or a hub name; the fix ends with `otherwise`."""
     local = local_path(path)
     if local is not None and local.is_dir():
+        if not (local / "config.json").is_file() and (exported := _exported_model(local)) is not None:
+            consequence = "it is a checkpoint or a run of asyncrl, and its model in Hugging Face format is below"
+            yield ConfigProblem(key, path, consequence, f"set {key}={exported}")
+            return
         if is_model and not (local / "config.json").is_file():
             consequence = "it has no config.json, so it is no model in Hugging Face format"
             yield ConfigProblem(key, path, consequence, "give the directory that save_pretrained wrote")
@@ -200,9 +219,26 @@ def check_model_path(key: str, path: str, otherwise: str = "", *, is_model: bool
             yield ConfigProblem(key, path, consequence, "convert it: save_pretrained(DIR, safe_serialization=True)")
     elif local is None or not _HUB_NAME.fullmatch(path):
         yield not_there(key, path, "the directory", otherwise)
-    elif os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on") and not _in_hub_cache(path):
+    elif _in_hub_cache(path):
+        return
+    elif os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         consequence = "it is neither a directory here nor in the hub's cache, and HF_HUB_OFFLINE forbids a download"
         yield ConfigProblem(key, path, consequence, f"{similar_path(local)}; or unset HF_HUB_OFFLINE{otherwise}")
+    else:
+        consequence = (
+            "there is no such directory here, so it is taken for a model of the Hugging Face Hub; the local cache of "
+            "the hub does not have it, and the run would download it"
+        )
+        fix = (
+            f"nothing, if you mean the hub's {path} and there is a network; otherwise {similar_path(local)}{otherwise}"
+        )
+        yield warning(key, path, consequence, fix)
+
+
+def _exported_model(directory: Path) -> Path | None:
+    """Return the model in Hugging Face format in a checkpoint, or in the newest checkpoint of a run."""
+    candidates = [directory / "hf", *sorted(directory.glob("checkpoints/step_*/hf"), reverse=True)]
+    return next((one for one in candidates if (one / "config.json").is_file()), None)
 
 
 def _in_hub_cache(name: str) -> bool:

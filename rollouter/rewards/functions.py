@@ -295,7 +295,8 @@ def load_reward_function(config: RewardConfig | RewardFunctionConfig, key: str =
     if problem := call_problem(target, **dict.fromkeys(names), **kwargs):
         raise ConfigError(
             f"{key}.function: {name} cannot be called with {', '.join(names)} (by name, since {key}.batch is "
-            f"{str(function.batch).lower()}) and {key}.kwargs ({', '.join(kwargs) or 'none'}): {problem}"
+            f"{str(function.batch).lower()}) and {key}.kwargs ({', '.join(kwargs) or 'none'}): {problem}. Write "
+            f"def {getattr(target, '__name__', 'score')}({', '.join([*names, *kwargs])}): ... (docs/rewards.md)"
         )
     if name in BUILT_IN and kwargs.get("pattern") is not None:
         _check_pattern(kwargs["pattern"], f"{key}.kwargs.pattern")

@@ -16,6 +16,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ImportPath = Annotated[str, Field(pattern=r"^.+:[^:]+$")]
 """A user's own part: `module:name` or `path/file.py:name` (`asyncrl.config.import_path`)."""
+FileNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, str) else tuple(value) if type(value) is list else value
+    ),
+]
+"""Names of files; a single one may be given without a list."""
 # YAML reads a bare `off` as false.
 Switch = Annotated[
     Literal["on", "off"],

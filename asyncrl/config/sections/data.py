@@ -22,7 +22,7 @@ from asyncrl.config.environment import (
     writable_parent,
 )
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect
-from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive
+from asyncrl.config.sections.base import ConfigSection, FileNames, ImportPath, NonNegative, Positive
 from asyncrl.core.failures import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ _PACKAGES = {
 _HUB_FORM = re.compile(
     r"hub:(?P<dataset>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^@:]+))?(?::(?:(?P<config>[^:/]+)/)?(?P<split>[^:/]+))?"
 )
+_HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 _ALL_LINEAR = "all-linear"
 _NOT_ADAPTED = ("lm_head", "embed_out", "embed_tokens", "wte", "wpe")
 """Names of matrices that get no adapter: embeddings and output heads."""
@@ -138,11 +139,11 @@ class ReasoningGymConfig(ConfigSection):
 class DataConfig(ConfigSection):
     """Where prompts come from. Rows have verl's fields: prompt, data_source, reward_model.ground_truth, extra_info."""
 
-    train_files: tuple[str, ...] = ()
+    train_files: FileNames = ()
     """Parquet, JSON or JSONL files with training prompts: paths, `fsspec` URLs such as `s3://bucket/train.parquet`, or
     data sets of the Hugging Face Hub, `hub:owner/name:split`. `asyncrl://quickstart/train.jsonl` is inside the
-    package."""
-    val_files: tuple[str, ...] = ()
+    package. A single file may be given without a list."""
+    val_files: FileNames = ()
     """Files with validation prompts; empty: the run does not validate."""
     prompt_key: str = "prompt"
     """Column with the prompt: chat messages, or a text that becomes the user's message."""
@@ -237,12 +238,20 @@ def _data_files(config: Config) -> Iterator[ConfigProblem]:
             if name.startswith(HUB):
                 yield from _hub_name(key, name)
             elif not is_remote(name) and (local is None or not local.is_file()):
-                yield not_there(key, name, "the file")
+                yield not_there(key, name, "the file", _hub_hint(name))
             elif data_suffix(name) not in DATA_SUFFIXES:
                 consequence = "files with this suffix cannot be read"
-                yield ConfigProblem(key, name, consequence, f"use {' or '.join(DATA_SUFFIXES)}")
+                yield ConfigProblem(key, name, consequence, f"use {' or '.join(DATA_SUFFIXES)}{_hub_hint(name)}")
             elif is_remote(name):
                 yield from check_protocol(key, name, "it cannot be read", protocol_package(name))
+
+
+def _hub_hint(name: str) -> str:
+    """Return the end of a fix for a name that may be meant as a data set of the Hugging Face Hub."""
+    dataset = name.removeprefix("hf://").removeprefix("datasets/")
+    if data_suffix(name) in DATA_SUFFIXES or not _HUB_DATASET.fullmatch(dataset):
+        return ""
+    return f"; a data set of the Hugging Face Hub is written {HUB}{dataset}:SPLIT"
 
 
 def _hub_name(key: str, name: str) -> Iterator[ConfigProblem]:

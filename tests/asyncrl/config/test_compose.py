@@ -195,7 +195,7 @@ def test_an_unknown_key_is_reported_with_the_key_that_means_it(override: str, ke
         ("rollout.n=8.5", "an integer > 0"),
         ("rollout.n='8'", "an integer > 0"),
         ("rollout.dtype=bfloat", "did you mean bfloat16?"),
-        ("data.train_files=a.jsonl", "e.g. [a.jsonl]"),
+        ("logging.sinks=wandb", "e.g. [wandb]"),
         ("profiler.steps=3", "give a list, each an integer > 0, e.g. [3]"),
         ("profiler.steps=[0]", "give a list, each an integer > 0 "),
         ("logging.sinks=tensorboard", "e.g. [tensorboard]"),
@@ -345,6 +345,13 @@ def test_entries_of_lists_are_read_from_a_file(tmp_path: Path) -> None:
     ).reward
     assert (reward.functions[0].name, reward.functions[0].weight) == ("brief", 0.5)
     assert reward.judge.params == {"temperature": 0}
+
+
+def test_a_single_file_needs_no_list(tmp_path: Path) -> None:
+    rows = str(write(tmp_path / "rows.jsonl", "{}"))
+    file = write(tmp_path / "my.yaml", f"data: {{train_files: {rows}, val_files: []}}\n")
+    assert load_config(file, [f"data.val_files={rows}"]).data.val_files == (rows,)
+    assert load_config(file).data.train_files == (rows,)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory"])

@@ -57,7 +57,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "used/summary.json": "{}",
         "mine.py": "def score(prompt, response): return 1.0\n",
         "broken.py": "def score(\n",
+        "imports.py": "import json\nfrom no_such_module.part import *\n",
     }
+    for step in (40, 80):
+        (tmp_path / f"run/checkpoints/step_{step:06d}/hf").mkdir(parents=True)
+        (tmp_path / f"run/checkpoints/step_{step:06d}/hf/config.json").write_text("{}")
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -79,12 +83,16 @@ def conversation(**multi_turn: Any) -> dict[str, Any]:
         ({"data.train_files": ["https://host/train.csv?x=.jsonl"]}, "data.train_files", ".parquet"),
         ({"data.train_files": ["what://host/train.json"]}, "data.train_files", "URL that fsspec knows"),
         ({"data.val_files": ["hub:a/b:test"], "data.train_files": ["hub:a:b:c"]}, "data.train_files", "write hub:"),
+        ({"data.train_files": ["openai/gsm8k"]}, "data.train_files", "is written hub:openai/gsm8k:SPLIT"),
+        ({"data.train_files": ["hf://openai/gsm8k"]}, "data.train_files", "is written hub:openai/gsm8k:SPLIT"),
         ({"data.val_files": ["hub:a/b"]}, "data.val_files", "write hub:owner/name:split"),
         ({"data.cache_dir": "/proc/cache"}, "data.cache_dir", "choose another directory"),
         ({"data.val_files": ["no/such/val.jsonl"]}, "data.val_files", "there is no directory"),
         ({"data.val_files": ["asyncrl://quickstrat/v.jsonl"]}, "data.val_files", "asyncrl://quick"),
         ({"model.chat_template": "no.jinja"}, "model.chat_template", "is not there"),
         ({"model.path": "none/of/these"}, "model.path", "is not there"),
+        ({"model.path": "run/checkpoints/step_000080"}, "model.path", "set model.path=run/checkpoints/step_000080/hf"),
+        ({"model.path": "run"}, "model.path", "set model.path=run/checkpoints/step_000080/hf"),
         ({"run_dir": "used"}, "run_dir", "resume=auto"),
         ({"run_dir": "train.csv/run"}, "run_dir", "is no directory"),
         ({"run_dir": "/proc/none/run"}, "run_dir", "/proc cannot be written"),
@@ -98,6 +106,7 @@ def conversation(**multi_turn: Any) -> dict[str, Any]:
         ({"reward.function": "mien.py:score"}, "reward.function", "mine.py"),
         ({"reward.function": "no_such_module:score"}, "reward.function", "no module"),
         ({"reward.function": "broken.py:score"}, "reward.function", "not Python"),
+        ({"reward.function": "imports.py:x"}, "reward.function", "imports.py line 2 imports no_such_module.part"),
         ({"reward.functions": [{"name": "brief", "function": "mine.py:scor"}]}, "reward.functions.function", "score?"),
         (conversation(tools=[{"class_name": "calculater"}]), "rollout.multi_turn.tools.0.class_name",
          "no built-in tool has this name\n    fix: did you mean calculator?"),
@@ -123,6 +132,22 @@ def test_a_missing_or_misspelt_value_is_reported_with_a_fix(changes: dict[str, A
     problem = single(machine_problems(changes))
     assert (problem.key, problem.severity) == (key, "error")
     assert text in str(problem)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_that_is_no_directory_and_not_in_the_hubs_cache_gives_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    problem = single(machine_problems({"model.path": "runn"}))
+    assert (problem.key, problem.severity) == ("model.path", "warning")
+    assert (
+        "there is no such directory here" in problem.consequence and "cache of the hub does not" in problem.consequence
+    )
+    assert "did you mean" in problem.fix
+    (tmp_path / "hub" / "models--runn").mkdir(parents=True)
+    assert machine_problems({"model.path": "runn"}) == []
 
 
 TOOL_CLASSES = ("calculator", "rollouter.tools.calculator.Calculator", "rollouter.tools.calculator:Calculator")
