@@ -18,7 +18,7 @@ import pydantic
 import yaml
 
 import asyncrl
-from asyncrl.config.foreign_keys import VERL_SECTION
+from asyncrl.config.foreign_keys import VERL, system_of
 from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
 from asyncrl.config.keys import advice, all_keys, choices, leaves, unknown_keys
 from asyncrl.config.placement import count_processes
@@ -122,7 +122,7 @@ def _check(
         return CheckedConfig(None, (refused.problem,))
     user_values = {**base.values, **overridden}
     unknown = list(_remove_unknown(tree))
-    problems += [*unknown, *_of_verl(base, unknown)]
+    problems = [*_of_other_system(base, unknown), *problems, *unknown]
     count_processes(tree, user_values)
     automatic = take_auto(tree)
     config, type_problems = _validate(tree | {"mode": "fully_async"})
@@ -519,12 +519,14 @@ def _first_line(error: Exception) -> str:
     return "Hydra: " + " ".join(str(error).split("\n    full_key")[0].split())
 
 
-def _of_verl(base: _BaseConfig, unknown: Sequence[ConfigProblem]) -> Iterator[ConfigProblem]:
-    """Yield a problem for a file that is a configuration of verl."""
-    theirs = [one.key for one in unknown if one.key.startswith(f"{VERL_SECTION}.") and base.node is not None]
-    if theirs:
+def _of_other_system(base: _BaseConfig, unknown: Sequence[ConfigProblem]) -> Iterator[ConfigProblem]:
+    """Yield a problem for a file that is a configuration of verl, TRL or another system."""
+    names = [one.key for one in unknown if one.key in base.values]
+    if (system := system_of(names)) is not None:
         fix = f"translate it: asyncrl migrate {base.name} > my.yaml"
-        yield ConfigProblem("config", base.name, f"it is a configuration of verl: it sets {theirs[0]}", fix)
+        if system != VERL:
+            fix = f"write the keys below as asyncrl names them; docs/coming-from.md has a table for {system}"
+        yield ConfigProblem("config", base.name, f"it is a configuration of {system}", fix)
 
 
 def _remove_unknown(tree: Tree) -> Iterator[ConfigProblem]:

@@ -6,7 +6,8 @@ The table is foreign_keys.toml: errors about unknown keys, `asyncrl migrate` and
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -17,6 +18,8 @@ from typing import Any
 VERL = "verl"
 VERL_SECTION = "actor_rollout_ref"
 """The section that only configurations of verl have."""
+_ENOUGH = 3
+"""Keys of another system that show that a file is one of its configurations."""
 _SIMILAR = 0.85
 """Similarity above which a name is taken for a misspelt name of another system."""
 
@@ -75,6 +78,16 @@ def of_verl(name: str) -> ForeignKey | None:
 def exact(name: str) -> ForeignKey | None:
     """Return the entry of exactly this name in any system."""
     return next((key for key in foreign_keys() if key.name == name and not key.is_pattern), None)
+
+
+def system_of(names: Collection[str]) -> str | None:
+    """Return the system whose configuration has these unknown keys: verl by its section, others by several keys that
+    no other system has."""
+    if any(name.startswith(f"{VERL_SECTION}.") for name in names):
+        return VERL
+    systems: dict[str, set[str]] = {name: {key.system for key in foreign_keys() if key.name == name} for name in names}
+    counts = Counter(system for found in systems.values() if len(found) == 1 for system in found)
+    return next((system for system, count in counts.most_common(1) if count >= _ENOUGH), None)
 
 
 def by_last_part(name: str) -> ForeignKey | None:

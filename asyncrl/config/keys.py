@@ -29,6 +29,7 @@ _TYPES: Mapping[Any, str] = {
     Any: "anything",
     type(None): "null",
 }
+_MOST_LONGER = 3
 _SIMILAR = 0.75
 """Similarity above which a key is taken for a misspelt one of the same section."""
 _BOUNDS: tuple[tuple[type, str, str], ...] = ((Gt, ">", "gt"), (Ge, ">=", "ge"), (Lt, "<", "lt"), (Le, "<=", "le"))
@@ -183,6 +184,8 @@ def advice(unknown: str) -> str:
     """
     if foreign := foreign_keys.exact(unknown):
         return _translated(unknown, foreign)
+    if longer := _longer(unknown):
+        return f"did you mean {' or '.join(longer)}?"
     if sibling := _sibling(unknown):
         return f"did you mean {sibling}?"
     namesake = _namesake(unknown)
@@ -200,16 +203,26 @@ def advice(unknown: str) -> str:
 
 def _translated(unknown: str, foreign: ForeignKey) -> str:
     parent, _, last = unknown.rpartition(".")
+    if foreign.name in all_keys():  # rollout.nn is our rollout.n, and not verl's
+        return f"did you mean {foreign.name}?"
     ours = foreign.targets(unknown)[0] if foreign.to else ""
     if f"{parent}.{ours.rpartition('.')[2]}" in all_keys():  # critic.optim.learning_rate is critic.optim.lr
         ours = f"{parent}.{ours.rpartition('.')[2]}"
-    if ours.rpartition(".")[2] == last and not foreign.note:
+    if ours.rpartition(".")[2] == last and not foreign.note and unknown != foreign.name:
         return f"did you mean {ours}?"
     return foreign.advice(ours)
 
 
 def _own_names() -> list[str]:
     return [name for name in all_keys() if "*" not in name]
+
+
+def _longer(unknown: str) -> list[str]:
+    """Return the keys of the same section whose names end with the unknown one, totals first: `total_epochs` and
+    `ppo_epochs` for `epochs`."""
+    parent, _, last = unknown.rpartition(".")
+    siblings = [name for name in _own_names() if name.rpartition(".")[0] == parent and name.endswith(f"_{last}")]
+    return sorted(siblings, key=lambda name: not name.removeprefix(f"{parent}.").startswith("total_"))[:_MOST_LONGER]
 
 
 def _sibling(unknown: str) -> str | None:

@@ -158,7 +158,10 @@ def test_null_unsets_a_text() -> None:
     [
         ("async_training.stalenes_threshold=2", "async_training.stalenes_threshold", ".staleness_threshold?"),
         ("rollout.lr=1", "rollout.lr", "did you mean trainer.optim.lr?"),
-        ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n", "did you mean rollout.n?"),
+        ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n", "use rollout.n, which verl calls actor_"),
+        ("rollout.nn=4", "rollout.nn", "did you mean rollout.n?"),
+        ("trainer.steps=4", "trainer.steps", "did you mean trainer.total_training_steps?"),
+        ("trainer.epochs=4", "trainer.epochs", "did you mean trainer.total_epochs or trainer.ppo_epochs?"),
         ("rollout.temperature=1", "rollout.temperature", "did you mean rollout.sampling.temperature?"),
         ("rolout.n=4", "rolout", "did you mean rollout?"),
         ("nothing_like_it=4", "nothing_like_it", "the top level has mode, "),
@@ -352,6 +355,22 @@ def test_a_single_file_needs_no_list(tmp_path: Path) -> None:
     file = write(tmp_path / "my.yaml", f"data: {{train_files: {rows}, val_files: []}}\n")
     assert load_config(file, [f"data.val_files={rows}"]).data.val_files == (rows,)
     assert load_config(file).data.train_files == (rows,)
+
+
+def test_a_file_of_another_system_is_named_before_its_keys(tmp_path: Path) -> None:
+    verl = write(tmp_path / "verl.yaml", "actor_rollout_ref: {rollout: {n: 4}}\ntrainer: {project_name: x}\n")
+    first, *others = check_config(verl).problems
+    assert (first.key, first.consequence) == ("config", "it is a configuration of verl")
+    assert f"asyncrl migrate {verl}" in first.fix
+    assert [one.fix for one in others if one.key == "trainer.project_name"] == [
+        "use project_name, which verl calls trainer.project_name"
+    ]
+    trl = write(tmp_path / "trl.yaml", "num_generations: 4\nlearning_rate: 1e-6\nmax_completion_length: 9\nbeta: 0\n")
+    first, *others = check_config(trl).problems
+    assert first.consequence == "it is a configuration of TRL" and "docs/coming-from.md" in first.fix
+    assert [one.key for one in others].count("data.train_files") == 1
+    single_key = write(tmp_path / "mine.yaml", "num_generations: 4\n")
+    assert "config" not in [one.key for one in check_config(single_key).problems]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory"])
