@@ -25,6 +25,7 @@ from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.run import check_mode
 from asyncrl.config.sources import COMMAND_LINE, EVALUATION, SYNC, lines, sources_of_files
 from asyncrl.config.threads import resolve_auto, take_auto
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
@@ -133,6 +134,7 @@ def _check(
         problems.append(ConfigProblem("mode", tree.get("mode"), consequence, "leave the key out; the command sets it"))
     problems += type_problems
     if config is not None:
+        problems += check_mode(config.async_training, _chosen_option("async_training", base, arguments))
         config = config.with_unresolved(unresolved)
         config = as_sync(config) if mode == "sync" else as_sft(config) if mode == "sft" else config
         config = as_evaluation(config) if config.validates_only else config
@@ -527,6 +529,14 @@ def _of_other_system(base: _BaseConfig, unknown: Sequence[ConfigProblem]) -> Ite
         if system != VERL:
             fix = f"write the keys below as asyncrl names them; docs/coming-from.md has a table for {system}"
         yield ConfigProblem("config", base.name, f"it is a configuration of {system}", fix)
+
+
+def _chosen_option(group: str, base: _BaseConfig, arguments: Sequence[str]) -> str | None:
+    """Return the packaged option of a group that the user has chosen in the file or on the command line."""
+    listed = [entry for entry in (base.node or {}).get("defaults", ()) if isinstance(entry, Mapping)]
+    chosen = [option for entry in listed for name, option in entry.items() if _group(name) == group]
+    chosen += [text.partition("=")[2] for text in arguments if text.startswith(f"{group}=")]
+    return chosen[-1] if chosen and chosen[-1] in _options(group, None) else None
 
 
 def _remove_unknown(tree: Tree) -> Iterator[ConfigProblem]:

@@ -53,6 +53,13 @@ class AsyncTrainingConfig(ConfigSection):
     """Train on samples in feed order instead of completion order, so that a replayed run repeats the recorded one
     (docs/skip.md). A slow sample then delays all samples after it."""
 
+    @property
+    def mode(self) -> str:
+        """The option of the group `async_training` whose mode (docs/design.md §3) these values are."""
+        if self.staleness_threshold == 0:
+            return "mode_a" if self.trigger_parameter_sync_step == 1 else "mode_b"
+        return "mode_d" if self.partial_rollout else "mode_c"
+
 
 class WeightSyncConfig(ConfigSection):
     """Weight updates from the Trainer to the engines."""
@@ -163,6 +170,19 @@ class ServeConfig(ConfigSection):
     allowed_hosts: tuple[str, ...] = ()
     """Host names that requests to loopback may be addressed to, besides localhost, 127.0.0.1 and [::1]: the name under
     which a proxy on this machine forwards requests, for example."""
+
+
+def check_mode(training: AsyncTrainingConfig, chosen: str | None) -> Iterator[ConfigProblem]:
+    """Yield a warning if the values are those of another mode than the one that the user has chosen."""
+    if chosen is None or chosen == training.mode:
+        return
+    consequence = (
+        f"the run is in {training.mode}: it has trigger_parameter_sync_step = {training.trigger_parameter_sync_step}, "
+        f"staleness_threshold = {training.staleness_threshold:g} and "
+        f"partial_rollout = {str(training.partial_rollout).lower()}"
+    )
+    fix = f"choose async_training={training.mode}, or leave out the keys that differ from {chosen}"
+    yield warning("async_training", chosen, consequence, fix)
 
 
 def _watchdog(config: Config) -> Iterator[ConfigProblem]:

@@ -373,6 +373,32 @@ def test_a_file_of_another_system_is_named_before_its_keys(tmp_path: Path) -> No
     assert "config" not in [one.key for one in check_config(single_key).problems]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "runs_in"),
+    [
+        (["async_training=mode_a", "async_training.staleness_threshold=2"], "mode_d"),
+        (["async_training=mode_b", "async_training.trigger_parameter_sync_step=1"], "mode_a"),
+        (["async_training=mode_d", "async_training.partial_rollout=false"], "mode_c"),
+        (["async_training=mode_b", "async_training.trigger_parameter_sync_step=8"], None),
+        (["async_training=mode_c", "async_training.staleness_threshold=3"], None),
+        (["async_training.staleness_threshold=0"], None),
+    ],
+)
+def test_values_of_another_mode_than_the_chosen_one_give_a_warning(overrides: list[str], runs_in: str | None) -> None:
+    found = [one for one in check_config(None, overrides).problems if one.key == "async_training"]
+    assert [one.severity for one in found] == (["warning"] if runs_in else [])
+    assert all(f"the run is in {runs_in}: it has trigger" in one.consequence for one in found)
+
+
+def test_a_mode_in_the_defaults_of_a_file_is_chosen(tmp_path: Path) -> None:
+    head = "defaults: [quickstart, {override async_training: mode_a}]\n"
+    assert check_config(write(tmp_path / "a.yaml", head)).problems == ()
+    problem = only_problem(
+        source=str(write(tmp_path / "b.yaml", f"{head}async_training: {{staleness_threshold: 1}}\n"))
+    )
+    assert (problem.key, problem.value, problem.severity) == ("async_training", "mode_a", "warning")
+
+
 @pytest.mark.parametrize("kind", ["pipe", "directory"])
 def test_a_configuration_that_is_no_regular_file_is_reported_as_such(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "my.yaml"
