@@ -5,7 +5,6 @@ Values come from the schema's defaults, the groups, the recipe, the user's file 
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from asyncrl.config.sections.run import check_mode
 from asyncrl.config.sources import COMMAND_LINE, EVALUATION, SYNC, lines, sources_of_files
 from asyncrl.config.threads import resolve_auto, take_auto
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
-from asyncrl.config.yaml_files import read_yaml
+from asyncrl.config.yaml_files import NamedText, read_yaml
 from asyncrl.core.failures import ConfigError
 
 Mode = Literal["fully_async", "sync", "sft"]
@@ -153,13 +152,19 @@ def _check(
 
 def _without_values(problem: ConfigProblem, read: ReadVariables) -> ConfigProblem:
     """Return the problem without secrets and without values of environment variables."""
-    name = "" if problem.key in all_keys() else problem.key.rpartition(".")[2]
     return replace(
         problem,
-        value=read.hidden(without_secrets(problem.value, name)),
+        value=read.hidden(without_secrets(problem.value, _secret_part(problem.key))),
         consequence=read.hidden(problem.consequence),
         fix=read.hidden(problem.fix),
     )
+
+
+def _secret_part(key: str) -> str:
+    """Return the last part of a key, by which its value may be a secret; "" if the schema has a key of this name, such
+    as `prompt_key`, which names a column."""
+    last = key.rpartition(".")[2]
+    return "" if any(name.rpartition(".")[2] == last for name in all_keys()) else last
 
 
 def value_sources(
@@ -269,8 +274,8 @@ def _read_file(name: str, file: Path) -> _BaseConfig:
 
     try:
         text = read_yaml(file)
-        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = OmegaConf.to_container(OmegaConf.load(NamedText(text, file)), resolve=False)
+        root = yaml.compose(NamedText(text, file), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
         raise _unreadable(name, error) from error
     if not isinstance(tree, dict):
@@ -573,7 +578,7 @@ def _type_problem(detail: Any) -> ConfigProblem:
         parts.pop()
     if not parts:
         return ConfigProblem("configuration", "?", detail["msg"], "see docs/config.md")
-    key, given = known[".".join(parts)], without_secrets(detail["input"], str(path[-1]))
+    key, given = known[".".join(parts)], without_secrets(detail["input"], _secret_part(str(path[-1])))
     name = ".".join(map(str, path[: len(parts)]))
     if detail["type"] == "extra_forbidden" and key.section is not None:  # in an entry of a list
         unknown, names = str(path[-1]), list(key.section.model_fields)

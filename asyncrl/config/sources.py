@@ -64,7 +64,11 @@ def _is_leaf(node: yaml.Node | None, key: str) -> bool:
 
 
 def source_of(key: str, sources: Mapping[str, str]) -> str:
-    """Return the source of a key, which may be that of the section or mapping it is in."""
+    """Return the source of a key, which may be that of the section it is in, or those of the values in it."""
+    below = dict.fromkeys(place for name, place in sources.items() if name.startswith(f"{key}."))
+    if below:
+        own = [sources[key]] if key in sources else []
+        return ", ".join(dict.fromkeys([*own, *below]))
     while key and key not in sources:
         key = key.rpartition(".")[0]
     return sources.get(key, DEFAULT)

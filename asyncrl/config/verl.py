@@ -7,7 +7,6 @@ in `by`.
 from __future__ import annotations
 
 import ast
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from asyncrl.config.foreign_keys import ForeignKey, of_verl
 from asyncrl.config.interpolation import bounded_references
 from asyncrl.config.keys import ConfigKey, all_keys, choices
 from asyncrl.config.tool_file import tool_entries
-from asyncrl.config.yaml_files import load_yaml, read_yaml
+from asyncrl.config.yaml_files import NamedText, load_yaml, read_yaml
 from asyncrl.core.failures import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -51,7 +50,7 @@ def read_verl(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     if not OmegaConf.has_resolver("oc.select"):
         raise ConfigError("omegaconf has no resolver oc.select, which verl's files use; update omegaconf")
     try:
-        tree = OmegaConf.create({}) if file is None else OmegaConf.load(io.StringIO(read_yaml(file)))
+        tree = OmegaConf.create({}) if file is None else OmegaConf.load(NamedText(read_yaml(file), file))
         if not isinstance(tree, DictConfig):
             raise ConfigError(f"{file}: it is not a mapping of keys to values; give a configuration of verl")
         for text in overrides:

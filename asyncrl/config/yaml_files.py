@@ -8,6 +8,7 @@ built.
 from __future__ import annotations
 
 import errno
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,19 @@ def read_yaml(file: Path) -> str:
     return text
 
 
+class NamedText(io.StringIO):
+    """A text whose file YAML's errors name."""
+
+    def __init__(self, text: str, file: Path) -> None:
+        super().__init__(text)
+        self.name = str(file)
+
+
 def load_yaml(file: Path) -> Any:
     """Return the values of a YAML file. Raises as `read_yaml` does."""
     text = read_yaml(file)
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(NamedText(text, file))
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML raises errors of many types for a text that does not fit its tag, such as `!!bool maybe`.
         raise yaml.YAMLError(f"{file}: a value cannot be read: {type(error).__name__}: {error}") from None
@@ -62,7 +71,7 @@ def _check(text: str, file: Path) -> None:
     nesting: list[tuple[str | None, int]] = []
     """For each open list or mapping its anchor, and `expanded` before it."""
     sizes: dict[str, int] = {}
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(NamedText(text, file), Loader=yaml.SafeLoader):
         before = expanded
         if isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in nesting):

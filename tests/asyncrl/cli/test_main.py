@@ -116,6 +116,7 @@ def test_a_bad_config_is_refused_with_key_value_consequence_and_fix(cli: Command
         (["launch", "fully_async", "--full"], "--dry-run"),
         (["launch", "fully_async", "--nope"], "--nope"),
         (["nope"], "nope"),
+        (["lunch"], "No such command 'lunch'. Did you mean 'launch'?"),
     ],
 )
 def test_bad_usage(arguments: list[str], error: str, cli: CommandLine) -> None:

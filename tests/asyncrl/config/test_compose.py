@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.config.compose import CONF, check_config, groups, load_config, recipes, split_arguments, to_yaml
+from asyncrl.config.compose import (
+    CONF,
+    check_config,
+    groups,
+    load_config,
+    recipes,
+    split_arguments,
+    to_yaml,
+    value_sources,
+)
 from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import trainer
+from asyncrl.config.sources import source_of
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import single
 
@@ -397,6 +407,29 @@ def test_a_mode_in_the_defaults_of_a_file_is_chosen(tmp_path: Path) -> None:
         source=str(write(tmp_path / "b.yaml", f"{head}async_training: {{staleness_threshold: 1}}\n"))
     )
     assert (problem.key, problem.value, problem.severity) == ("async_training", "mode_a", "warning")
+
+
+@pytest.mark.parametrize(("text", "line"), [("seed: 1\nseed: 2\n", 2), ("trainer:\n\tx: 2\n", 2), ("a: [\n", 2)])
+def test_an_error_of_yaml_names_the_file(tmp_path: Path, text: str, line: int) -> None:
+    file = write(tmp_path / "my.yaml", text)
+    assert f'"{file}", line {line}' in only_problem(source=str(file)).consequence
+
+
+def test_the_name_of_a_column_is_no_secret() -> None:
+    assert only_problem("sft.prompt_key=question").value == "question"
+    assert only_problem("reward.api_key=canary").value == "…"
+
+
+def test_a_mapping_has_the_sources_of_its_values(tmp_path: Path) -> None:
+    write(tmp_path / "rows.py", "def rows(split, size, more): return []\n")
+    text = (
+        f"data: {{dataset: '{tmp_path}/rows.py:rows', dataset_kwargs: {{more: 1}}, train_files: [], val_files: []}}\n"
+    )
+    file = write(tmp_path / "my.yaml", f"defaults: [quickstart]\n{text}")
+    overrides = ["data.dataset_kwargs.size=512"]
+    sources = value_sources(file, overrides, load_config(file, overrides))
+    assert source_of("data.dataset_kwargs", sources) == "my.yaml line 2, command line"
+    assert source_of("data.sampler", sources) == "default"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory"])
