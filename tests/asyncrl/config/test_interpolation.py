@@ -205,7 +205,8 @@ def test_revealed_secrets_are_not_in_errors_and_conceal_hides_them(monkeypatch: 
 def test_values_from_the_environment_are_resolved_in_the_process_and_unresolved_where_they_are_written(
     tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n' * 100, encoding="utf-8")
+    row = '{"prompt": "1+1", "reward_model": {"ground_truth": "2"}}\n'
+    (tmp_path / "rows.jsonl").write_text(row * 100, encoding="utf-8")
     monkeypatch.setenv("ROWS", str(tmp_path / "rows.jsonl"))
     tree: dict[str, Any] = with_server(
         env={"DATA": "${oc.env:CANARY}/data", "SAME": "${experiment_name}", "MODE": "fast"}

@@ -105,5 +105,5 @@ def test_a_call_that_hangs_is_given_up(tmp_path: Path) -> None:
 def test_nothing_is_started_for_built_in_functions_or_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check.subprocess, "Popen", None)
     assert list(RewardCheck(config_with({})).problems()) == []
-    own = {"reward.function": "mine.py:score", "data.train_files": ["elsewhere.jsonl"]}
+    own = {"reward.function": "mine.py:score", "data.train_files": ["elsewhere.jsonl"], "data.val_files": []}
     assert list(RewardCheck(config_with(own)).problems()) == []
