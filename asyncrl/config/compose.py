@@ -5,7 +5,6 @@ Values come from the schema's defaults, the groups, the recipe, the user's file 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,13 +12,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import pydantic
 import yaml
 
 import asyncrl
 from asyncrl.config.foreign_keys import VERL, system_of
 from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
-from asyncrl.config.keys import advice, all_keys, choices, leaves, unknown_keys
+from asyncrl.config.keys import advice, all_keys, leaves, secret_part, unknown_keys, validate
 from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
@@ -125,7 +123,7 @@ def _check(
     problems = [*_of_other_system(base, unknown), *problems, *unknown]
     count_processes(tree, user_values)
     automatic = take_auto(tree)
-    config, type_problems = _validate(tree | {"mode": "fully_async"})
+    config, type_problems = validate(tree | {"mode": "fully_async"})
     evaluates = config is not None and config.validates_only  # of a run of any mode
     if "mode" in user_values and tree.get("mode") != mode and not evaluates:
         command = "asyncrl sft" if mode == "sft" else f"asyncrl launch {mode}"
@@ -154,17 +152,10 @@ def _without_values(problem: ConfigProblem, read: ReadVariables) -> ConfigProble
     """Return the problem without secrets and without values of environment variables."""
     return replace(
         problem,
-        value=read.hidden(without_secrets(problem.value, _secret_part(problem.key))),
+        value=read.hidden(without_secrets(problem.value, secret_part(problem.key))),
         consequence=read.hidden(problem.consequence),
         fix=read.hidden(problem.fix),
     )
-
-
-def _secret_part(key: str) -> str:
-    """Return the last part of a key, by which its value may be a secret; "" if the schema has a key of this name, such
-    as `prompt_key`, which names a column."""
-    last = key.rpartition(".")[2]
-    return "" if any(name.rpartition(".")[2] == last for name in all_keys()) else last
 
 
 def value_sources(
@@ -559,49 +550,6 @@ def _remove(tree: Tree, path: Sequence[str]) -> None:
         _remove(tree[name], rest)
     if not rest or not tree[name]:
         del tree[name]
-
-
-def _validate(tree: Tree) -> tuple[Config | None, list[ConfigProblem]]:
-    """Validate with strict JSON types: an integer is no text and true is no integer; a list is valid for a tuple."""
-    try:
-        return Config.model_validate_json(json.dumps(tree, default=str), strict=True), []
-    except pydantic.ValidationError as error:
-        problems = [_type_problem(detail) for detail in error.errors(include_url=False)]
-        return None, list({problem.key: problem for problem in reversed(problems)}.values())[::-1]  # one of a union
-
-
-def _type_problem(detail: Any) -> ConfigProblem:
-    known = all_keys()
-    path = list(detail["loc"])
-    parts = ["*" if isinstance(part, int) else str(part) for part in path]
-    while parts and ".".join(parts) not in known:  # an item of a list, or a branch of a union
-        parts.pop()
-    if not parts:
-        return ConfigProblem("configuration", "?", detail["msg"], "see docs/config.md")
-    key, given = known[".".join(parts)], without_secrets(detail["input"], _secret_part(str(path[-1])))
-    name = ".".join(map(str, path[: len(parts)]))
-    if detail["type"] == "extra_forbidden" and key.section is not None:  # in an entry of a list
-        unknown, names = str(path[-1]), list(key.section.model_fields)
-        close = get_close_matches(unknown, names, n=1)
-        fix = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
-        return ConfigProblem(f"{name}.{unknown}", given, "there is no such key", fix)
-    if detail["type"] == "missing":
-        return ConfigProblem(name, None, "it is required here and was not given", f"give {key.kind}: {key.doc}")
-    # Validators of sections raise "consequence; fix".
-    message, _, fix = detail["msg"].removeprefix("Value error, ").partition("; ")
-    default = "" if key.section or key.default is ... else f" (default {json.dumps(key.default)})"
-    fix = fix or _valid_value(key.kind, given, is_list=detail["type"] == "tuple_type")
-    return ConfigProblem(name, given, f"it cannot be used: {message[0].lower()}{message[1:]}", fix + default)
-
-
-def _valid_value(kind: str, given: Any, *, is_list: bool) -> str:
-    """Return the fix for a value that is not of `kind`."""
-    if isinstance(given, str):
-        close = get_close_matches(given, choices(kind), n=1)
-        if close and close[0] != given:
-            return f"did you mean {close[0]}? It is {kind}"
-    example = f", e.g. [{given}]" if is_list and isinstance(given, (str, int, float)) else ""
-    return f"give {kind}{example}"
 
 
 def _set_keys(values: Mapping[str, Any]) -> set[str]:

@@ -1,10 +1,11 @@
-"""Every key of the schema by its dotted name, and the key that an unknown name means. Pure.
+"""Every key of the schema by its dotted name, the key that an unknown name means, and what is wrong with a value. Pure.
 
 Keys of entries of a list have `*` in the place of the entry's number: `rollout.multi_turn.tools.*.class_name`.
 """
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from functools import cache
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import pydantic
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from asyncrl.config import foreign_keys
 from asyncrl.config.foreign_keys import ForeignKey
+from asyncrl.config.interpolation import without_secrets
+from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import ConfigSection, ImportPath
 
@@ -257,3 +261,53 @@ def known_section(unknown: str) -> tuple[str, list[str]]:
     while parent and not (parent in known and known[parent].section):
         parent = parent.rpartition(".")[0]
     return parent, list(((known[parent].section if parent else None) or Config).model_fields)
+
+
+def secret_part(key: str) -> str:
+    """Return the last part of a key, by which its value may be a secret; "" if the schema has a key of this name, such
+    as `prompt_key`, which names a column."""
+    last = key.rpartition(".")[2]
+    return "" if any(name.rpartition(".")[2] == last for name in all_keys()) else last
+
+
+def validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigProblem]]:
+    """Validate with strict JSON types: an integer is no text and true is no integer; a list is valid for a tuple."""
+    try:
+        return Config.model_validate_json(json.dumps(tree, default=str), strict=True), []
+    except pydantic.ValidationError as error:
+        problems = [_type_problem(detail) for detail in error.errors(include_url=False)]
+        return None, list({problem.key: problem for problem in reversed(problems)}.values())[::-1]  # one of a union
+
+
+def _type_problem(detail: Any) -> ConfigProblem:
+    known = all_keys()
+    path = list(detail["loc"])
+    parts = ["*" if isinstance(part, int) else str(part) for part in path]
+    while parts and ".".join(parts) not in known:  # an item of a list, or a branch of a union
+        parts.pop()
+    if not parts:
+        return ConfigProblem("configuration", "?", detail["msg"], "see docs/config.md")
+    key, given = known[".".join(parts)], without_secrets(detail["input"], secret_part(str(path[-1])))
+    name = ".".join(map(str, path[: len(parts)]))
+    if detail["type"] == "extra_forbidden" and key.section is not None:  # in an entry of a list
+        unknown, names = str(path[-1]), list(key.section.model_fields)
+        close = get_close_matches(unknown, names, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
+        return ConfigProblem(f"{name}.{unknown}", given, "there is no such key", fix)
+    if detail["type"] == "missing":
+        return ConfigProblem(name, None, "it is required here and was not given", f"give {key.kind}: {key.doc}")
+    # Validators of sections raise "consequence; fix".
+    message, _, fix = detail["msg"].removeprefix("Value error, ").partition("; ")
+    default = "" if key.section or key.default is ... else f" (default {json.dumps(key.default)})"
+    fix = fix or _valid_value(key.kind, given, is_list=detail["type"] == "tuple_type")
+    return ConfigProblem(name, given, f"it cannot be used: {message[0].lower()}{message[1:]}", fix + default)
+
+
+def _valid_value(kind: str, given: Any, *, is_list: bool) -> str:
+    """Return the fix for a value that is not of `kind`."""
+    if isinstance(given, str):
+        close = get_close_matches(given, choices(kind), n=1)
+        if close and close[0] != given:
+            return f"did you mean {close[0]}? It is {kind}"
+    example = f", e.g. [{given}]" if is_list and isinstance(given, (str, int, float)) else ""
+    return f"give {kind}{example}"

@@ -272,7 +272,9 @@ def check_length(config: Config, num_prompts: int) -> Iterator[ConfigProblem]:
         yield from _warm_ups(config, steps)
     elif num_prompts == 0:
         if config.data.train_files:  # otherwise a rule of `data` reports it
-            yield ConfigProblem("data.train_files", config.data.train_files, "they have no prompts", "add data")
+            yield ConfigProblem(
+                "data.train_files", config.data.train_files, "there is no prompt to train on", "add data"
+            )
     else:
         yield ConfigProblem(
             "trainer.partial_final_batch",
