@@ -26,6 +26,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.threads import share_cpus
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 from asyncrl.driver import processes
+from asyncrl.observe.terminal.live import ALREADY_SHOWN
 from asyncrl.storage.run_dir import RAY_LOGS
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,7 @@ def connected(address: str, source: str = "ray.address") -> Iterator[None]:
     `source`: the key or option that has the address, for messages.
 
     Raises:
-        ConfigError: the cluster requires its token.
-        InfraError: it does not answer.
+        ConfigError: it does not answer, or requires its token.
     """
     for name, value in {**_QUIET, **_SHARED}.items():
         os.environ.setdefault(name, value)
@@ -113,8 +113,8 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
         stale: namespace of an earlier driver of this run that has ended.
 
     Raises:
-        ConfigError: the cluster at `ray.address` requires its token.
-        InfraError: Ray cannot start, or the cluster does not answer.
+        ConfigError: the cluster at `ray.address` does not answer, or requires its token.
+        InfraError: Ray cannot start.
         DeadlineError: leftovers were not removed within `timeouts.start_s`.
     """
     processes.adopt_orphans()
@@ -243,8 +243,8 @@ def _init(address: str | None, *, debug: bool = False, source: str = "ray.addres
     """Connect to the cluster at `address`; None: start one.
 
     Raises:
-        ConfigError: the cluster requires its token.
-        InfraError: any other reason, with a fix.
+        ConfigError: the cluster at `address` does not answer, or requires its token.
+        InfraError: Ray cannot start here.
     """
     import ray
 
@@ -254,19 +254,22 @@ def _init(address: str | None, *, debug: bool = False, source: str = "ray.addres
     try:
         # Without `local` Ray would join a running cluster that it finds on this machine.
         ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **options)
-    except Exception as error:  # noqa: BLE001  Ray raises many types here, and all mean that there is no cluster
+    except Exception as error:
         if _wants_token(error):
             raise ConfigError(
                 f"{given}: the cluster requires its token, so nothing runs: `export RAY_AUTH_MODE=token` and "
                 "`export RAY_AUTH_TOKEN=...` (or put the token into ~/.ray/auth_token, or the path of its file into "
                 "RAY_AUTH_TOKEN_PATH); `ray get-auth-token` prints it on the head node"
             ) from None
-        if address is None:
-            logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
-            fix = f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
-        else:
+        if address is not None:
+            logger.info("%s: Ray's error", given, exc_info=error, extra=ALREADY_SHOWN)
             alone = ", or leave it null for a private cluster on this machine" if source == "ray.address" else ""
-            fix = f"check the address: `ray status` on a node of the cluster shows whether it runs{alone}"
+            raise ConfigError(
+                f"{given}: there is no Ray cluster that answers, so nothing runs: {' '.join(str(error).split())}; "
+                f"check the address: `ray status` on a node of the cluster shows whether it runs{alone}"
+            ) from None
+        logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+        fix = f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
         raise InfraError.wrap(f"{given}: Ray did not start, so nothing runs: {error}; {fix}", error) from None
 
 

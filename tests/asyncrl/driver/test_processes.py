@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
+from asyncrl.core.failures import BugError, ConfigError, DeadlineError, DiskFullError, InfraError, UserCodeError
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.tasks import Interrupts
 from asyncrl.driver import cluster as cluster_module
@@ -256,7 +256,8 @@ def test_an_address_that_does_not_answer_is_named_by_its_key_or_option(
     monkeypatch.setattr(ray, "init", refuse)
     for names in ("_QUIET", "_SHARED"):
         monkeypatch.setattr(cluster_module, names, {})
-    with pytest.raises(InfraError) as raised, cluster_module.connected("10.0.0.9:6379", source):
+    with pytest.raises(ConfigError) as raised, cluster_module.connected("10.0.0.9:6379", source):
         pass
-    assert raised.value.message.startswith(f"{source}=10.0.0.9:6379: Ray did not start")
+    assert raised.value.message.startswith(f"{source}=10.0.0.9:6379: there is no Ray cluster that answers")
+    assert "nothing listens there" in raised.value.message and "\n" not in str(raised.value), "without a traceback"
     assert fix in f"{raised.value.message}\n"
