@@ -138,6 +138,7 @@ def _show_plan(
             teacher_parameters=None if config.teacher.path is None else num_parameters(config.teacher.path),
         )
         placement = None if config.ray.address is None else _placement(config)
+        continued = _preview_resume(config)
     except AsyncRLError as error:
         if not as_json:
             raise
@@ -153,6 +154,8 @@ def _show_plan(
             "plan": resources.as_json(),
             "warnings": [asdict(warning) for warning in warnings],
         }
+        if continued:
+            answer["resume"] = list(continued)
         if placement is not None:
             answer["placement"] = placement.as_json()
         click.echo(json.dumps(answer, indent=2, default=str))
@@ -163,6 +166,8 @@ def _show_plan(
     click.echo("\n" + _table(plan.quantity_rows(resources)))
     if placement is not None:
         click.echo("\n" + _table([("node", "labels", "CPUs", "GPUs", "processes"), *node_rows(placement)]))
+    if continued:
+        click.echo("\n" + "\n".join(continued))
     _warn(warnings)
     if placement is not None:
         _report_room(placement, config)
@@ -178,6 +183,14 @@ def _placement(config: Config) -> Placement:
         from asyncrl.driver.cluster_state import plan_placement
 
         return plan_placement(config)
+
+
+def _preview_resume(config: Config) -> tuple[str, ...]:
+    if config.resume == "none":
+        return ()
+    from asyncrl.driver import launch as driver
+
+    return driver.preview_resume(config)
 
 
 def _report_room(placement: Placement, config: Config) -> None:

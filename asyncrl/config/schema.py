@@ -13,7 +13,7 @@ from pydantic import PrivateAttr
 
 from asyncrl.config.interpolation import ValuePath
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.base import ConfigSection, NonNegative, Switch
+from asyncrl.config.sections.base import ConfigSection, Seed, Switch
 from asyncrl.config.sections.data import DataConfig, ModelConfig, SftConfig
 from asyncrl.config.sections.observe import LoggingConfig, ProfilerConfig
 from asyncrl.config.sections.reward import RewardConfig
@@ -43,9 +43,10 @@ class Config(ConfigSection):
     """Directory of the run; null: runs/<experiment_name>/<time>/. With `resume`, it can only be the directory of the
     resumed run."""
     resume: str = "none"
-    """What to continue from: `none`; `auto`, which is the newest checkpoint of this experiment (with `run_dir`: of the
-    run in that directory), if one exists; or a run or checkpoint directory. A run continues in its own directory. To
-    start a new run from its weights, give `model.path=<checkpoint>/hf` instead."""
+    """What to continue from: `none`; `auto`, which is the newest run of this experiment that has a checkpoint or a
+    journal, whatever its other settings were (with `run_dir`: the run in that directory), if one exists; or a run or
+    checkpoint directory. A run continues in its own directory. To start a new run from its weights, give
+    `model.path=<checkpoint>/hf` instead."""
     journal: Switch = "on"
     """Write every transition of every sample, and the finished samples that no checkpoint covers yet, to the run
     directory, so that a crash loses nothing. `off`: a restart continues from the last checkpoint, and a lost queue ends
@@ -54,7 +55,7 @@ class Config(ConfigSection):
     """Access to the directories that a run creates: the run directory, the records of `skip` and the dump of
     trajectories. `private`: only the user who starts it (mode 0700); `group`: the group may read them (0750); `umask`:
     what the umask allows. Existing directories keep their mode, and files inside follow the umask."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seed of the data order and of torch. The same seed gives the same prompts in the same feed order."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

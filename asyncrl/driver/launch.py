@@ -20,7 +20,15 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
 from asyncrl.core.tasks import Interrupts
 from asyncrl.driver.cluster import cluster, link_logs
-from asyncrl.driver.run_directory import RunLocks, already_completed, check_run_dir, find_locked_resume, open_run_dir
+from asyncrl.driver.resume import find_resume
+from asyncrl.driver.run_directory import (
+    RunLocks,
+    already_completed,
+    check_run_dir,
+    find_locked_resume,
+    open_run_dir,
+    unfinished_run,
+)
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import RunProgress, read_readable_state
@@ -100,7 +108,7 @@ def opened_run(config: Config) -> Iterator[OpenedRun | None]:
         if resume is not None:
             check_run_dir(config, resume)
             if (message := already_completed(config, resume)) is not None:
-                for text in (*warnings, message):
+                for text in filter(None, (*warnings, message, unfinished_run(config, resume))):
                     view.message("warning", text)
                 yield None
                 return
@@ -116,6 +124,26 @@ def opened_run(config: Config) -> Iterator[OpenedRun | None]:
         summary = SummaryFile(run_dir.path)
         summary.reserve()
         yield OpenedRun(run_dir, resume, summary, view, warnings)
+
+
+def preview_resume(config: Config) -> tuple[str, ...]:
+    """Return lines about what a launch would continue from; nothing is locked or written.
+
+    Raises:
+        ConfigError: see `launch`.
+    """
+    if config.resume == "none" or "://" in (config.trainer.checkpoint_dir or ""):  # a launch fetches checkpoints first
+        return ()
+    warnings: list[str] = []
+    resume = find_resume(config, warn=warnings.append)
+    if resume is None:
+        found = f"resume={config.resume} finds no run to continue: a new one begins"
+    elif (message := already_completed(config, resume)) is not None:
+        found = message
+    else:
+        step, source = resume.manifest.progress.step, resume.checkpoint or f"the journal of {resume.run_dir}"
+        found = f"resume={config.resume} continues from {source}, at step {step}"
+    return tuple(filter(None, (*warnings, found, unfinished_run(config, resume))))
 
 
 async def _launch(config: Config, run: OpenedRun) -> int:

@@ -21,10 +21,12 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts as count_prompts
 from asyncrl.core.failures import ConfigError
 from asyncrl.driver.resume import completed_at, find_resume
+from asyncrl.observe.status.run_files import read_liveness
 from asyncrl.storage.checkpoint_manifest import Resume
 from asyncrl.storage.run_dir import (
     JOURNAL_FILES,
     METRICS,
+    RUNS,
     SAMPLES,
     TRAINED,
     RunDir,
@@ -33,6 +35,7 @@ from asyncrl.storage.run_dir import (
     create_run_dir,
     disk_error,
     reopen_run_dir,
+    runs_of,
 )
 
 LOCK = "run.lock"
@@ -226,6 +229,27 @@ def already_completed(config: Config, resume: Resume) -> str | None:
         if total_steps is None or step < total_steps:
             return None
     return _nothing_to_train(resume, f"the run in {resume.run_dir} is completed, at step {end}, and stays as it is")
+
+
+def unfinished_run(config: Config, resume: Resume | None, *, root: Path = RUNS) -> str:
+    """Return a sentence about the newest run of this experiment and mode that has not ended, and that `resume=auto`
+    passes over because a newer one exists; empty: there is none, or `resume` is not `auto`."""
+    if config.resume != "auto" or config.run_dir is not None or config.trainer.checkpoint_dir is not None:
+        return ""
+    chosen = None if resume is None or resume.run_dir is None else resume.run_dir.resolve()
+    for run in runs_of(config.experiment_name, root=root):
+        liveness = read_liveness(run.path)
+        if run.path.resolve() == chosen or liveness.phase == "completed" or liveness.how == "live":
+            continue
+        if (run.checkpoints.is_dir() or run.journal.exists()) and SavedConfig(run.path).value("mode") == config.mode:
+            state = liveness.state
+            at = f" at step {state.step} of {state.total_steps}" if state is not None and state.total_steps else ""
+            command = "asyncrl sft" if config.mode == "sft" else f"asyncrl launch {config.mode}"
+            return (
+                f"The run in {run.path} is not finished ({liveness.phase}{at}): "
+                f"`{command} {run.path / 'config.yaml'} resume={run.path}` continues it"
+            )
+    return ""
 
 
 def _nothing_to_train(resume: Resume, reason: str) -> str:

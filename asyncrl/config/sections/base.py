@@ -11,6 +11,8 @@ Positive = Annotated[int, Field(gt=0)]
 Threads = Annotated[int, Field(gt=0), "auto"]
 """A number of threads; `auto` is replaced by a number before validation (`asyncrl.config.threads`)."""
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""Every generator of random numbers takes such a seed."""
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -35,6 +37,17 @@ def test_dry_runs_and_bad_configs_are_quick_and_load_nothing_heavy(arguments: tu
     assert (returned, loaded & HEAVY) == (code, set())
     assert "numpy" not in loaded or "--dry-run" in arguments, "only rows need it"
     assert cpu_s < 2.0
+
+
+@pytest.mark.parametrize("module", ["asyncrl", "asyncrl.cli.main"])
+def test_the_command_runs_as_a_module(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, f"asyncrl, version {__version__}")
+
+
+def test_a_seed_that_no_generator_takes_is_refused_with_its_bound(cli: CommandLine) -> None:
+    assert "4294967296" in cli("launch", "fully_async", f"seed={10**28}", "--dry-run", code=2).err
+    cli("launch", "fully_async", f"seed={2**32 - 1}", "--dry-run")
 
 
 def test_dry_run_prints_the_config_and_the_plan(cli: CommandLine) -> None:

@@ -33,6 +33,8 @@ from asyncrl.storage.run_dir import RunDir
 from tests.fakes.queues import MemoryLog
 from tests.fakes.run_on_disk import RunOnDisk, write_checkpoint
 
+SHORT = {"trainer": {"total_training_steps": 9}}
+
 # ---------------------------------------------------------------------------------------------- choice of the directory
 
 
@@ -54,6 +56,23 @@ def test_a_run_without_checkpoint_and_journal_starts_again_in_its_directory(tmp_
     assert current_files(second) == {"config.yaml", "logs"}
     for name in ("metrics-*.jsonl", "trained-*.jsonl", "journal-*.db", "journal-*.db-wal", "samples-*"):
         assert len([*second.path.glob(name)]) == 1, name
+
+
+def test_a_completed_run_does_not_hide_an_older_unfinished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dead, completed = (RunOnDisk(tmp_path / "runs" / "quickstart" / name, **SHORT) for name in ("1", "2"))
+    config = Config.model_validate({"resume": "auto", **SHORT})
+    dead.checkpoint(5)
+    lines = launch_module.preview_resume(config)
+    assert len(lines) == 2 and lines[1].endswith(f"continues from {dead.files.checkpoints / 'step_000005'}, at step 5")
+    completed.checkpoint(9)
+    completed.summary("completed", 9)
+    found, hint = launch_module.preview_resume(config)
+    assert found.startswith(f"nothing is left to train: the run in {completed.path} is completed")
+    command = f"`asyncrl launch fully_async {dead.path / 'config.yaml'} resume={dead.path}` continues it"
+    assert hint.startswith(f"The run in {dead.path} is not finished") and hint.endswith(command)
+    dead.summary("completed", 5)
+    assert len(launch_module.preview_resume(config)) == 1
 
 
 def test_a_used_directory_is_not_overwritten(tmp_path: Path) -> None:
