@@ -11,10 +11,11 @@ from pathlib import Path
 from asyncrl.config.compose import CheckedConfig
 from asyncrl.config.environment import model_config, num_parameters, writable_parent
 from asyncrl.config.model_files import check_model_files
-from asyncrl.config.plan import GIB, MachineResources, checkpoint_bytes, make_plan, shortages
+from asyncrl.config.plan import MachineResources, checkpoint_bytes, make_plan, shortages
 from asyncrl.config.problems import ConfigProblem, errors, warning
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
+from asyncrl.observe.formats import size as format_size
 
 _ROWS_S = 4.0
 """Time after which the remaining rows of data files are left to the Rollouter."""
@@ -96,8 +97,8 @@ def _disk(config: Config) -> Iterator[ConfigProblem]:
     free = shutil.disk_usage(folder).free
     if free >= count * size:
         return
-    needed = f"{count} checkpoint{'s' if count > 1 else ''} of {size / GIB:.1f} GiB"
-    consequence = f"{folder} has {free / GIB:.1f} GiB free, and the run needs space for {needed}"
+    needed = f"{count} checkpoint{'s' if count > 1 else ''} of {format_size(size)}"
+    consequence = f"{folder} has {format_size(free)} free, and the run needs space for {needed}"
     fix = "free some space, or give a larger disk (trainer.checkpoint_dir)"
     if free < size:
         yield ConfigProblem("trainer.checkpoint_dir", trainer.checkpoint_dir, consequence, fix)

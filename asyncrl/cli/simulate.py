@@ -118,8 +118,8 @@ def _trace(source: str | None) -> tuple[Trace, str]:
         run_dir = find_run(source)
     except ConfigError as error:
         raise ConfigError(
-            f"{error.message}. The simulation takes its speeds from a run or a file: give --trace RUN or --trace "
-            "FILE.yaml, such as examples/scaling/verl_7b_h20.yaml"
+            f"{error.message.rstrip('.')}. The simulation takes its speeds from a run or a file: give --trace "
+            "RUN or --trace FILE.yaml, such as examples/scaling/verl_7b_h20.yaml"
         ) from error
     from asyncrl.observe.status.run_files import read_liveness
     from asyncrl.simulate.calibration import calibrate

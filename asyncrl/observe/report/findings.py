@@ -456,13 +456,20 @@ def _large_shares(run: RunData) -> Iterator[Finding]:
 
 
 def _stalls(run: RunData) -> Iterator[Finding]:
+    """Report each part with a long stall, and all others as one finding."""
     stalls = run.events["loop.stall"]
     if len(run.up):
         stalls = stalls[stalls["timestamp"] >= run.up[0, 0]]  # starting parts import modules
-    for part, own in stalls.groupby("part", observed=True):
+    longest = stalls.groupby("part", observed=True)["duration_s"].transform("max")
+    is_long = longest >= LONG_STALL_S
+    short = stalls[~is_long]
+    groups = [(str(part), own) for part, own in stalls[is_long].groupby("part", observed=True)]
+    if len(short):
+        groups.append((", ".join(sorted(map(str, short["part"].unique()))), short))
+    for part, own in groups:
         worst, lost = own.loc[own["duration_s"].idxmax()], run.lost(spans(own))
         yield Finding(
-            "loop_stall", str(part), lost,
+            "loop_stall", part, lost,
             f"The event loop of {part} was blocked {count(len(own), 'time')}, for {seconds(lost)} in all and "
             f"{seconds(worst['duration_s'])} at most.",
             {"step": worst["step"], "event": "loop.stall", "duration_s": worst["duration_s"]},

@@ -116,8 +116,7 @@ def summary_lines(found: Mapping[str, Any]) -> Iterator[Text]:
             f"{place}. ", (f"{one['severity']} ", colour), (f"{one['what']} {one['name']}", "bold"), f" ({lost})"
         )
         yield Text(f"   {one['text']}")
-        if one["severity"] == "alarm":
-            yield Text(f"   ▸ {one['remedy']}", style="dim")
+        yield Text(f"   ▸ {one['remedy']}", style="dim")
     if len(findings) > MOST_SHOWN:
         yield Text(f"and {len(findings) - MOST_SHOWN} more on the page", style="dim")
 

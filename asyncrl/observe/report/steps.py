@@ -85,7 +85,7 @@ def step_figures(events: Events, histories: TracedSamples, requests: pd.DataFram
         table.append(
             {
                 "step": row["step"],
-                "at_s": row["timestamp"] - start,
+                "at_s": max(0.0, row["timestamp"] - start),  # the first one begins before the first sample is fed
                 **{name: row[name] for name in ("duration_s", "samples", "tokens", "reward")},
                 "requests": len(own),
                 "done_early": done_early(own["duration_s"].to_numpy()) if len(own) else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import statistics
 import time
@@ -49,6 +50,8 @@ MAX_EXAMPLE_CHARS = 600
 MAX_TRACEBACK_LINES = 40
 _OUTCOME_STYLES = {"completed": "bold green", "failed": "bold red", "interrupted": "bold yellow"}
 MAX_STEP_LINES = 150
+_UNWRAPPED = 4000
+"""Width in which no line of the closing summary is wrapped."""
 _LEVEL_STYLES = {"hint": "cyan", "warning": "yellow", "error": "bold red"}
 
 
@@ -129,7 +132,11 @@ class PlainView(View):
         self._line(f"{level}: {text}" if level else text)
 
     def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
-        self._console.print(closing_summary(summary, run_dir, before, after))
+        wide = Console(file=io.StringIO(), width=_UNWRAPPED, highlight=False, color_system=None)
+        with wide.capture() as captured:
+            wide.print(closing_summary(summary, run_dir, before, after))
+        for line in captured.get().splitlines():
+            self._console.print(Text(line.rstrip()), soft_wrap=True)
 
     def _line(self, text: str) -> None:
         stamp = elapsed(self._clock() - self._started_s)

@@ -47,11 +47,24 @@ class Dashboard(RunProgress):
 
     @property
     def shown_counts(self) -> SampleCounts:
-        """Return the sample counts with those of the steps so far: the queue's last answer may be a second older."""
+        """Return the sample counts at the moment of the last step: the queue's last answer may be a second older.
+
+        Samples that were trained since then were leased, ready or running, or were fed since then.
+        """
         counts, more = self.counts, sum(self.staleness.values()) - self.counts.trained
         if more <= 0:
             return counts
-        return replace(counts, trained=counts.trained + more, leased=max(counts.leased - more, 0))
+        leased = min(more, counts.leased)
+        ready = min(more - leased, counts.ready)
+        running = min(more - leased - ready, counts.running)
+        return replace(
+            counts,
+            fed=counts.fed + more - leased - ready - running,
+            running=counts.running - running,
+            ready=counts.ready - ready,
+            leased=counts.leased - leased,
+            trained=counts.trained + more,
+        )
 
     @property
     def rollouter_idle(self) -> str:

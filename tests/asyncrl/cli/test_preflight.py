@@ -58,8 +58,9 @@ def test_the_disk_has_space_for_the_checkpoints(
     overrides: list[str], free: int, severity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    found = [one for one in preflight(check_config(None, overrides)).problems if "GiB free" in one.consequence]
+    found = [one for one in preflight(check_config(None, overrides)).problems if " free, and " in one.consequence]
     assert [one.severity for one in found] == ([severity] if severity else [])
+    assert all("0.0 GiB" not in one.consequence and "MiB" in one.consequence for one in found)
 
 
 @pytest.mark.parametrize(

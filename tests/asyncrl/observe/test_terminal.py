@@ -199,6 +199,11 @@ def test_trained_counts_the_step_just_made() -> None:
     board = replace(BOARD, staleness={0: 1824 + 20, 1: 12})
     assert (board.shown_counts.trained, board.shown_counts.leased) == (1856, 0)
     assert replace(BOARD, staleness={0: 1800}).shown_counts == BOARD.counts
+    counts = replace(BOARD.counts, fed=1942)
+    for more in (1, 33, 60, 500):  # samples that were leased, ready, running, or not even fed in the queue's answer
+        shown = replace(BOARD, counts=counts, staleness={0: counts.trained + more}).shown_counts
+        assert shown.trained == counts.trained + more
+        assert shown.fed == shown.running + shown.ready + shown.leased + shown.trained + shown.num_dropped
     assert "trained 1,856" in "\n".join(rendered(live(board), 120))
 
 
@@ -277,6 +282,13 @@ def ending(content: Mapping[str, Any], *examples: Mapping[str, Any]) -> str:
     before, after = examples or (None, None)
     PlainView(Console(file=out, width=100), clock).finish(content, Path("/runs/quickstart/20260102"), before, after)
     return out.getvalue()
+
+
+def test_the_piped_closing_summary_has_neither_wrapped_lines_nor_trailing_blanks() -> None:
+    example = {"prompt": "p" * 300, "response": "r", "ground_truth": None, "reward": 0.0}
+    lines = ending(summary("completed"), example, example).splitlines()
+    assert any("p" * 300 in line for line in lines)
+    assert [line for line in lines if line != line.rstrip()] == []
 
 
 def test_the_closing_summary_shows_outcome_example_and_run_directory() -> None:

@@ -151,6 +151,14 @@ def test_long_stalls_are_alarms_and_short_ones_are_hints(tmp_path: Path, stalls:
     assert (stall["severity"], stall["name"], stall["seconds_lost"]) == (severity, "rollouter", sum(stalls))
 
 
+def test_short_stalls_of_several_parts_are_one_finding(tmp_path: Path) -> None:
+    lines = [("loop.stall", 5.0 + at, 0.5, {"part": part}) for at in range(20) for part in ("trainer", "rollouter")]
+    lines.append(("loop.stall", 40.0, 12.0, {"part": "queue"}))
+    found = [row for row in run_report(tmp_path, SMALL, *lines)["findings"] if row["kind"] == "loop_stall"]
+    assert [(row["name"], row["severity"]) for row in found] == [("queue", "alarm"), ("rollouter, trainer", "hint")]
+    assert "40 times" in found[1]["text"]
+
+
 def test_frequent_checkpoints_and_pauses_are_reported(tmp_path: Path) -> None:
     lines = [("trainer.checkpoint", 5.0 * k, 2.0, {}) for k in range(4)]
     lines += [("sync.pause", 4.0 * k, 3.0, {"replica": "r0"}) for k in range(10)]
