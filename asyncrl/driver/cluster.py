@@ -26,7 +26,6 @@ from asyncrl.config.schema import Config
 from asyncrl.config.threads import share_cpus
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 from asyncrl.driver import processes
-from asyncrl.observe.terminal.live import ALREADY_SHOWN
 from asyncrl.storage.run_dir import RAY_LOGS
 
 logger = logging.getLogger(__name__)
@@ -262,6 +261,8 @@ def _init(address: str | None, *, debug: bool = False, source: str = "ray.addres
                 "RAY_AUTH_TOKEN_PATH); `ray get-auth-token` prints it on the head node"
             ) from None
         if address is not None:
+            from asyncrl.observe.terminal.live import ALREADY_SHOWN  # not at the top: it loads numpy
+
             logger.info("%s: Ray's error", given, exc_info=error, extra=ALREADY_SHOWN)
             alone = ", or leave it null for a private cluster on this machine" if source == "ray.address" else ""
             raise ConfigError(
