@@ -107,7 +107,10 @@ def _print_table(title: str, rows: Sequence[Mapping[str, Any]], caption: str) ->
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width at which cells would have to be cut
+        console = Console(width=max(console.width, Console(width=1000).measure(table).maximum))
+    console.print(table)
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
