@@ -49,14 +49,15 @@ class Dashboard(RunProgress):
     def shown_counts(self) -> SampleCounts:
         """Return the sample counts at the moment of the last step: the queue's last answer may be a second older.
 
-        Samples that were trained since then were leased, ready or running, or were fed since then.
+        Samples that were trained since then were leased or ready, or other samples took their places in generation since
+        then; after the last step there are no others.
         """
         counts, more = self.counts, sum(self.staleness.values()) - self.counts.trained
         if more <= 0:
             return counts
         leased = min(more, counts.leased)
         ready = min(more - leased, counts.ready)
-        running = min(more - leased - ready, counts.running)
+        running = min(more - leased - ready, counts.running) if self.step == self.total_steps else 0
         return replace(
             counts,
             fed=counts.fed + more - leased - ready - running,

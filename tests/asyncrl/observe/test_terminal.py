@@ -204,6 +204,9 @@ def test_trained_counts_the_step_just_made() -> None:
         shown = replace(BOARD, counts=counts, staleness={0: counts.trained + more}).shown_counts
         assert shown.trained == counts.trained + more
         assert shown.fed == shown.running + shown.ready + shown.leased + shown.trained + shown.num_dropped
+        assert shown.running == counts.running, "others are generated instead"
+    ended = replace(BOARD, counts=counts, step=40, total_steps=40, staleness={0: counts.trained + 1942}).shown_counts
+    assert (ended.running, ended.ready, ended.leased) == (0, 0, 0)
     assert "trained 1,856" in "\n".join(rendered(live(board), 120))
 
 
