@@ -49,8 +49,8 @@ class Dashboard(RunProgress):
     def shown_counts(self) -> SampleCounts:
         """Return the sample counts at the moment of the last step: the queue's last answer may be a second older.
 
-        Samples that were trained since then were leased or ready, or other samples took their places in generation since
-        then; after the last step there are no others.
+        Samples that were trained since then were leased or ready, or others took their places in generation; after the
+        last step there are no others.
         """
         counts, more = self.counts, sum(self.staleness.values()) - self.counts.trained
         if more <= 0:
