@@ -87,7 +87,7 @@ def append_answers(path: Path, answered: AnsweredPrompt) -> None:
     fields = {name: plain(getattr(answered, name)) for name in answered.__slots__ if name != "answers"}
     fields["answers"] = [{name: plain(getattr(one, name)) for name in one.__slots__} for one in answered.answers]
     text = json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n"
-    data = text.encode("utf-8", "backslashreplace")
+    data = text.encode("utf-8", "replace")  # lone surrogates, which pydantic does not read
     descriptor = open_at_line(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
     try:
         while data:

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.core.answer_statistics import Graded
@@ -51,6 +51,7 @@ def test_a_file_that_was_cut_at_any_byte_loses_at_most_its_last_prompt(tmp_path:
 
 
 @given(st.text(st.characters(codec=None), max_size=20), st.floats(), st.integers())
+@example("\ud800", 0.0, 0)
 def test_any_text_and_number_can_be_written(tmp_path_factory, text: str, number: float, count: int) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     message = {"role": "user", "content": text}
