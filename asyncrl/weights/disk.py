@@ -47,9 +47,12 @@ class DiskChunk(NamedTuple):
         files.makedirs(path.rpartition("/")[0], exist_ok=True)
         if isinstance(files, LocalFileSystem):
             part = Path(f"{path}.part")
-            with part.open("wb") as stream:
-                stream.writelines(_content(chunk))
-            part.replace(path)
+            try:
+                with part.open("wb") as stream:
+                    stream.writelines(_content(chunk))
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)  # what a full disk leaves would keep it full
         else:
             files.pipe_file(path, b"".join(_content(chunk)))  # object stores show an object once it is complete
         # An absolute URL, because engines have other working directories.
@@ -64,12 +67,12 @@ class DiskChunk(NamedTuple):
         """
         files, path = fsspec.url_to_fs(self.url)
         content: Any
-        if isinstance(files, LocalFileSystem):
-            with Path(path).open("rb") as stream:
-                content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        else:
-            content = files.cat_file(path)
         try:
+            if isinstance(files, LocalFileSystem):
+                with Path(path).open("rb") as stream:
+                    content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            else:
+                content = files.cat_file(path)
             return _arrays(content)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.url} is damaged ({type(error).__name__}: {error})") from error

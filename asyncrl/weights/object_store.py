@@ -331,6 +331,7 @@ class ObjectStorePublisher:
         self._lineage = lineage
         self._backend = backend
         self._directory = directory
+        self._unusable = f"weight_sync.dir: {directory} cannot be used"
         self._stored: list[list[StoredChunk]] = []
         """Chunks of the last publications outside of the object store."""
         self._last: tuple[Publication, list[ChunkHandle]] | None = None
@@ -354,7 +355,7 @@ class ObjectStorePublisher:
         """
         checksums = await anyio.to_thread.run_sync(group_checksums, tensors)
         if self._backend == "disk" and not self._stored:  # engines may still read what a dead Trainer has left
-            self._stored.append([*await self._on_disk(stored_chunks)])
+            self._stored.append([*await self._in_thread(self._unusable, stored_chunks, self._directory)])
         refs = [await self._put(chunk, version) for chunk in _chunks(tensors)]
         publication = Publication(
             version=version,
@@ -396,30 +397,29 @@ class ObjectStorePublisher:
         self._stored.append([ref for ref in refs if isinstance(ref, StoredChunk)])
         while len(self._stored) > NUM_KEPT_VERSIONS + 2:
             for chunk in self._stored.pop(0):
-                with _deadline(f"{self._backend} did not free a chunk of an old version", self._call_s):
-                    await anyio.to_thread.run_sync(chunk.drop, abandon_on_cancel=True)
+                await self._in_thread(f"{self._backend} did not free a chunk of an old version", chunk.drop)
 
-    async def _on_disk(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of `weights.disk` with the directory, in a thread.
+    async def _in_thread(self, problem: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of a backend outside of the object store.
 
         Raises:
             InfraError: the filesystem failed.
             DeadlineError: it did not answer within `call_s`.
+            UserCodeError: the user's class failed.
         """
-        problem = f"weight_sync.dir: {self._directory} cannot be used"
         try:
             with _deadline(problem, self._call_s):
-                return await anyio.to_thread.run_sync(function, self._directory, *args, abandon_on_cancel=True)
+                return await anyio.to_thread.run_sync(function, *args, abandon_on_cancel=True)
         except OSError as error:
-            raise InfraError.wrap(problem, error) from error
+            raise InfraError.wrap(f"{problem}: {error}", error) from error
 
     async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ChunkHandle:
         size = sum(array.nbytes for array in chunk.values())
         if self._backend == "disk":
-            return await self._on_disk(DiskChunk.put, chunk)
+            return await self._in_thread(self._unusable, DiskChunk.put, self._directory, chunk)
         if self._backend != "object_store":
-            with _deadline(f"{self._backend} did not take {size} bytes of version {version}", self._call_s):
-                return await anyio.to_thread.run_sync(OwnChunk.put, self._backend, chunk, abandon_on_cancel=True)
+            problem = f"{self._backend} did not take {size} bytes of version {version}"
+            return await self._in_thread(problem, OwnChunk.put, self._backend, chunk)
         room = f"{NUM_KEPT_VERSIONS + 2} versions must fit; raise ray.object_store_memory_bytes"
         try:
             with anyio.fail_after(self._call_s):

@@ -66,14 +66,16 @@ def test_a_relative_directory_is_found_from_elsewhere(tmp_path: Path, monkeypatc
 
 def test_a_file_that_was_not_finished_is_not_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Path, target: Any) -> None:
-        raise OSError("the machine stopped")
+        raise OSError("the disk is full")
 
-    monkeypatch.setattr(disk.Path, "replace", fail)
-    with pytest.raises(OSError, match="the machine stopped"):
-        DiskChunk.put(str(tmp_path), CHUNK)
-    (part,) = tmp_path.iterdir()
-    assert part.suffix == ".part"
+    stored = DiskChunk.put(str(tmp_path), CHUNK)
+    path = Path(stored.url.removeprefix("file://"))
+    part = path.rename(f"{path}.part")  # left by a process that was killed
     assert [Path(one.url).name for one in stored_chunks(str(tmp_path))] == [part.name], "it is deleted later"
+    monkeypatch.setattr(disk.Path, "replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        DiskChunk.put(str(tmp_path), CHUNK)
+    assert list(tmp_path.iterdir()) == [part], "nothing is left on a full disk"
 
 
 @pytest.mark.parametrize("keep", [0, 4, 40, -1])
@@ -81,7 +83,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, keep: int) -> None:
     stored = DiskChunk.put(str(tmp_path), CHUNK)
     path = Path(stored.url.removeprefix("file://"))
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=path.name if keep else "empty"):
+    with pytest.raises(ValueError, match=path.name):
         stored.get()
 
 
@@ -113,6 +115,19 @@ async def test_the_last_versions_are_kept_and_older_files_are_deleted(directory:
 async def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"mine")
     assert stored_chunks(str(tmp_path)) == []
+
+
+async def test_an_old_file_that_cannot_be_deleted_is_an_infra_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(chunk: DiskChunk) -> None:
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(DiskChunk, "drop", fail)
+    publisher = ObjectStorePublisher(Store(), call_s=10, backend="disk", directory=str(tmp_path))
+    with pytest.raises(InfraError, match="did not free a chunk of an old version: read-only"):
+        for version in range(1, NUM_KEPT_VERSIONS + 5):
+            await publisher.publish(version, version, {"w": np.ones(3, np.float32)}, validate=False)
 
 
 async def test_a_disk_that_fails_is_an_infra_error(tmp_path: Path) -> None:
