@@ -114,7 +114,7 @@ def driver_state(state: RunState) -> DriverState:
         if process.create_time() > state.written_at + 1:
             return "gone"  # another process has reused the process id
         found = process.status()
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ValueError):  # ValueError: the number is negative
         return "gone"
     except psutil.Error:
         return "unknown"

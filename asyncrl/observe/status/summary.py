@@ -126,13 +126,21 @@ def read_summary(run_dir: Path) -> SavedSummary | None:
     path = run_dir / SUMMARY
     raw = read_values(path)
     driver = raw.get(_EARLY) if isinstance(raw, dict) else None
-    if isinstance(driver, int) and psutil.pid_exists(driver):
+    if isinstance(driver, int) and _is_of_living(driver, path):
         return None
     return None if raw is None else load_values(_adapter(), raw, str(path))
 
 
 _EARLY = "early_of"
 """Key of an early summary: the process id of the driver that replaces it at its end."""
+
+
+def _is_of_living(pid: int, path: Path) -> bool:
+    """Whether the process that wrote the file lives; the process id may have been given to another one since."""
+    try:
+        return psutil.Process(pid).create_time() <= path.stat().st_mtime + 1
+    except (psutil.Error, OSError, ValueError):  # ValueError: the number is negative
+        return False
 
 
 @cache

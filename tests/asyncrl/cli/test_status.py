@@ -243,6 +243,7 @@ def test_state_of_the_drivers_process() -> None:
     assert driver_state(mine) == "alive"
     # In the first case another process has reused the pid; in the second one the driver ran on another machine.
     assert driver_state(replace(mine, written_at=mine.written_at - 1e6)) == "gone"
+    assert [driver_state(replace(mine, pid=pid)) for pid in (-1, 10**30)] == ["gone", "gone"], "of a file that was made"
     assert driver_state(replace(mine, host="elsewhere")) == "unknown"
 
 

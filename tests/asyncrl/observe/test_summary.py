@@ -35,6 +35,7 @@ from asyncrl.observe.status.summary import (
     attribute_failure_to,
     choose_example,
     describe_error,
+    read_summary,
 )
 
 
@@ -272,6 +273,18 @@ def test_the_summary_replaces_its_reserve_and_an_old_summary_is_removed_at_the_s
     file.write(failed())
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert json.loads(file.path.read_text()) == failed()
+
+
+def test_an_early_summary_counts_once_its_driver_is_gone(tmp_path: Path) -> None:
+    file = SummaryFile(tmp_path)
+    file.write_early(failed())
+    assert read_summary(tmp_path) is None
+    os.utime(file.path, (1e9, 1e9))  # as if this process had got the process id of that driver later
+    found = read_summary(tmp_path)
+    assert found is not None and found.status == "failed"
+    for pid in (-1, 10**30):
+        file.path.write_text(json.dumps({**failed(), "early_of": pid}))
+        assert read_summary(tmp_path) is not None
 
 
 def test_a_long_summary_is_shortened_to_the_reserve_on_a_full_disk(
