@@ -285,7 +285,8 @@ def _run(config: Config, directory: Path, view: View) -> dict[str, Any] | None:
 def _record(config: Config, directory: Path, view: View, records: EvaluationRecords) -> dict[str, Any] | None:
     began = time.monotonic()
     status = anyio.run(_evaluate, config, directory, view, records)
-    records.report(status or {})
+    if status is not None:
+        records.report(status)
     done = sum(1 for one in read_answers(directory / ANSWERS).values() if one.answers)
     if status is None or status["known"] + status["answered"] + status["failed"] < status["prompts"]:
         view.message("", f"interrupted: {done} prompts are answered; the same command continues with the others")

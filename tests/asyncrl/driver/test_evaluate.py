@@ -154,6 +154,15 @@ def test_the_first_ctrl_c_keeps_all_answers_and_the_next_command_continues(
     assert (found["kept"], found["answered"], len(machine.fleet.sessions)) == (1, NUM_PROMPTS, NUM_PROMPTS - 1)
 
 
+def test_the_second_ctrl_c_keeps_the_counts_of_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stopped_at_once(*args: Any) -> None:
+        args[-1].report({"prompts": 8, "known": 2, "answered": 3, "failed": 0})
+
+    monkeypatch.setattr(driver, "_evaluate", stopped_at_once)
+    assert driver.evaluate(config_of(), out=tmp_path / "out") == 130
+    assert status_report(read_run(tmp_path / "out"))["answers"]["answered"] == 3
+
+
 @pytest.mark.parametrize(
     ("error", "kind"), [(InfraError("no engine starts"), InfraError), (ConfigError("no such model"), ConfigError)]
 )
