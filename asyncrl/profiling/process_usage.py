@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import time
 from collections import deque
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.config.environment import usable_cpus
 from asyncrl.core.process_health import MachineHealth, ProcessHealth
 from asyncrl.profiling.profiler import Profiler, profile
 
@@ -151,18 +151,8 @@ def measure_machine(directory: Path) -> MachineHealth | None:
     try:
         disk = shutil.disk_usage(directory)
     except OSError:
-        return MachineHealth(total, available, cpu, cpus=_cpus())
-    return MachineHealth(total, available, cpu, disk.free, _cpus())
-
-
-def _cpus(group: Path = CGROUP) -> int:
-    """Return the number of CPUs that this process may use, within a container's limit."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
-    try:
-        quota, period = map(int, (group / "cpu.max").read_text().split())  # ValueError for `max`: no limit
-    except (OSError, ValueError):
-        return cpus
-    return max(1, min(cpus, quota // period))
+        return MachineHealth(total, available, cpu, cpus=usable_cpus())
+    return MachineHealth(total, available, cpu, disk.free, usable_cpus())
 
 
 def _within_container(total: int, available: int, group: Path = CGROUP) -> tuple[int, int]:

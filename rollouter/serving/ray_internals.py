@@ -85,9 +85,9 @@ def __getattr__(name: str) -> Any:
 def processes_in_own_sessions() -> Iterator[None]:
     """Start Ray inside this context: each process of its node (GCS, raylet, …) gets a session of its own (Linux).
 
-    A signal to the driver's process group (`timeout`, a container's runtime, a closed terminal) then reaches the driver
-    alone, which stops the run with a checkpoint; otherwise Ray would end in the same moment, and the driver with it.
-    Ray still asks the kernel to end its processes when the driver dies; where it cannot, it ends them by their group.
+    A signal to the driver's process group (`timeout`, a container's runtime) then reaches the driver alone, which stops
+    the run with a checkpoint; otherwise Ray would end in the same moment, and the driver with it. Ray still asks
+    the kernel to end its processes when the driver dies; where it cannot, it ends them by their group.
     """
     if sys.platform != "linux":
         yield

@@ -325,24 +325,20 @@ def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
     threads = settings.threads
     better = threads and find_better_split(threads, trainer, rollouter)
     split = "" if threads is None else describe_split(threads, better)
+    no_better = f" ({split})" if split else ""
     if rollouter > RULES["idle_rollouter"].good:  # there are enough engines, but the staleness gate holds them back
         for_trainer = "let generation run further ahead (async_training.staleness_threshold)"
+    elif better:
+        for_trainer = split
     else:
         for_trainer = (
-            split
-            if better
-            else (
-                "generation is the bottleneck: use more engines (rollout.num_replicas), more concurrent samples "
-                "(rollout.max_concurrent_samples) if the engines have capacity, or shorter responses"
-            )
-            + (split and f" ({split})")
+            "generation is the bottleneck: use more engines (rollout.num_replicas), more concurrent samples "
+            f"(rollout.max_concurrent_samples) if the engines have capacity, or shorter responses{no_better}"
         )
-    for_rollouter = (
-        split
-        if better
-        else ("raise it if the algorithm tolerates that, or move CPUs or GPUs from the replicas to the Trainer")
-        + (split and f" ({split})")
-    )
+    for_rollouter = split
+    if not better:
+        move = "move CPUs or GPUs from the replicas to the Trainer"
+        for_rollouter = f"raise it if the algorithm tolerates that, or {move}{no_better}"
     for side, idle, remedy in (("trainer", trainer, for_trainer), ("rollouter", rollouter, for_rollouter)):
         worth_it: Condition | None = "bad" if better and idle > IDLE_WITH_BETTER_SPLIT else None
         yield _result(f"idle_{side}", f"idle/{side}", idle, condition=worth_it, idle=idle, remedy=remedy)
