@@ -69,7 +69,7 @@ def check_machine(config: Config, machine: MachineResources, *, trains: bool = T
 def _unsupported_model(config: Config, machine: MachineResources) -> Iterator[ConfigProblem]:
     """Refuse models for which vLLM computes wrong log-probs without a GPU (docs/models.md)."""
     if machine.gpus == 0 and "kv_lora_rank" in model_config(config.model.path):
-        consequence = "it has latent attention (MLA), for which vLLM computes wrong log-probs on a CPU"
+        consequence = "it has latent attention (MLA), and vLLM computes wrong log-probs for such models on a CPU"
         fix = "use a machine with a GPU, or a model without latent attention (docs/models.md has the checked ones)"
         yield ConfigProblem("model.path", config.model.path, consequence, fix)
 
