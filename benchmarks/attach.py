@@ -50,7 +50,10 @@ class Launches:
         steps = self._step(run_dir) + 5 if variant == CONTINUED else 1  # the file is a few steps late
         began = time.time()
         process = self._start(run_dir, steps, [*attach, "resume=auto"] if variant == CONTINUED else attach)
-        output, _ = process.communicate(timeout=LIMIT_S)
+        try:
+            output, _ = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()  # has no effect on a process that has ended
         if process.returncode:
             raise RuntimeError(f"the launch with {variant} exited with {process.returncode}:\n{output[-4000:]}")
         admitted = load(run_dir)["sample.admitted"]["timestamp"]
