@@ -79,7 +79,10 @@ class OwnRows:
         return len(self._rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        row = self._rows[index]
+        try:
+            row = self._rows[index]
+        except Exception as error:
+            raise UserCodeError.wrap(f"{self.where(index)}: {type(error).__name__}: {error}", error) from error
         if not isinstance(row, Mapping):
             raise DataError(f"{self.where(index)}: {shown(row)} is not a row; return mappings with a `prompt`")
         return row

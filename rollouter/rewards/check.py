@@ -27,7 +27,7 @@ from asyncrl.core.failures import AsyncRLError, DataError, conceal, users_frame
 from asyncrl.core.trajectory import single_turn
 from asyncrl.core.types import FinishReason, Prompt, Span, Turn
 from rollouter.prompts.check import rows_of
-from rollouter.prompts.dataset import PromptRow, RowKeys, parse_row
+from rollouter.prompts.dataset import OwnRows, PromptRow, RowKeys, parse_row
 from rollouter.rewards.functions import BUILT_IN, NO_FUNCTION, listed, load_reward_function, row_of, score_of
 
 LIMIT_S = 3.0
@@ -45,7 +45,7 @@ class RewardCheck:
     def __init__(self, config: Config) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._own = _own_functions(config)
-        if not self._own or _first_row(config) is None:
+        if not self._own or (config.data.dataset is None and _first_row(config) is None):
             return
         with tempfile.TemporaryFile() as given:
             given.write(config.model_dump_json().encode())
@@ -91,8 +91,10 @@ def _own_functions(config: Config) -> dict[str, RewardConfig | RewardFunctionCon
 
 
 def _first_row(config: Config) -> tuple[PromptRow, str] | None:
-    """Return the first row of the training files, or of the validation files, if there are no others as in an
-    evaluation. None: it is not on this machine, or cannot be read."""
+    """Return the first row of `data.dataset` or of the training files; of the validation rows, if there are no others
+    as in an evaluation. None: it is not on this machine, or cannot be read."""
+    if config.data.dataset is not None:
+        return _first_own_row(config)
     for name in config.data.train_files or config.data.val_files:
         path = None if is_remote(name) else local_path(name)
         if path is not None and path.is_file():
@@ -104,11 +106,26 @@ def _first_row(config: Config) -> tuple[PromptRow, str] | None:
     return None
 
 
-def check_rewards(config: Config) -> Iterator[ConfigProblem]:
-    """Call each function of the user's and yield a problem for each that fails. Runs in the process of the check."""
+def _first_own_row(config: Config) -> tuple[PromptRow, str] | None:
+    try:
+        rows = OwnRows.load(config.data, "val" if config.validates_only else "train")
+        if rows is None or not len(rows):
+            return None
+        return parse_row(rows.row(0), rows.where(0), keys=RowKeys.of(config.data)), rows.where(0)
+    except AsyncRLError:
+        return None  # the check of the data set reports it
+
+
+def check_rewards(config: Config, *, limit_s: float = 0.0) -> Iterator[ConfigProblem]:
+    """Call each function of the user's and yield a problem for each that fails.
+
+    SIGALRM ends this process `limit_s` after the first row is read (0: never).
+    """
     first = _first_row(config)
     if first is None:
         return
+    if limit_s:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM ends the process, also inside of C code
     row, where = first
     ids = np.zeros(4, np.int32)
     prompt = Prompt(ids, row.messages, row.data_source, row.ground_truth, row.extra_info)
@@ -146,8 +163,7 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)
     config = Config.model_validate_json(sys.stdin.buffer.read())
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)  # SIGALRM ends the process, also inside of C code
-    found = [asdict(problem) for problem in check_rewards(config)]
+    found = [asdict(problem) for problem in check_rewards(config, limit_s=LIMIT_S)]
     os.write(answer, b"\n" + json.dumps(found, default=str).encode())
     sys.stderr.flush()
     os._exit(0)  # without waiting for threads of user code

@@ -102,6 +102,20 @@ def test_a_call_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert (problem.severity, f"longer than {check.LIMIT_S:g} s" in problem.consequence) == ("warning", True)
 
 
+def test_the_row_is_that_of_the_users_data_set(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "def rows(split):\n    print(split)\n    return [{'prompt': '1+1=', 'extra_info': {'a': 1}}]"
+    )
+    own = {"data.dataset": f"{tmp_path}/rows.py:rows", "data.train_files": [], "data.val_files": []}
+    problem = single(problems(tmp_path, "def score(extra_info, **row):\n    return extra_info['b']", own, apart=True))
+    assert "it raises KeyError: 'b'" in problem.consequence and "rows.py:rows train, row 0" in problem.fix
+    assert problems(tmp_path, "def score(extra_info, **row):\n    return extra_info['a']", own, apart=True) == []
+    (tmp_path / "rows.py").write_text("def rows(split):\n    raise ValueError('no rows')")
+    assert (
+        problems(tmp_path, "def score(**row):\n    return missing", own, apart=True) == []
+    )  # check_own_data reports it
+
+
 def test_nothing_is_started_for_built_in_functions_or_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check.subprocess, "Popen", None)
     assert list(RewardCheck(config_with({})).problems()) == []
