@@ -353,7 +353,7 @@ async def _evaluate(
     Raises:
         AsyncRLError: the first failure.
     """
-    interrupts = Interrupts()
+    interrupts = Interrupts(records.note_interrupt)
     status: Mapping[str, Any] | None = None
     view.phase("starting Ray")
     try:

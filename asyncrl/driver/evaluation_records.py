@@ -19,7 +19,8 @@ from asyncrl.core.types import FinishReason
 from asyncrl.observe.metrics.rows import MetricsRow
 from asyncrl.observe.metrics.sinks import Sink, close_sinks, open_sinks
 from asyncrl.observe.status.run_status import STATE_FILE, RunPhase, RunState, StateFile
-from asyncrl.storage.run_dir import RunDir
+from asyncrl.observe.status.summary import SummaryFile, describe_early_end
+from asyncrl.storage.run_dir import SUMMARY, RunDir
 
 TICK_S = 1.0
 _STEP = re.compile(r"step_(\d+)")
@@ -32,6 +33,7 @@ class EvaluationRecords:
         self._config = config
         self._sinks = sinks
         self._file = StateFile(directory / STATE_FILE)
+        self._early = SummaryFile(directory)
         self._began_at = self._moved_at = time.time()
         self._status: dict[str, int] = {}
         self.phase: RunPhase = "starting"
@@ -46,6 +48,12 @@ class EvaluationRecords:
         while True:
             await self._file.write(self._state())
             await anyio.sleep(TICK_S)
+
+    def note_interrupt(self) -> None:
+        """Write an early summary for `asyncrl status`, which counts if Ray ends this process before `end`. Blocking."""
+        tokens = {"generated": self._status.get("generated_tokens", 0)}
+        error = describe_early_end("the same command continues with the answers that are missing")
+        self._early.write_early({"status": "interrupted", "error": error, "tokens": tokens})
 
     def put(self, found: Mapping[str, Any]) -> None:
         """Write the figures to all sinks, as those of a validation at the step of the checkpoint. Blocking."""
@@ -63,6 +71,7 @@ class EvaluationRecords:
         if self.phase != "completed":
             self.phase = "failed" if error else "interrupted"
         close_sinks(self._sinks, ok=self.phase == "completed")
+        self._early.path.unlink(missing_ok=True)
         self._file.write_now(self._state(error))
 
     def _state(self, error: str = "") -> RunState:
@@ -95,6 +104,7 @@ def evaluation_records(config: Config, directory: Path, *, continued: bool) -> I
     """
     run_dir = RunDir(directory)
     run_dir.metrics.unlink(missing_ok=True)  # an evaluation has one row
+    (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier process that a signal ended
     sinks = open_sinks(config, run_dir, step_of(config.model.path) - 1 if continued else None)
     records, error = EvaluationRecords(config, directory, sinks), ""
     try:

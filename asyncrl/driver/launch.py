@@ -38,6 +38,7 @@ from asyncrl.observe.status.summary import (
     SummaryBuilder,
     SummaryFile,
     count_restarts,
+    describe_early_end,
     describe_error,
 )
 from asyncrl.observe.terminal.live import ALREADY_SHOWN, View, logging_to, make_view
@@ -171,17 +172,9 @@ async def _launch(config: Config, run: OpenedRun) -> int:
             view.phase("shutting down")
         if status.queue is not None:
             recorder.update_counts(status.queue.counts, status.queue.trained_tokens)
-        summary.write_early(recorder.summary("interrupted" if interrupts.received else "completed", None))
-
-    def note_interrupt() -> None:
-        error = InfraError(
-            "the run received a signal, and ended before it had stopped in order: Ray ends its driver when Ray's own "
-            "processes end first; resume=auto continues the run"
-        )
-        summary.write_early(recorder.summary("interrupted", describe_error(error, "driver")))
 
     outcome, cause = await run_on_cluster(
-        config, run, main, status.keep_written, stale=stale_namespace, note_interrupt=note_interrupt
+        config, run, main, recorder.summary, status.keep_written, stale=stale_namespace
     )
     await status.take_final_counts()
     final = recorder.summary(outcome, cause)
@@ -208,19 +201,24 @@ async def run_on_cluster(
     config: Config,
     run: OpenedRun,
     main: Callable[[str, Interrupts], Awaitable[None]],
+    summarize: Callable[[RunOutcome, Mapping[str, str] | None], Mapping[str, Any]],
     *background: Callable[[], Coroutine[Any, Any, None]],
     stale: str = "",
-    note_interrupt: Callable[[], None] | None = None,
 ) -> tuple[RunOutcome, dict[str, str] | None]:
     """Start Ray, call `main` with its namespace and the interrupts, and return the outcome and the error.
 
     Modules that import Ray are imported in `main`, because Ray reads the environment that the cluster has set.
 
     Args:
+        summarize: returns the summary for an outcome and an error. It is written early at the first signal, and before
+            Ray stops.
         background: calls that run beside it until it has ended.
         stale: namespace of the run's last driver.
-        note_interrupt: called at the first signal.
     """
+
+    def note_interrupt() -> None:
+        run.summary.write_early(summarize("interrupted", describe_early_end("resume=auto continues the run")))
+
     interrupts, view = Interrupts(note_interrupt), run.view
     view.phase("starting Ray")
     try:
@@ -232,6 +230,7 @@ async def run_on_cluster(
                 async with cluster(config, run.run_dir.path.name, stale=stale) as namespace:
                     link_logs(run.run_dir.logs)
                     await main(namespace, interrupts)
+                    run.summary.write_early(summarize("interrupted" if interrupts.received else "completed", None))
                 group.cancel_scope.cancel()
     except Exception as error:  # it goes into summary.json, with its traceback
         logger.debug("the run ended", exc_info=True)

@@ -66,7 +66,7 @@ async def _sft(config: Config, run: OpenedRun) -> int:
         await _train(config, run, records, interrupts)
         run.view.phase("shutting down")
 
-    outcome, cause = await run_on_cluster(config, run, main, records.keep_state_written)
+    outcome, cause = await run_on_cluster(config, run, main, records.summary, records.keep_state_written)
     await to_thread.run_sync(records.close, outcome, cause)
     await to_thread.run_sync(profile.close)
     run.summary.write(records.summary(outcome, cause))

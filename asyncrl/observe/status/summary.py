@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import psutil
 from pydantic import TypeAdapter
 
-from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
+from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError, conceal
 from asyncrl.core.ports import PartName, SampleCounts
 from asyncrl.core.records import Metrics
 from asyncrl.core.text import encodable
@@ -388,6 +388,19 @@ def describe_error(error: BaseException, part: str) -> dict[str, str]:
         cause = "".join(traceback.format_exception(error))
     message, cause = encodable(conceal(message)), encodable(conceal(_RAY_GUESSES.sub("", cause)))
     return {"type": type(error).__name__, "message": message, "part": part, "cause": cause}
+
+
+def describe_early_end(continuing: str) -> dict[str, str]:
+    """Describe, for an early summary, that a signal ended the driver before it could stop in order.
+
+    Args:
+        continuing: how the run is continued, as the end of a sentence.
+    """
+    message = (
+        "the run received a signal, and ended before it had stopped in order: Ray ends its driver when Ray's own "
+        f"processes end first; {continuing}"
+    )
+    return describe_error(InfraError(message), "driver")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -129,7 +130,10 @@ def test_the_first_ctrl_c_keeps_all_answers_and_the_next_command_continues(
         """Answer one prompt, then press Ctrl-C."""
         async with anyio.create_task_group() as group:
             group.start_soon(press, args[1])
-            return await evaluate(*args)
+            found = await evaluate(*args)
+        shutil.copytree(args[1], tmp_path / "killed")  # as if Ray had ended the driver
+        os.utime(tmp_path / "killed" / "summary.json", (1e9, 1e9))
+        return found
 
     async def press(directory: Path) -> None:
         await held.until_in_flight("val_0_0", "val_0_1")
@@ -146,7 +150,10 @@ def test_the_first_ctrl_c_keeps_all_answers_and_the_next_command_continues(
         assert driver_evaluate(config, out=tmp_path / "out") == 130
     assert machine.events[-2:] == ["engines stopped", "shut down"], "an orderly end"
     assert seen == ["running"]
-    assert status_report(read_run(tmp_path / "out"))["phase"] == "interrupted"
+    for directory in ("out", "killed"):
+        assert status_report(read_run(tmp_path / directory))["phase"] == "interrupted"
+    assert "the same command continues" in status_report(read_run(tmp_path / "killed"))["error"]
+    assert not (tmp_path / "out" / "summary.json").exists()
     assert "interrupted: 1 prompts are answered; the same command continues" in capsys.readouterr().err
     machine.fleet = FakeFleet(answer=sums)
     assert driver_evaluate(config, out=tmp_path / "out", as_json=True) == 0

@@ -174,11 +174,21 @@ def test_ctrl_c_stops_with_a_checkpoint_from_which_the_run_continues(
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
+    async def close(groups: InlineGroups) -> None:
+        early.append(json.loads((tmp_path / "run" / "summary.json").read_text()))
+        await end(groups)
+
+    early: list[dict[str, Any]] = []
+    end = InlineGroups.close
+    monkeypatch.setattr(InlineGroups, "close", close)
     monkeypatch.setattr(InlineGroups, "before_step", staticmethod(interrupt))
     out = run(code=130)
+    assert (early[0]["status"], early[0]["early_of"]) == ("interrupted", os.getpid()), "in case Ray ends the driver"
+    assert "resume=auto continues the run" in early[0]["error"]["message"]
     assert "interrupted after" in out and f"continue it with run_dir={tmp_path}/run resume=auto" in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "interrupted" and 3 <= summary["step"] < 8
+    monkeypatch.setattr(InlineGroups, "close", end)
     monkeypatch.setattr(InlineGroups, "before_step", staticmethod(lambda step: None))
     assert f"steps from step {summary['step']}" in run("resume=auto")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["resumed"]["step"] == summary["step"]
