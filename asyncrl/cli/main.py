@@ -6,6 +6,7 @@ vLLM is loaded, and commands that only read a run do not load the configuration'
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -107,6 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         click.echo(f"error: {error}", err=True)
         return FAILED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        click.echo(f"error: {error.filename}"[:200] + f"…: {error.strerror}; shorten this path", err=True)
+        return BAD_CONFIG
 
 
 def entry() -> NoReturn:

@@ -5,6 +5,7 @@ Values come from the schema's defaults, the groups, the recipe, the user's file 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ _BASE = "base"
 """The packaged config that all others build on: the schema's defaults and a place for each group."""
 _SCHEMA_NODE = "schema"
 _USER_NODE = "user"
+_LONGEST_NAME = 200
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -49,10 +51,13 @@ class CheckedConfig:
     problems: tuple[ConfigProblem, ...]
     places: Mapping[str, str] = field(default_factory=dict)
     """Where values were written, by dotted key."""
+    variables: ReadVariables = field(default_factory=ReadVariables)
+    """Values of the environment, which problems do not show."""
 
     def with_problems(self, more: Iterable[ConfigProblem]) -> Self:
-        """Return the configuration with further problems, which get their places."""
-        return replace(self, problems=(*self.problems, *_with_places(more, self.places)))
+        """Return the configuration with further problems, which get their places and show no secrets."""
+        placed = _with_places(more, self.places)
+        return replace(self, problems=(*self.problems, *(_without_values(one, self.variables) for one in placed)))
 
     @property
     def warnings(self) -> list[ConfigProblem]:
@@ -89,8 +94,8 @@ def load_config(
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
     """Return the config of a command line, None if the first argument is an override (`key=value` or `~key`), and the
-    overrides."""
-    if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
+    overrides. A file may have `=` in its path."""
+    if arguments and (os.path.isfile(arguments[0]) or ("=" not in arguments[0] and arguments[0][:1] != "~")):
         return arguments[0], tuple(arguments[1:])
     return None, tuple(arguments)
 
@@ -104,9 +109,7 @@ def check_config(
 ) -> CheckedConfig:
     """Return a configuration with all its problems. `scope`: what it is for."""
     with resolvers() as read:
-        checked = _check(source, overrides, mode, scope, read)
-    problems = tuple(_without_values(problem, read) for problem in checked.problems)
-    return replace(checked, problems=problems)
+        return _check(source, overrides, mode, scope, read)
 
 
 def _check(
@@ -117,7 +120,7 @@ def _check(
         arguments, overridden, problems = _parse_overrides(overrides, base)
         tree, unresolved = _compose(base, arguments, read)
     except _CompositionError as refused:
-        return CheckedConfig(None, (refused.problem,))
+        return CheckedConfig(None, (), variables=read).with_problems([refused.problem])
     user_values = {**base.values, **overridden}
     unknown = list(_remove_unknown(tree))
     problems = [*_of_other_system(base, unknown), *problems, *unknown]
@@ -128,7 +131,8 @@ def _check(
     if "mode" in user_values and tree.get("mode") != mode and not evaluates:
         command = "asyncrl sft" if mode == "sft" else f"asyncrl launch {mode}"
         consequence = f"it contradicts `{command}`"
-        problems.append(ConfigProblem("mode", tree.get("mode"), consequence, "leave the key out; the command sets it"))
+        fix = f"leave the key out, because the command sets it; or, as in the config.yaml of a run, set mode={mode}"
+        problems.append(ConfigProblem("mode", tree.get("mode"), consequence, fix))
     problems += type_problems
     if config is not None:
         problems += check_mode(config.async_training, _chosen_option("async_training", base, arguments))
@@ -145,7 +149,7 @@ def _check(
         key: place for key, place in base.places.items() if not any(key.startswith(f"{one}.") for one in overridden)
     }
     places = {**kept, **dict.fromkeys(overridden, COMMAND_LINE)}
-    return CheckedConfig(config, _with_places(problems, places), places)
+    return CheckedConfig(config, (), places, read).with_problems(problems)
 
 
 def _without_values(problem: ConfigProblem, read: ReadVariables) -> ConfigProblem:
@@ -185,8 +189,9 @@ def value_sources(
     if config.validates_only:
         found |= {"profiler.level": EVALUATION}
     if mode == "sync":
-        before = leaves(load_config(source, overrides).public_values())
-        found |= {key: SYNC for key, value in leaves(config.public_values()).items() if before[key] != value}
+        without = check_config(source, [*overrides, "mode=fully_async"]).config
+        before = {} if without is None else leaves(without.public_values())
+        found |= {key: SYNC for key, value in leaves(config.public_values()).items() if before.get(key, value) != value}
     return found
 
 
@@ -400,6 +405,8 @@ def _split_override(text: str) -> tuple[str, str]:
     if "@" in name:
         consequence = "a group always sets the section of the same name"
         raise _CompositionError(name, raw, consequence, f"write {name.partition('@')[0]}={raw}")
+    if len(name) > _LONGEST_NAME:  # Hydra looks for a file of this name
+        raise _CompositionError(name, raw, "there is no such key, so it would have no effect", advice(name))
     return name, raw
 
 

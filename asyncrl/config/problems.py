@@ -18,7 +18,8 @@ from asyncrl.config.import_path import is_own
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
-_LONGEST_VALUE = 80
+_LONGEST_VALUE, _LONGEST_KEY, _LONGEST_SENTENCE = 80, 200, 2000
+"""Characters of a problem that are shown: files and command lines may have keys and values of any length."""
 
 Severity = Literal["error", "warning"]
 
@@ -37,7 +38,8 @@ class ConfigProblem:
 
     def __str__(self) -> str:
         place = f"  ({self.where})" if self.where else ""
-        return f"{self.key} = {format_value(self.value)}{place}\n    {self.consequence}\n    fix: {self.fix}"
+        consequence, fix = _cut(self.consequence, _LONGEST_SENTENCE), _cut(self.fix, _LONGEST_SENTENCE)
+        return f"{_cut(self.key, _LONGEST_KEY)} = {format_value(self.value)}{place}\n    {consequence}\n    fix: {fix}"
 
 
 RuleFunction = Callable[["Config"], Iterator[ConfigProblem]]
@@ -99,7 +101,11 @@ def warning(key: str, value: Any, consequence: str, fix: str) -> ConfigProblem:
 def format_value(value: Any) -> str:
     """Return `value` as YAML on one line, shortened if it is long."""
     text = value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+    return _cut(text, _LONGEST_VALUE)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def errors(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:

@@ -166,3 +166,11 @@ def test_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert main(["launch", "sync", f"run_dir={tmp_path}/x"]) == code
         config = launch.call_args.args[0]
         assert (config.mode, config.run_dir) == ("sync", f"{tmp_path}/x")
+
+
+@pytest.mark.parametrize(
+    "override", ["{}=1", "rollout.{}=1", "~{}", "model.path={}", "run_dir={}", "{}", "rollout@{}=1", "seed={{{}"]
+)
+def test_a_key_or_value_of_any_length_is_shown_in_a_few_lines(cli: CommandLine, override: str) -> None:
+    err = cli("launch", "sync", "--dry-run", override.format("x" * 200_000), code=2).err
+    assert "xxxxx" in err and len(err) < 6000

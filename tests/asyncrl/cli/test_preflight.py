@@ -83,6 +83,17 @@ def test_a_runtime_environment_may_bring_what_the_code_needs(tmp_path: Path) -> 
     assert any("NameError" in one.consequence for one in checked.warnings)
 
 
+def test_no_problem_shows_a_value_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?"}\n')
+    (tmp_path / "rewards.py").write_text("def score(**row):\n    return missing\n")
+    overrides = ["data.train_files=[${oc.env:PLACE}/rows.jsonl]", "reward.function=${oc.env:PLACE}/rewards.py:score"]
+    checked = preflight(check_config(None, overrides))
+    text = "\n".join(map(str, checked.problems))
+    assert "${oc.env:PLACE}/rows.jsonl, line 1: there is no field 'prompt'" in text
+    assert str(tmp_path) not in text
+
+
 def test_the_size_of_a_checkpoint() -> None:
     assert checkpoint_bytes(config_with({}), 10) == 10 * (4 + 8 + 4)
     assert checkpoint_bytes(config_with({"model.lora_rank": 4}), 10) == 10 * 4

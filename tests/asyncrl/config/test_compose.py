@@ -23,7 +23,7 @@ from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import trainer
-from asyncrl.config.sources import source_of
+from asyncrl.config.sources import SYNC, source_of
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import single
 
@@ -495,3 +495,19 @@ def test_a_supervised_run_has_the_defaults_in_sections_that_only_a_launch_uses(
     assert config.public_values()["reward"]["kwargs"] == {}
     (problem,) = check_config(file, ["data.sampler=nowhere.py:order"], mode="sft").warnings[-1:]
     assert problem.key == "data.sampler"
+
+
+def test_the_configuration_of_a_run_is_launched_in_the_other_mode(tmp_path: Path) -> None:
+    file = tmp_path / "mode=sync" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(to_yaml(load_config(None, [], mode="sync")))
+    assert split_arguments([str(file), "seed=2"]) == (str(file), ("seed=2",)), "a path may have ="
+    config = load_config(file, mode="sync")
+    assert value_sources(file, [], config, mode="sync")["async_training.partial_rollout"].startswith("config.yaml line")
+    problem = check_config(file).problems[0]
+    assert (problem.key, "set mode=fully_async" in problem.fix) == ("mode", True)
+    overrides = ["mode=sync"]
+    file.write_text(to_yaml(load_config(None, ["async_training=mode_b"])))
+    config = load_config(file, overrides, mode="sync")
+    sources = value_sources(file, overrides, config, mode="sync")
+    assert sources["async_training.require_batches"] == sources["mode"] == SYNC
