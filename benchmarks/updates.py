@@ -23,7 +23,7 @@ from trainer.algorithms.objective import PolicyLoss
 from trainer.batches import TrainRow
 from trainer.engines.base import BaseEngine, EngineSpec
 from trainer.engines.compute.packing import balance, input_lengths
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 from trainer.workers.tensors import to_batch
 
 VARIANTS = ("plain", "padded", "packed")
@@ -186,7 +186,7 @@ class _Runner:
             use_remove_padding=packed,
         )
         model, optim = ModelConfig(path=str(self._path)), OptimConfig(lr=LR)
-        engine = EngineRegistry.new(EngineSpec("language_model", model, settings, optim))
+        engine = new_engine(EngineSpec("language_model", model, settings, optim))
         loss = PolicyLoss(ALGORITHM, response_length=case.workload.longest_tokens)
 
         def update() -> float:

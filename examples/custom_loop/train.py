@@ -37,7 +37,7 @@ from asyncrl.core.failures import ConfigError
 from asyncrl.core.types import SampleId
 from trainer.batches import TrainRow
 from trainer.engines.base import EngineSpec, LossParts, Tokens, TokenScores
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import BUILT_IN
 from trainer.workers.tensors import to_batch
 from trainer.workers.worker import TrainingWorker
 
@@ -162,7 +162,7 @@ def mean_over_ranks(sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="fsdp2", help=f"one of {', '.join(EngineRegistry.backends())}")
+    parser.add_argument("--strategy", default="fsdp2", help=f"one of {', '.join(BUILT_IN)}, or an import path")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-4)

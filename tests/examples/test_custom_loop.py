@@ -88,7 +88,7 @@ def test_the_error_for_a_wrong_strategy_is_one_line(loop: Any, capsys: pytest.Ca
         loop.main(["--strategy", "fdsp2"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "trainer.strategy=fdsp2: no such engine; did you mean fsdp2" in line
+    assert "trainer.strategy: 'fdsp2' is not built in; did you mean 'fsdp2'" in line
 
 
 @pytest.mark.slow

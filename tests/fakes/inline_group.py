@@ -47,7 +47,7 @@ class InlineGroup(RoleGroup):
             profiling: the steps to trace. Events are always recorded by this process.
 
         Raises:
-            ConfigError: see `EngineRegistry.new`.
+            ConfigError: see `new_engine`.
         """
         rank = Rank(publisher, profiling, role)
         try:

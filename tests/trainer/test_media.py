@@ -22,7 +22,7 @@ from tests.fakes.trainer_model import make_spec, write_model
 from tests.fakes.vision_model import picture, png, write_vision_model
 from trainer.batches import RowRules, TrainRow, prepare_sample
 from trainer.engines.base import BaseEngine
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 from trainer.workers.tensors import to_batch
 
 STRATEGIES = ("ddp", "fsdp", "fsdp2")
@@ -62,7 +62,7 @@ def rows_of(
 
 
 def make_engine(path: Path, **settings: Any) -> BaseEngine:
-    return EngineRegistry.new(make_spec(path, **settings))
+    return new_engine(make_spec(path, **settings))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -123,6 +123,9 @@ class BaseEngine(ABC):
     Raises (on construction):
         ConfigError: the model cannot be loaded, or the backend does not support the configuration.
     """
+
+    model_types: ClassVar[tuple[ModelType, ...]] = get_args(ModelType)
+    """Types of models that it runs."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

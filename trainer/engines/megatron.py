@@ -9,16 +9,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.core.failures import ConfigError
-from trainer.engines.base import EngineSpec
+from trainer.engines.base import EngineSpec, ModelType
 from trainer.engines.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
-from trainer.engines.registry import EngineRegistry
 from trainer.engines.replicated import DdpEngine
 
 BACKEND = "megatron"
@@ -41,13 +40,14 @@ LAYER_NAMES = {
 """Modules of a Megatron-Core layer, each with the Hugging Face modules that it joins."""
 
 
-@EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
 class MegatronEngine(DdpEngine):
     """The engine of `trainer.strategy=megatron`.
 
     Raises:
         ConfigError: megatron-core is not installed, or the model type is not supported.
     """
+
+    model_types: ClassVar[tuple[ModelType, ...]] = ("language_model",)
 
     def __init__(self, spec: EngineSpec) -> None:
         with warnings.catch_warnings():

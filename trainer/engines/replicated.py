@@ -14,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncrl.core.failures import ConfigError
 from trainer.engines import dist
 from trainer.engines.base import EngineSpec
-from trainer.engines.registry import EngineRegistry
 from trainer.engines.torch_engine import TorchEngine
 
 
-@EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="local", device=("cpu", "cuda"))
 class LocalEngine(TorchEngine):
     distributed: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
@@ -36,7 +34,6 @@ class LocalEngine(TorchEngine):
         return model.to(self.device)
 
 
-@EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="ddp", device=("cpu", "cuda"))
 class DdpEngine(TorchEngine):
     sharded: ClassVar[bool] = False
     averages: ClassVar[bool] = True

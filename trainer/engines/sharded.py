@@ -32,7 +32,6 @@ from trainer.engines import dist
 from trainer.engines.compute.optim import local_part
 from trainer.engines.compute.tensor_parallel import share_layers
 from trainer.engines.models import decoder_layers, empty_model, load_model
-from trainer.engines.registry import EngineRegistry
 from trainer.engines.sharded_loading import fill
 from trainer.engines.torch_engine import TorchEngine
 
@@ -40,7 +39,6 @@ from trainer.engines.torch_engine import TorchEngine
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-@EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="fsdp2", device=("cpu", "cuda"))
 class Fsdp2Engine(TorchEngine):
     """FSDP2. Between calls the weights are always sharded, so that the next pass gathers the stepped or loaded ones.
 
@@ -180,7 +178,6 @@ def _units(model: nn.Module) -> list[FSDPModule]:
 warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
 
 
-@EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="fsdp", device=("cpu", "cuda"))
 class FsdpEngine(TorchEngine):
     averages: ClassVar[bool] = True
 

@@ -12,9 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.core.failures import ConfigError
-from trainer.engines.base import EngineSpec
+from trainer.engines.base import EngineSpec, ModelType
 from trainer.engines.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
-from trainer.engines.registry import EngineRegistry
 from trainer.engines.sharded import Fsdp2Engine, sum_gradients
 from trainer.engines.torch_engine import TorchEngine
 
@@ -22,7 +21,6 @@ BACKEND = "torchtitan"
 MODELS = ("llama", "qwen3")
 
 
-@EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
 class TorchtitanEngine(Fsdp2Engine):
     """The engine of `trainer.strategy=torchtitan`. torchtitan's state-dict adapters convert weights from and to Hugging
     Face names.
@@ -31,6 +29,7 @@ class TorchtitanEngine(Fsdp2Engine):
         ConfigError: torchtitan is not installed, or does not support the model.
     """
 
+    model_types: ClassVar[tuple[ModelType, ...]] = ("language_model",)
     has_meshes: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
+from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError, UserCodeError
 from trainer.engines import dist
 from trainer.engines.registry import BUILT_IN
 from trainer.selfcheck.checks import checks_of
@@ -69,7 +69,7 @@ def _checks(setting: CheckSetting) -> list[Check]:
         checks = checks_of(setting.backend, setting.device, dist.world_size())
         for check in checks[:1]:
             setting.engine(check.model_type).close()
-    except (ConfigError, InfraError) as error:
+    except (ConfigError, InfraError, UserCodeError) as error:
         failure = error
     except Exception:  # the checks report any other problem of the backend
         logger.debug("%s: no engine could be made", setting.backend, exc_info=True)
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failure = ""
     try:
         results = run(backends, device.type, directory)
-    except (ConfigError, InfraError) as error:
+    except (ConfigError, InfraError, UserCodeError) as error:
         failure = error.message
     finally:
         if dist.rank() == 0:

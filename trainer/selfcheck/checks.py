@@ -20,7 +20,7 @@ from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceEr
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines import dist
 from trainer.engines.base import BaseEngine, Loss, LossParts, ModelType, Tokens, TokenScores
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import find_engine, new_engine
 from trainer.selfcheck.setting import (
     CHECKS,
     EXACT,
@@ -508,7 +508,7 @@ def bad_input_is_refused_on_every_rank(setting: CheckSetting) -> None:
     raises(DataError, "trained token", lambda: engine.forward_backward(share_of(engine, none), loss))
     same_weights(weights_of(engine), before, 0.0, "after refused batches")
     missing = setting.spec(path=str(setting.directory / "nothing"))
-    raises(ConfigError, "model.path", lambda: EngineRegistry.new(missing))
+    raises(ConfigError, "model.path", lambda: new_engine(missing))
     raises(ConfigError, "float16", lambda: setting.engine(dtype="float16"))
     raises(ConfigError, "temperature", lambda: setting.engine(temperature=0.0))
 
@@ -566,7 +566,7 @@ def checks_of(backend: str, device: str, num_ranks: int) -> list[Check]:
     Raises:
         ConfigError: there is no such backend, or its package is missing.
     """
-    able = EngineRegistry.model_types(backend, device)
+    able = find_engine(backend).model_types
     return [
         one
         for one in CHECKS

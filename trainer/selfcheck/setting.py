@@ -35,7 +35,7 @@ from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.engines import dist
 from trainer.engines.base import BaseEngine, EngineSpec, Loss, ModelType, StepOutcome, Tokens, TokenScores
 from trainer.engines.models import quiet
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 
 VOCAB = 24
 
@@ -224,7 +224,7 @@ class CheckSetting:
         return EngineSpec(model_type, ModelConfig(**model), EngineConfig(**engine), **fields)
 
     def engine(self, model_type: ModelType = "language_model", **changes: Any) -> BaseEngine:
-        return EngineRegistry.new(self.spec(model_type, **changes))
+        return new_engine(self.spec(model_type, **changes))
 
 
 class Check(NamedTuple):

@@ -95,7 +95,7 @@ class WorkerGroup:
             reserve_cpus: reserve CPUs in Ray for ranks on CPU, as on a shared cluster.
 
         Raises:
-            ConfigError: there are fewer GPUs than ranks, or a model cannot be loaded (`EngineRegistry.new`).
+            ConfigError: there are fewer GPUs than ranks, or a model cannot be loaded (`new_engine`).
             DeadlineError: not started within `timeouts.start_s`.
             InfraError: a rank died.
         """

@@ -23,7 +23,7 @@ from asyncrl.core.records import Metrics
 from asyncrl.profiling import profile
 from trainer.engines.base import BaseEngine, EngineSpec, Layout, Loss
 from trainer.engines.dist import gather, guarded
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 from trainer.workers.dispatch import dispatched
 
 PROBE_ROWS = 2
@@ -36,11 +36,11 @@ class TrainingWorker:
     """Blocking calls on an engine. Every rank of the role makes the same calls in the same order, with its own rows.
 
     Raises (on construction):
-        ConfigError: see `EngineRegistry.new`.
+        ConfigError: see `new_engine`.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.engine: BaseEngine = EngineRegistry.new(spec)
+        self.engine: BaseEngine = new_engine(spec)
         self._loss: Loss | None = None
         self._pending_loss = 0.0
         """Loss summed over the `forward_backward` calls since the last step."""

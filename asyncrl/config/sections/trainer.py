@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl.config.environment import check_model_path, is_installed, model_config, tensor_shapes, visible_gpus
+from asyncrl.config.environment import (
+    check_code,
+    check_model_path,
+    is_installed,
+    model_config,
+    tensor_shapes,
+    visible_gpus,
+)
+from asyncrl.config.import_path import is_own
 from asyncrl.config.problems import (
     ConfigProblem,
     ConfigRule,
@@ -81,8 +88,8 @@ class EngineConfig(ConfigSection):
     """How a model runs in the Trainer's processes."""
 
     strategy: str = "fsdp2"
-    """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), or one that a package has registered under the
-    entry point group `asyncrl.engines`, such as `torchtitan` and `megatron`."""
+    """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), `torchtitan`, `megatron`, the name of an entry
+    point of the group `asyncrl.engines`, or your own, `module:Class` or `path/file.py:Class`."""
     num_workers: Positive = 1
     """Number of processes (ranks) in the group; on GPUs, each has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -462,25 +469,21 @@ def _strategies(config: Config) -> Iterator[ConfigProblem]:
         "critic.strategy": config.critic.strategy,
         "reward_model.worker.strategy": config.reward_model.worker.strategy,
     }
-    known = sorted({*BUILTIN_STRATEGIES, *(point.name for point in entry_points(group=STRATEGY_ENTRY_POINTS))})
+    packaged = (point.name for point in entry_points(group=STRATEGY_ENTRY_POINTS))
+    known = sorted({*BUILTIN_STRATEGIES, *_ENGINE_LIBRARIES, *packaged})
     for key, strategy in strategies.items():
-        if strategy is not None and strategy not in known:
-            near = get_close_matches(strategy.lower(), known, n=2) or get_close_matches(strategy, known, 1, cutoff=0.0)
-            yield ConfigProblem(
-                key,
-                strategy,
-                f"there is no such engine; known are {', '.join(known)}",
-                f"did you mean {' or '.join(near)}? Or install the package that registers it as "
-                f"an entry point of {STRATEGY_ENTRY_POINTS}",
-            )
+        if strategy is not None and not is_own(strategy):
+            yield from check_code(key, strategy, known, "engine")
 
 
 def _engine_libraries(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the packages of engine backends are installed, without importing them."""
+    """Check that engines of the user's are there, and packages of the others are installed, without importing them."""
     strategies = {"trainer.strategy": config.trainer.strategy}
     strategies |= {f"{name}.strategy": role.strategy for name, role in model_roles(config).items() if role.strategy}
     modules = {point.name: point.module.partition(".")[0] for point in entry_points(group=STRATEGY_ENTRY_POINTS)}
     for key, strategy in strategies.items():
+        if is_own(strategy):
+            yield from check_code(key, strategy, (), "engine")
         module = _ENGINE_LIBRARIES.get(strategy, modules.get(strategy))
         if module is not None and not is_installed(module):
             extra = f"pip install 'asyncrl[{strategy}]'"

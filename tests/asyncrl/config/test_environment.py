@@ -121,9 +121,8 @@ def conversation(**multi_turn: Any) -> dict[str, Any]:
         ({"rollout.agent.command": ["no-such-program-here"]}, "rollout.agent.command", "no such program"),
         ({"rollout.agent.program": "my_agent"}, "rollout.agent.program", "it names no function"),
         ({"trainer.strategy": "fdsp2"}, "trainer.strategy", "did you mean fsdp2"),
-        ({"trainer.strategy": "?"}, "trainer.strategy", "did you mean"),
-        ({"trainer.strategy": "fdsp"}, "trainer.strategy", "did you mean fsdp or fsdp2?"),
-        ({"trainer.strategy": "fsdp3"}, "trainer.strategy", "did you mean fsdp or fsdp2?"),
+        ({"trainer.strategy": "?"}, "trainer.strategy", "Built in: ddp, fsdp, fsdp2"),
+        ({"trainer.strategy": "fdsp"}, "trainer.strategy", "did you mean fsdp?"),
         ({"critic.strategy": "dpp", **GAE}, "critic.strategy", "did you mean ddp"),
     ],
 )  # fmt: skip
@@ -369,16 +368,26 @@ def install_engine(folder: Path, entry_points: str, monkeypatch: pytest.MonkeyPa
 def test_a_misspelt_engine_of_an_unused_role_gives_two_problems() -> None:
     found = [one for one in check_config(None, ["ref.strategy=fdsp"]).problems if one.key == "ref.strategy"]
     no_effect, unknown = found
-    assert "no effect" in no_effect.consequence and "no such engine" in unknown.consequence
+    assert "no effect" in no_effect.consequence and "no built-in engine has this name" in unknown.consequence
 
 
 def test_engines_of_other_packages_are_found_by_their_entry_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_engine(tmp_path, "other_engine = json.decoder\ngone_engine = no_such_package.engine", monkeypatch)
+    points = "other_engine = json.decoder:Engine\ngone_engine = no_such_package.engine:Engine"
+    install_engine(tmp_path, points, monkeypatch)
     assert machine_problems({"trainer.strategy": "other_engine"}) == []
     assert "other_engine" in single(machine_problems({"trainer.strategy": "other_engin"})).fix
     assert "no_such_package" in single(machine_problems({"trainer.strategy": "gone_engine"})).consequence
+
+
+def test_an_engine_of_the_users_is_named_like_any_other_part(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Mine: ...\n")
+    assert machine_problems({"trainer.strategy": f"{tmp_path}/mine.py:Mine"}) == []
+    problem = single(machine_problems({"trainer.strategy": f"{tmp_path}/mine.py:Mime"}))
+    assert (problem.key, problem.fix) == ("trainer.strategy", f"did you mean {tmp_path}/mine.py:Mine?")
+    own = {"ray.address": "auto", "trainer.strategy": "no_such_package:Mine"}
+    assert single(machine_problems(own)).severity == "warning"
 
 
 @pytest.mark.parametrize(("strategy", "module"), [("torchtitan", "torchtitan"), ("megatron", "megatron.core")])
@@ -409,6 +418,8 @@ def test_the_configuration_knows_all_that_is_built_in() -> None:
     assert set(rollout.BUILTIN_TOOLS) == set(tools.BUILT_IN)
     assert set(rollout.BUILTIN_INTERACTIONS) == set(interactions.BUILT_IN)
     assert set(trainer.BUILTIN_STRATEGIES) == set(registry.BUILT_IN)
+    assert set(trainer._ENGINE_LIBRARIES) == set(registry.ADAPTERS)
+    assert trainer.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
     assert trainer.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
 
 

@@ -22,7 +22,7 @@ from rollouter.serving.options import serving_options
 from tests.fakes.vision_model import png, write_vision_model
 from trainer.batches import RowRules, prepare_sample
 from trainer.engines.base import EngineSpec
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 from trainer.workers.tensors import to_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -99,7 +99,7 @@ def trained_log_probs(model: ModelConfig, prompt: Prompt, turn: Turn) -> np.ndar
     sample = Sample(SampleId(0, 1), (row,), media=prompt.media)
     rules = RowRules(mask_beyond=None, group_filter=None, vocab_size=None)
     rows = prepare_sample(sample, lease_id=1, trainer_version=0, rules=rules).rows
-    engine = EngineRegistry.new(EngineSpec("language_model", model, EngineConfig(device="cpu", strategy="local")))
+    engine = new_engine(EngineSpec("language_model", model, EngineConfig(device="cpu", strategy="local")))
     return engine.infer(to_batch(rows))["log_probs"][0].numpy()
 
 

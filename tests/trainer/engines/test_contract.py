@@ -77,7 +77,7 @@ def test_an_unknown_backend_exits_with_2_and_an_error_that_names_the_nearest(
 ) -> None:
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     assert main(["--backend", "fsdp_2", "--device", "cpu"]) == 2
-    assert "did you mean fsdp2 or fsdp?" in capsys.readouterr().err
+    assert "did you mean 'fsdp2'?" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -124,8 +124,8 @@ def test_the_backend_of_the_docs_is_found_and_meets_the_contract(
     project = tomllib.loads(blocks["toml"])["project"]
     installed = tmp_path / "allreduce_engine-1.0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
-    points = [f"{name} = {module}" for name, module in project["entry-points"]["asyncrl.engines"].items()]
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: allreduce-engine\nVersion: 1.0\n")
+    points = [f"{name} = {engine}" for name, engine in project["entry-points"]["asyncrl.engines"].items()]
     (installed / "entry_points.txt").write_text("\n".join(["[asyncrl.engines]", *points]) + "\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     results = selfcheck_document("--backend", "allreduce", ranks=2)["results"]

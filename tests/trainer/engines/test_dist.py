@@ -32,11 +32,11 @@ from asyncrl.core.failures import AsyncRLError
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines.base import EngineSpec
 from trainer.selfcheck.setting import make_batch
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 backend, path, end, directory = sys.argv[1:4] + [Path(sys.argv[4])]
 config = EngineConfig(strategy=backend, device="cpu", num_workers=2)
 spec = EngineSpec("language_model", ModelConfig(path=path), config, OptimConfig(), collective_s=60)
-engine, batch, loss = EngineRegistry.new(spec), make_batch(4, 1), PolicyLoss(AlgorithmConfig(), 20)
+engine, batch, loss = new_engine(spec), make_batch(4, 1), PolicyLoss(AlgorithmConfig(), 20)
 engine.optim_step(engine.forward_backward(batch, loss)["loss"])
 torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds={HANG_S}))
 calls = {{"forward_backward": lambda: engine.forward_backward(batch, loss)}}

@@ -20,7 +20,7 @@ from trainer.engines import foreign
 from trainer.engines.base import EngineSpec
 from trainer.engines.compute.attention import enable_packing
 from trainer.engines.foreign import Attention, ForeignModel, check_settings, check_weights
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 from trainer.selfcheck.checks import checks_of
 
 LIBRARIES = {"torchtitan": "torchtitan", "megatron": "megatron.core"}
@@ -49,7 +49,7 @@ def test_a_missing_library_is_named_with_its_package(backend: str, monkeypatch: 
     with pytest.raises(
         ConfigError, match=rf"trainer\.strategy={backend}: it needs .*pip install 'asyncrl\[{backend}\]'"
     ):
-        EngineRegistry.new(spec(backend))
+        new_engine(spec(backend))
 
 
 @pytest.mark.parametrize("failure", [OSError("libmissing.so: cannot open"), RuntimeError("operator exists twice")])
@@ -66,12 +66,12 @@ def test_backends_are_found_without_their_library_ray_or_vllm() -> None:
     program = (
         "import sys; sys.modules.update(ray=None, vllm=None)\n"
         "import trainer.selfcheck.__main__\n"
-        "from trainer.engines.registry import BUILT_IN, EngineRegistry\n"
-        "for name in BUILT_IN: EngineRegistry.find(name, 'language_model', 'cpu')\n"
-        "assert {'torchtitan', 'megatron'} <= set(EngineRegistry.backends())\n"
+        "from trainer.engines.registry import ADAPTERS, BUILT_IN, engines, find_engine\n"
+        "for name in BUILT_IN: find_engine(name)\n"
+        "assert {'torchtitan', 'megatron'} == set(ADAPTERS) <= set(engines())\n"
         "assert 'trainer.engines.torchtitan' not in sys.modules\n"
         "for name in ('torchtitan', 'megatron'):\n"
-        "    assert EngineRegistry.model_types(name, 'cpu') == {'language_model'}\n"
+        "    assert find_engine(name).model_types == ('language_model',)\n"
         "assert not {'torchtitan', 'megatron'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True, timeout=100)
@@ -107,7 +107,7 @@ def test_models_of_a_backend_compute_the_results_of_transformers(backend: str, t
         path = tmp_path / f"{config.model_type}_{number}"
         source = _random(config)
         source.save_pretrained(path)
-        engine: Any = EngineRegistry.new(spec(backend, path))
+        engine: Any = new_engine(spec(backend, path))
         model, ids = engine.model, torch.randint(1, 64, (3, 40))
         torch.testing.assert_close(model(ids).logits, source(ids).logits, atol=2e-5, rtol=1e-4, msg=str(path.name))
         assert engine._current.scorer.packed
@@ -134,14 +134,14 @@ def test_a_model_that_a_backend_would_compute_differently_is_refused(
     config = AutoConfig.for_model(**{"model_type": "llama", "num_key_value_heads": 2, **SIZES, **changes})
     _random(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        EngineRegistry.new(spec(backend, tmp_path))
+        new_engine(spec(backend, tmp_path))
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_kernels_for_transformers_models_are_refused(backend: str) -> None:
     need(backend)
     with pytest.raises(ConfigError, match="use_liger=true with"):
-        EngineRegistry.new(spec(backend, use_liger=True))
+        new_engine(spec(backend, use_liger=True))
 
 
 # ----------------------------------------------------------------------------------- the interface, without any library

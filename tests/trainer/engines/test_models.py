@@ -30,7 +30,7 @@ from asyncrl.core.failures import ConfigError
 from tests.fakes.trainer_model import SHAPE, make_spec, write_model
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines.models import decoder_layers, head_of, load_model, speed_up
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 from trainer.engines.replicated import LocalEngine
 from trainer.selfcheck.setting import make_batch, plain_scores
 
@@ -222,7 +222,7 @@ def test_compiled_layers_give_the_same_step(backend: str, tmp_path: Path) -> Non
     found = []
     for flag in (True, False):
         spec = make_spec(path, strategy=backend, torch_compile=flag, gradient_checkpointing=True)
-        engine = EngineRegistry.new(spec)
+        engine = new_engine(spec)
         log_probs = engine.infer(batch)["log_probs"]
         figures = engine.forward_backward(batch, loss)
         found.append((log_probs, figures["loss"], engine.optim_step(figures["loss"]).grad_norm))

@@ -21,7 +21,7 @@ from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceEr
 from tests.fakes.trainer_model import make_spec, write_model
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines import dist, torch_engine
-from trainer.engines.registry import EngineRegistry
+from trainer.engines.registry import new_engine
 from trainer.engines.replicated import DdpEngine, LocalEngine
 from trainer.engines.sharded import Fsdp2Engine
 from trainer.engines.state import checkpoint as state
@@ -51,8 +51,8 @@ def test_the_sequence_parallel_size_must_divide_the_number_of_ranks(path: Path) 
 def test_a_missing_gpu_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"trainer\.device=cuda: torch sees no GPU"):
-        EngineRegistry.new(make_spec(path, device="cuda"))
-    engine = EngineRegistry.new(make_spec(path, device="auto"))
+        new_engine(make_spec(path, device="cuda"))
+    engine = new_engine(make_spec(path, device="auto"))
     with pytest.raises(ConfigError, match="cannot move to cuda"):
         engine.to("cuda")
 
@@ -117,12 +117,12 @@ def test_a_failed_construction_leaves_no_process_group(path: Path) -> None:
     two_ranks = make_spec(path, strategy="fsdp2", ulysses_sequence_parallel_size=2)
     for broken in (two_ranks, make_spec("/nowhere", strategy="fsdp2")):
         with pytest.raises(ConfigError):
-            EngineRegistry.new(broken)
+            new_engine(broken)
         assert not torch.distributed.is_initialized()
 
 
 def test_close_raises_a_failed_checkpoint_and_leaves_the_group(path: Path, tmp_path: Path) -> None:
-    engine = EngineRegistry.new(make_spec(path, strategy="fsdp2"))
+    engine = new_engine(make_spec(path, strategy="fsdp2"))
     (tmp_path / "engine.json").symlink_to("/dev/full")
     engine.save(tmp_path)
     with pytest.raises(InfraError, match="disk is full"):

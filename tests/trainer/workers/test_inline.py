@@ -133,7 +133,7 @@ def assert_ended(threads: set[threading.Thread]) -> None:
 async def test_a_failed_start_leaves_no_thread(spec: EngineSpec) -> None:
     before = engine_threads()
     wrong = replace(spec, engine=spec.engine.model_copy(update={"strategy": "lokal"}))
-    with pytest.raises(ConfigError, match="no such engine; did you mean local"):
+    with pytest.raises(ConfigError, match="is not built in; did you mean 'local'"):
         await InlineGroup.start(wrong)
     assert_ended(engine_threads() - before)
 
