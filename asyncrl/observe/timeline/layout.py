@@ -5,6 +5,7 @@ Times are whole microseconds; heights are in units of a track that is alone in i
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -327,24 +328,43 @@ class TrackLayout(NamedTuple):
     """Id → top and bottom of its bars; 0 is the top of the page, and values grow downwards."""
 
 
-def lay_out(groups: Iterable[TrackGroup], hidden: Collection[str] = ()) -> TrackLayout:
-    """Lay out groups without the `hidden` blocks; the tracks of large groups are thinner."""
+def lay_out(groups: Iterable[TrackGroup], hidden: Collection[str] = (), *, room: float = math.inf) -> TrackLayout:
+    """Lay out groups without the `hidden` blocks; the tracks of large groups are thinner.
+
+    Args:
+        room: the height in which every group has a label of height 1: large groups give way to it.
+    """
+    shown = [group for group in groups if group.block not in hidden]
     at = 0.0
     layout = TrackLayout(0.0, [], [], {})
-    for group in groups:
-        if group.block in hidden:
-            continue
+    heights = [_height(len(group.tracks)) for group in shown]
+    most = _largest_height(heights, room - _GAP * len({group.block for group in shown}))
+    for group, natural in zip(shown, heights, strict=True):
         if not layout.blocks or layout.blocks[-1].name != group.block:
             at += _GAP if layout.blocks else _GAP / 2
             layout.blocks.append(RowPlace(group.block, at, at))
         top, count = at, len(group.tracks)
-        height = 1.0 if count <= _MAX_FULL_TRACKS else min(_MAX_GROUP, count * _SMALL_TRACK) / count
+        height = min(natural, most) / max(1, count)
         for track in group.tracks:
             layout.tracks[track] = (at, at + height * _BAR_HEIGHT)
             at += height
         layout.groups.append(RowPlace(group.name, top, at, group.tracks))
         layout.blocks[-1] = layout.blocks[-1]._replace(bottom=at)
     return layout._replace(height=at + _GAP / 2)
+
+
+def _height(num_tracks: int) -> float:
+    return num_tracks if num_tracks <= _MAX_FULL_TRACKS else min(_MAX_GROUP, num_tracks * _SMALL_TRACK)
+
+
+def _largest_height(heights: Sequence[float], room: float) -> float:
+    """Return the height of the largest groups with which all fit into `room`; at least 1."""
+    for number, height in enumerate(sorted(heights)):
+        share = room / (len(heights) - number)
+        if height > share:
+            return max(1.0, share)
+        room -= height
+    return math.inf
 
 
 def spread(row: RowPlace, tracks: Sequence[int]) -> dict[int, tuple[float, float]]:

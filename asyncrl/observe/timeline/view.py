@@ -39,6 +39,8 @@ _LINE_PIXELS = 12
 """Least average distance of version lines."""
 _LABEL_PIXELS = 34
 """Width of a version's label."""
+_NUMBERS_PIXELS, _ROW_PIXELS = 18, 12.5
+"""Height of the version numbers above, and least height of a group that has its label."""
 _EDGE_PIXELS = 4
 """Shorter bars have no edge in another colour, which would cover them completely."""
 _EDGE = "#ffffff"
@@ -82,7 +84,8 @@ class Selection(NamedTuple):
 
 def select_bars(index: Index, origin: int, window: Window) -> Selection:
     """Select what to draw; `origin` is when the run began, in Unix microseconds."""
-    layout = lay_out(index.groups(), window.hidden)
+    room = (window.pixels_high - _NUMBERS_PIXELS) / _ROW_PIXELS
+    layout = lay_out(index.groups(), window.hidden, room=room)
     start, end = origin + round(window.start * 1000), origin + round(window.end * 1000)
     height = min(layout.height, window.bottom) - max(0.0, window.top)
 

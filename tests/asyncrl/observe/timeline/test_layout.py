@@ -231,6 +231,22 @@ def test_hidden_blocks_take_no_space_and_tracks_are_disjoint() -> None:
     assert less.height < whole.height
 
 
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.floats(1, 300))
+def test_large_groups_give_way_until_every_group_has_room_for_its_label(counts: list[int], room: float) -> None:
+    numbers = iter(range(sum(counts)))
+    groups = [
+        TrackGroup(f"part-{each // 3}", str(each), tuple(itertools.islice(numbers, n))) for each, n in enumerate(counts)
+    ]
+    natural = lay_out(groups)
+    heights, full = ([row.bottom - row.top for row in one.groups] for one in (lay_out(groups, room=room), natural))
+    assert min(heights) > 0.999 and max(heights) <= max(full)
+    most = max(heights)
+    assert heights == pytest.approx([min(each, most) for each in full])
+    smallest = natural.height - sum(full) + len(groups)
+    height = lay_out(groups, room=room).height
+    assert height == pytest.approx(min(natural.height, room) if smallest < room else smallest)
+
+
 def test_times_have_suitable_units() -> None:
     durations = [duration(us) for us in (0, 12, 1_500, 2_500_000, 130_000_000)]
     assert durations == ["0 s", "12 µs", "1.5 ms", "2.5 s", "2:10"]

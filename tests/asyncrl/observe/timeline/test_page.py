@@ -32,6 +32,8 @@ from tests.fakes.timeline_run import FakeRun
 RECORDED = 4
 """The feed index of the sample whose conversation is recorded."""
 _SOURCE = "Bokeh.documents[0].get_model_by_name('bars').data"
+_LABELS = "Bokeh.documents[0].get_model_by_name('groups').major_label_overrides.size"
+_GROUPS = "fetch('api/view?start=0&end=60000&pixels=1000').then(a => a.json()).then(view => view.groups.length)"
 _WHERE = """bar => {
   const plot = Bokeh.documents[0].get_model_by_name('timeline'), view = Bokeh.index.find_one(plot);
   const data = Bokeh.documents[0].get_model_by_name('bars').data, range = plot.x_range;
@@ -228,6 +230,7 @@ def test_the_first_view_begins_with_the_first_sample_and_a_click_shows_the_whole
     start = "Bokeh.documents[0].get_model_by_name('time').start"
     with opened(chromium, slow_start_url) as (page, _):
         assert 85_000 < page.evaluate(start) < 90_000
+        assert page.evaluate(_LABELS) == page.evaluate(_GROUPS) > 20, "no row is without its label"
         assert "trouble" not in page.evaluate(f"Array.from({_SOURCE}.state)")
         page.click("#whole")
         wait(page, "data.state.includes('trouble')")
