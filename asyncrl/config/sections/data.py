@@ -220,7 +220,12 @@ def _policy(config: Config) -> Iterator[ConfigProblem]:
         yield from check_model_path("model.tokenizer_path", tokenizer, otherwise, is_model=False)
     limit = model_config(path).get("max_position_embeddings")
     if isinstance(limit, int) and config.max_model_len > limit:
-        consequence = f"the model at {path} has positions for {limit} tokens; the engine would refuse to start"
+        positions = f"the model at {path} has positions for {limit} tokens"
+        if config.mode == "sft":
+            consequence = f"{positions}; longer conversations cannot be trained"
+            yield ConfigProblem("sft.max_length", config.max_model_len, consequence, f"set sft.max_length={limit}")
+            return
+        consequence = f"{positions}; the engine would refuse to start"
         lengths = "data.max_prompt_length + rollout.response_length (or rollout.max_model_len)"
         yield ConfigProblem("rollout.max_model_len", config.max_model_len, consequence, f"lower {lengths} to {limit}")
 

@@ -216,6 +216,9 @@ def test_mistakes_are_named_before_anything_starts(run: Callable[..., str], cli:
     (tmp_path / "train.jsonl").write_text('{"question": "1+2="}\n')
     err = cli("sft", file, code=2).err
     assert "data.train_files = " in err and "line 1: there is neither a field 'messages'" in err
+    (tmp_path / "train.jsonl").write_text(ROWS[0])
+    err = cli("sft", file, "sft.max_length=3000", code=2).err
+    assert "sft.max_length = 3000" in err and "fix: set sft.max_length=1024" in err and "rollout." not in err
     assert "sft.max_lenght" in cli("sft", file, "sft.max_lenght=3", code=2).err
     assert "rollout.m" in cli("sft", file, "rollout.m=3", code=2).err
     assert "comes first" in cli("sft", "trainer.total_epochs=2", code=2).err
