@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config.schema import Config
+from asyncrl.core.ports import Publication, WeightBucket, WeightPublisher, WeightsProbe
+from asyncrl.weights.transport import in_buckets
 
 if TYPE_CHECKING:
     from rollouter.serving.fleet import ServeFleet
@@ -34,6 +36,22 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> float:
 
 def print_progress(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+
+
+async def publish_tensors(
+    publisher: WeightPublisher,
+    version: int,
+    step: int,
+    tensors: WeightBucket,
+    *,
+    validate: bool = False,
+    probe: WeightsProbe | None = None,
+) -> Publication:
+    """Publish tensors as a version, as rank 0 of the Trainer does."""
+    upload = publisher.begin(version)
+    for bucket in in_buckets(tensors.items(), publisher.bucket_bytes):
+        await upload.put(bucket)
+    return await upload.publish(step, validate=validate, probe=probe)
 
 
 def megabytes(directory: Path, prefix: str = "") -> float:

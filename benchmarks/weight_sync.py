@@ -23,7 +23,7 @@ from asyncrl.weights.object_store import ObjectStorePublisher, ServedRun, start_
 from benchmarks.agents.fleets import finished_turns
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, report
-from benchmarks.running import local_ray, serving
+from benchmarks.running import local_ray, publish_tensors, serving
 
 NAMESPACE = "bench-weight-sync"
 IN_FLIGHT = 8
@@ -63,7 +63,7 @@ async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
                 group.start_soon(finished_turns, fleet.generate(_requests(), session="s"))
                 await anyio.sleep(0.3)
                 started = time.perf_counter()
-                publication = await publisher.publish(version, version, weights, validate=False)
+                publication = await publish_tensors(publisher, version, version, weights)
                 publishes.append(time.perf_counter() - started)
                 (applied,) = await fleet.apply(publication)
                 applies.append(time.perf_counter() - started)

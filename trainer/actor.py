@@ -69,6 +69,7 @@ class TrainerActor:
             lineage=history.lineage,
             backend=sync.backend,
             directory=sync.dir or str(run_dir.path.absolute() / "weights"),
+            bucket_bytes=sync.bucket_bytes,
         )
         # Importing torch takes seconds, so it must not block the event loop, nor the driver, which imports this module.
         parts = await to_thread.run_sync(import_module, "trainer.trainer")

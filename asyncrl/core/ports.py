@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -184,21 +184,29 @@ class Publication:
         return WeightsVersion(self.lineage, self.version)
 
 
+WeightBucket: TypeAlias = Mapping[str, NDArray[Any]]
+"""Whole tensors of a version that travel together, by Hugging Face's parameter names, in the engine's dtype."""
+
+
+class WeightUpload(Protocol):
+    """A version on its way to the weight store."""
+
+    async def put(self, bucket: WeightBucket) -> None:
+        """Store a bucket. Its arrays may be changed or freed once this has returned."""
+
+    async def publish(self, step: int, *, validate: bool, probe: WeightsProbe | None = None) -> Publication:
+        """Publish the buckets as a version in the publisher's lineage. Return once replicas can fetch it, before they
+        apply it."""
+
+
 class WeightPublisher(Protocol):
     """The Trainer's side of the weight store."""
 
-    async def publish(
-        self,
-        version: int,
-        step: int,
-        tensors: Mapping[str, NDArray[Any]],
-        *,
-        validate: bool,
-        probe: WeightsProbe | None = None,
-    ) -> Publication:
-        """Publish `version` in the publisher's lineage. Return once replicas can fetch it, before they apply it.
+    bucket_bytes: int
+    """About the size that buckets should have."""
 
-        `tensors` have Hugging Face's parameter names and the engine's dtype."""
+    def begin(self, version: int) -> WeightUpload:
+        """Return the upload of a version."""
 
     async def republish(self) -> None:
         """Publish the last publication again, for a store that was restarted; do nothing if there is none."""

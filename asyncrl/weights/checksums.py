@@ -10,12 +10,16 @@ a permutation inside a group.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 MODULUS = 1 << 64
+HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
+"""The name of a model's head, and the end of that of its embeddings."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -32,15 +36,47 @@ def bit_sum(array: NDArray[np.generic]) -> int:
     return int(bits.sum(dtype=np.int64)) % MODULUS
 
 
-def group_checksums(tensors: Mapping[str, NDArray[np.generic]]) -> dict[str, int]:
-    """Return the checksum by layer group. A head tied to the embeddings (bitwise equal) counts once, as in the
-    engine."""
-    tied = tied_names(tensors)
-    sums: dict[str, int] = {}
-    for name, array in tensors.items():
-        if name not in tied:
-            add(sums, layer_group(name), bit_sum(array))
-    return sums
+class WeightChecksums:
+    """The checksums of a model whose tensors are added part by part, in any order.
+
+    A head tied to the embeddings (bitwise equal) counts once, as in the engine.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, int] = {}
+        self._embeddings: list[_Content] = []
+        self._head: _Content | None = None
+
+    def add(self, tensors: Mapping[str, NDArray[np.generic]]) -> None:
+        """Add whole tensors, each of them once."""
+        for name, array in tensors.items():
+            value = bit_sum(array)
+            if name == HEAD:
+                self._head = _Content.of(array, value)
+                continue
+            if name.endswith(EMBEDDINGS):
+                self._embeddings.append(_Content.of(array, value))
+            add(self._sums, layer_group(name), value)
+
+    def by_group(self) -> dict[str, int]:
+        """Return the checksum of each layer group of the tensors so far."""
+        sums = dict(self._sums)
+        if self._head is not None and self._embeddings != [self._head]:
+            add(sums, layer_group(HEAD), self._head.bit_sum)
+        return sums
+
+
+class _Content(NamedTuple):
+    """What identifies the content of a tensor: equal tensors have equal ones, and different ones do not."""
+
+    shape: tuple[int, ...]
+    bit_sum: int
+    crc: int
+
+    @classmethod
+    def of(cls, array: NDArray[np.generic], bit_sum: int) -> Self:
+        bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return cls(array.shape, bit_sum, zlib.crc32(bits.data))
 
 
 def add(sums: dict[str, int], group: str, value: int) -> None:
@@ -62,15 +98,3 @@ def differing_groups(published: Mapping[str, int], served: Mapping[str, int]) ->
     return sorted(
         group for group in published.keys() | served.keys() if published.get(group, 0) != served.get(group, 0)
     )
-
-
-def tied_names(tensors: Mapping[str, NDArray[np.generic]]) -> set[str]:
-    """Return `lm_head.weight` if it is tied to the input embedding."""
-    head = tensors.get("lm_head.weight")
-    embeddings = [array for name, array in tensors.items() if name.endswith("embed_tokens.weight")]
-    if head is None or len(embeddings) != 1 or head.shape != embeddings[0].shape:
-        return set()
-    same = np.shares_memory(head, embeddings[0]) or np.array_equal(
-        head.view(_BITS[head.dtype.itemsize]), embeddings[0].view(_BITS[head.dtype.itemsize])
-    )
-    return {"lm_head.weight"} if same else set()

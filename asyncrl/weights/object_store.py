@@ -12,23 +12,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
 import anyio
-import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.run import BUCKET_BYTES
 from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedError, InfraError
-from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsProbe, WeightsVersion
+from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightBucket, WeightsProbe, WeightsVersion
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.profiling.process_usage import ProcessMonitor
-from asyncrl.weights.checksums import group_checksums
+from asyncrl.weights.checksums import WeightChecksums
 from asyncrl.weights.disk import DiskChunk, stored_chunks
 from asyncrl.weights.transport import OwnChunk, StoredChunk
 
@@ -36,8 +35,6 @@ ChunkHandle: TypeAlias = "ray.ObjectRef | StoredChunk"
 STORE_NAME = "weight_store"
 NUM_KEPT_VERSIONS = 2
 """Versions kept besides the newest because a replica may still be reading them."""
-CHUNK_BYTES = 256 << 20
-"""Objects of about this size: large enough to be cheap, small enough to be pulled in parallel between nodes."""
 PARKED_CALLERS = 1000
 RETRY_S = 0.2
 """Pause between two tries to reach a store that restarts."""
@@ -320,12 +317,14 @@ class ObjectStorePublisher:
         lineage: int = 0,
         backend: str = "object_store",
         directory: str = "",
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """
         Args:
             backend: `weight_sync.backend`.
             directory: where the backend `disk` keeps its files.
         """
+        self.bucket_bytes = bucket_bytes
         self._store = store
         self._call_s = call_s
         self._lineage = lineage
@@ -337,42 +336,24 @@ class ObjectStorePublisher:
         self._last: tuple[Publication, list[ChunkHandle]] | None = None
         """Last publication, for `republish`; the references keep the bytes alive even if the store has lost them."""
 
-    async def publish(
-        self,
-        version: int,
-        step: int,
-        tensors: Mapping[str, NDArray[Any]],
-        *,
-        validate: bool,
-        probe: WeightsProbe | None = None,
-    ) -> Publication:
-        """Copy `tensors` into the object store in a thread, once for all replicas, then announce the version.
+    def begin(self, version: int) -> ObjectStoreUpload:
+        """See `ports.WeightPublisher`."""
+        return ObjectStoreUpload(self, version)
+
+    async def announce(self, publication: Publication, refs: Sequence[ChunkHandle]) -> Publication:
+        """Make a version the newest one, now that all of its chunks are stored. Return its final description.
 
         Raises:
-            InfraError: the object store has no room, or failed.
-            DeadlineError: the object store did not take a chunk, or the store actor did not answer, within `call_s`.
+            DeadlineError: the store actor did not answer within `call_s`.
             FencedError: training continues in a newer lineage.
         """
-        checksums = await anyio.to_thread.run_sync(group_checksums, tensors)
-        if self._backend == "disk" and not self._stored:  # engines may still read what a dead Trainer has left
-            self._stored.append([*await self._in_thread(self._unusable, stored_chunks, self._directory)])
-        refs = [await self._put(chunk, version) for chunk in _chunks(tensors)]
-        publication = Publication(
-            version=version,
-            step=step,
-            num_bytes=sum(array.nbytes for array in tensors.values()),
-            checksums=checksums,
-            probe=probe,
-            validate=validate,
-            published_at_s=time.time(),
-            lineage=self._lineage,
-        )
+        publication = replace(publication, published_at_s=time.time(), lineage=self._lineage)
         await _ask(
             lambda again: self._store.publish.remote(publication, refs, again),
             self._call_s,
-            f"publishing version {version}",
+            f"publishing version {publication.version}",
         )
-        self._last = (publication, refs)
+        self._last = (publication, list(refs))
         await self._drop_old(refs)
         return publication
 
@@ -413,18 +394,30 @@ class ObjectStorePublisher:
         except OSError as error:
             raise InfraError.wrap(f"{problem}: {error}", error) from error
 
-    async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ChunkHandle:
-        size = sum(array.nbytes for array in chunk.values())
+    async def collect_leftovers(self) -> None:
+        """Take over the files of a Trainer that has died. They are deleted in time, as engines may still read them."""
+        if self._backend == "disk" and not self._stored:
+            self._stored.append([*await self._in_thread(self._unusable, stored_chunks, self._directory)])
+
+    async def put(self, bucket: WeightBucket, version: int) -> ChunkHandle:
+        """Copy a bucket into the object store in a thread, or to where the backend keeps it, once for all replicas.
+
+        Raises:
+            InfraError: the object store or the filesystem has no room, or failed.
+            DeadlineError: it did not take the bucket within `call_s`.
+            UserCodeError: the user's class failed.
+        """
+        size = sum(array.nbytes for array in bucket.values())
         if self._backend == "disk":
-            return await self._in_thread(self._unusable, DiskChunk.put, self._directory, chunk)
+            return await self._in_thread(self._unusable, DiskChunk.put, self._directory, bucket)
         if self._backend != "object_store":
             problem = f"{self._backend} did not take {size} bytes of version {version}"
-            return await self._in_thread(problem, OwnChunk.put, self._backend, chunk)
+            return await self._in_thread(problem, OwnChunk.put, self._backend, bucket)
         room = f"{NUM_KEPT_VERSIONS + 2} versions must fit; raise ray.object_store_memory_bytes"
         try:
             with anyio.fail_after(self._call_s):
                 # A put cannot be interrupted: it may continue on its thread after the deadline.
-                return await anyio.to_thread.run_sync(ray.put, chunk, abandon_on_cancel=True)
+                return await anyio.to_thread.run_sync(ray.put, bucket, abandon_on_cancel=True)
         except TimeoutError as error:
             raise DeadlineError(
                 f"the object store did not take {size} bytes of version {version} within {self._call_s:g} s: {room}, "
@@ -440,6 +433,31 @@ class ObjectStorePublisher:
                 f"the node's Ray logs",
                 error,
             ) from error
+
+
+class ObjectStoreUpload:
+    """A version on its way to the store (`ports.WeightUpload`)."""
+
+    def __init__(self, publisher: ObjectStorePublisher, version: int) -> None:
+        self._publisher = publisher
+        self._version = version
+        self._chunks: list[ChunkHandle] = []
+        self._checksums = WeightChecksums()
+        self._num_bytes = 0
+
+    async def put(self, bucket: WeightBucket) -> None:
+        """Store a bucket. Raises as `ObjectStorePublisher.put`."""
+        if not self._chunks:
+            await self._publisher.collect_leftovers()
+        self._chunks.append(await self._publisher.put(bucket, self._version))
+        await anyio.to_thread.run_sync(self._checksums.add, bucket)
+        self._num_bytes += sum(array.nbytes for array in bucket.values())
+
+    async def publish(self, step: int, *, validate: bool, probe: WeightsProbe | None = None) -> Publication:
+        """Announce the version. Raises as `ObjectStorePublisher.announce`."""
+        checksums = self._checksums.by_group()
+        publication = Publication(self._version, step, self._num_bytes, checksums, probe, validate=validate)
+        return await self._publisher.announce(publication, self._chunks)
 
 
 @contextmanager
@@ -535,19 +553,6 @@ def _name(weights_version: WeightsVersion) -> str:
         if weights_version.lineage
         else str(weights_version.version)
     )
-
-
-def _chunks(tensors: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-    """Return consecutive tensors in dicts of about `CHUNK_BYTES`; a tensor is never split."""
-    chunks: list[dict[str, NDArray[Any]]] = [{}]
-    size = 0
-    for name, array in tensors.items():
-        if chunks[-1] and size + array.nbytes > CHUNK_BYTES:
-            chunks.append({})
-            size = 0
-        chunks[-1][name] = np.ascontiguousarray(array)
-        size += array.nbytes
-    return chunks
 
 
 FORGET_REPLICA_S = 600.0

@@ -1,12 +1,13 @@
 """How the bytes of a version travel: Ray's object store, files, or a class of the user's (`weight_sync.backend`).
 
-The weight store keeps one handle for each chunk. A handle of Ray is an object reference, one of files is a `DiskChunk`;
+Tensors are collected in buckets (`in_buckets`), and the weight store keeps one handle, a chunk, for each of them. A
+handle of Ray is an object reference, one of files is a `DiskChunk`;
 one of a user's class is an `OwnChunk`, which names the class, so that replicas need no configuration to read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -17,9 +18,29 @@ from asyncrl.config.import_path import call_problem, defined_at, load_function, 
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
+from asyncrl.core.ports import WeightBucket
 from asyncrl.weights.disk import DiskChunk
 
 KEY = "weight_sync.backend"
+
+
+def in_buckets(tensors: Iterable[tuple[str, NDArray[Any]]], num_bytes: int) -> Iterator[WeightBucket]:
+    """Yield consecutive tensors in buckets of at most `num_bytes`, or of one larger tensor. A bucket that was yielded
+    is not held any longer when the next tensor is asked for."""
+    bucket: dict[str, NDArray[Any]] = {}
+    size = 0
+    for name, array in tensors:
+        if bucket and size + array.nbytes > num_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = array
+        size += array.nbytes
+        del array
+        if size >= num_bytes:
+            yield bucket
+            bucket, size = {}, 0
+    if bucket:
+        yield bucket
 
 
 class WeightTransport(Protocol):

@@ -28,7 +28,7 @@ from asyncrl.assets import resolve
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
 from asyncrl.weights.object_store import ObjectStorePublisher, ServedRun, claim_store
-from benchmarks.running import local_ray, print_progress
+from benchmarks.running import local_ray, print_progress, publish_tensors
 from benchmarks.stream.results import SyncWindow
 from rollouter.serving.app import attach
 from rollouter.serving.fleet import ServeFleet
@@ -224,7 +224,7 @@ class VersionPublisher:
             await anyio.sleep(max(0.0, due - now()))  # the clock goes on between the lines
             begin = now()
             self._version += 1
-            publication = await self._publisher.publish(self._version, self._version, self._weights, validate=False)
+            publication = await publish_tensors(self._publisher, self._version, self._version, self._weights)
             await self._fleet.apply(publication)
             windows.append(SyncWindow(self._version, begin, now()))
 

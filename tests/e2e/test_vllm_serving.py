@@ -32,6 +32,7 @@ from asyncrl.core.types import FinishReason, Span, Turn, join_turns, versions_pe
 from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.profiling.files import event_files
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher
+from benchmarks.running import publish_tensors
 from rollouter.serving.client import EventBatch
 from tests.e2e.conftest import MAX_MODEL_LEN, NAMESPACE, EngineProcess
 from tests.fakes.engine import finished_turns
@@ -63,7 +64,7 @@ async def publish(engine: EngineProcess, scale: float = 0.02) -> Publication:
     engine.version += 1
     publisher = ObjectStorePublisher(engine.store, call_s=30, lineage=engine.lineage)
     weights = engine.perturb(scale)
-    return await publisher.publish(engine.version, engine.version, weights, validate=False, probe=engine.probe())
+    return await publish_tensors(publisher, engine.version, engine.version, weights, probe=engine.probe())
 
 
 async def until_idle(engine: EngineProcess) -> None:
@@ -379,7 +380,7 @@ class WeightsTrainer:
         self._publisher = ObjectStorePublisher(store, call_s=30, lineage=lineage)
 
     async def publish(self, version: int, tensors: dict[str, np.ndarray]) -> Publication:
-        return await self._publisher.publish(version, version, tensors, validate=False)
+        return await publish_tensors(self._publisher, version, version, tensors)
 
 
 async def test_tokens_of_a_dead_engine_continue_on_its_successor_which_waits_for_fetchable_weights(

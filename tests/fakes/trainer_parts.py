@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from asyncrl.core.failures import BugError
-from asyncrl.core.ports import Publication, QueueSnapshot, WeightsProbe
+from asyncrl.core.ports import Publication, QueueSnapshot, WeightBucket, WeightsProbe
 from asyncrl.core.records import Metrics, StepRecord
 from asyncrl.core.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
 from asyncrl.queue.sample_queue import LocalSampleQueue, SampleQueue
@@ -146,21 +146,38 @@ class MemoryRecord:
 class CopyingPublisher:
     """A publisher that keeps copies of the published tensors."""
 
+    bucket_bytes = 4096
+
     def __init__(self) -> None:
         self.published: dict[int, dict[str, NDArray[Any]]] = {}
         self.offers: list[int] = []
 
-    async def publish(
-        self, version: int, step: int, tensors: Any, *, validate: bool, probe: WeightsProbe | None = None
-    ) -> Publication:
-        if version in self.published:
-            raise BugError("twice")
-        self.published[version] = {name: array.copy() for name, array in tensors.items()}
-        self.offers.append(version)
-        return Publication(version, step, 0, {}, probe, validate=validate)
+    def begin(self, version: int) -> CopyingUpload:
+        return CopyingUpload(self, version)
 
     async def republish(self) -> None:
         self.offers += self.offers[-1:]
+
+
+class CopyingUpload:
+    """The upload of a `CopyingPublisher`."""
+
+    def __init__(self, publisher: CopyingPublisher, version: int) -> None:
+        self.publisher = publisher
+        self.version = version
+        self.buckets: list[dict[str, NDArray[Any]]] = []
+
+    async def put(self, bucket: WeightBucket) -> None:
+        self.buckets.append({name: array.copy() for name, array in bucket.items()})
+
+    async def publish(self, step: int, *, validate: bool, probe: WeightsProbe | None = None) -> Publication:
+        if self.version in self.publisher.published:
+            raise BugError("twice")
+        self.publisher.published[self.version] = {
+            name: array for bucket in self.buckets for name, array in bucket.items()
+        }
+        self.publisher.offers.append(self.version)
+        return Publication(self.version, step, 0, {}, probe, validate=validate)
 
 
 class TrainerRecords(list[StepRecord]):

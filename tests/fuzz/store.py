@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from unittest.mock import patch
 
 import anyio
 
-from asyncrl.core.ports import Publication, StoreStatus, WeightsProbe, WeightsVersion
+from asyncrl.core.ports import Publication, StoreStatus, WeightsVersion
 from asyncrl.weights import object_store
 from asyncrl.weights.object_store import ObjectStorePublisher, WeightStoreActor
 from tests.fuzz.remote import Gate
@@ -42,19 +41,6 @@ class Publisher(ObjectStorePublisher):
         self._gate = gate
         self._owners = owners
 
-    async def publish(
-        self,
-        version: int,
-        step: int,
-        tensors: Mapping[str, Any],
-        *,
-        validate: bool,
-        probe: WeightsProbe | None = None,
-    ) -> Publication:
-        publication = Publication(version, step, 0, {}, validate=validate, lineage=self._lineage)
-        self._owners[publication.weights_version] = self._gate
-        await object_store._ask(
-            lambda again: self._store.publish.remote(publication, [], again), self._call_s, f"publishing {version}"
-        )
-        self._last = (publication, [])
-        return publication
+    async def announce(self, publication: Publication, refs: Any) -> Publication:
+        self._owners[WeightsVersion(self._lineage, publication.version)] = self._gate
+        return await super().announce(publication, refs)

@@ -75,7 +75,7 @@ class FuzzRanks:
     async def publish(self, version: int, step: int, *, validate: bool, probe: bool = False) -> PublishedVersion:
         await self._gate.passing()
         await self._world.pause()
-        return PublishedVersion(await self._publisher.publish(version, step, {}, validate=validate), 0.0, 0.0)
+        return PublishedVersion(await self._publisher.begin(version).publish(step, validate=validate), 0.0, 0.0)
 
     async def republish(self) -> None:
         await self._gate.passing()

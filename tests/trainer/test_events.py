@@ -241,8 +241,9 @@ async def test_calls_to_a_rank_are_recorded_as_events(recorded: Recorded, spec: 
         "optim_step": ["rank.optimizer"],
     }
     gathered, put = recorded.one("sync.gather"), recorded.one("sync.put")
-    assert (gathered["version"], put["version"], put["step"], put["bytes"]) == (1, 1, 1, 0)
-    assert gathered["timestamp"] + gathered["duration_s"] <= put["timestamp"] + CLOCKS_S
+    assert (gathered["version"], put["version"], put["step"]) == (1, 1, 1)
+    assert put["bytes"] > 0
+    assert inside(put, gathered)
 
 
 async def test_every_documented_event_of_trainer_and_ranks_is_recorded(recorded: Recorded, spec: EngineSpec) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from asyncrl.config.sections.base import Dtype
 from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraError
-from asyncrl.core.ports import Publication, WeightPublisher, WeightsProbe
+from asyncrl.core.ports import WeightBucket, WeightPublisher, WeightsProbe, WeightUpload
 from asyncrl.profiling import profile
 from asyncrl.profiling.process_usage import ProcessHealth, ProcessMonitor
+from asyncrl.weights.transport import in_buckets
 from trainer.engines.base import EngineSpec, Layout
 from trainer.engines.dist import BACKENDS, guarded, leave
 from trainer.workers.outcomes import CallResult
@@ -128,25 +129,33 @@ class Rank:
     async def publish(
         self, role: Role, dtype: Dtype, version: int, step: int, validate: bool, probe: bool
     ) -> CallResult:
-        """Collect the role's weights on rank 0, which publishes them as `version` and returns a `PublishedVersion`."""
-        worker, started = self._workers[role], time.monotonic()
+        """Publish the role's weights as `version`. All ranks collect them tensor by tensor; rank 0 sends them in buckets
+        and returns a `PublishedVersion`."""
+        worker, publisher, started = self._workers[role], self._publisher, time.monotonic()
+        what = f"publishing version {version}"
+        if publisher is None:
+            return CallResult(None, BugError(f"{what}: a rank without a publisher was asked to publish"), local=True)
+        async with self._publish_lock:
+            upload = publisher.begin(version)
+            sender = BucketSender(upload, version)
 
-        def collect() -> tuple[WeightsProbe | None, dict[str, Any]]:
-            return worker.probe() if probe else None, worker.weights(dtype)
+            def collect() -> WeightsProbe | None:
+                weights_probe = worker.probe() if probe else None
+                sender.send(in_buckets(worker.weights(dtype), publisher.bucket_bytes))
+                return weights_probe
 
-        collected = await self._call(role, "weights", collect, "sync.gather", version=version)
-        if collected.error is not None or worker.layout.rank != 0:
-            return collected._replace(value=None)
-        gathered = time.monotonic()
-        try:
-            with profile.span("sync.put", role=role, rank=0, version=version) as span:
-                weights_probe, tensors = collected.value
-                publication = await self._offer(version, step, weights_probe, tensors, validate)
-                span.add(bytes=publication.num_bytes)
-            published = PublishedVersion(publication, gathered - started, time.monotonic() - gathered)
-            answer = CallResult(published, None)
-        except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
-            answer = CallResult(None, as_typed_error(error, f"publishing version {version}"), local=True)
+            collected = await self._call(role, "weights", collect, "sync.gather", version=version)
+            if collected.error is not None or worker.layout.rank != 0:
+                return collected._replace(value=None)
+            try:
+                if sender.failure is not None:
+                    raise sender.failure
+                collected_s = time.monotonic() - started - sender.waited_s
+                publication = await upload.publish(step, validate=validate, probe=collected.value)
+                put_s = time.monotonic() - started - collected_s
+                answer = CallResult(PublishedVersion(publication, collected_s, put_s), None)
+            except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
+                answer = CallResult(None, as_typed_error(error, what), local=True)
         return answer._replace(events=[*collected.events, *profile.drain()])
 
     async def republish(self) -> CallResult:
@@ -200,14 +209,6 @@ class Rank:
         finally:
             self._thread.shutdown(wait=False)
 
-    async def _offer(
-        self, version: int, step: int, probe: WeightsProbe | None, tensors: Mapping[str, Any], validate: bool
-    ) -> Publication:
-        if self._publisher is None:
-            raise BugError("a rank without a publisher was asked to publish")
-        async with self._publish_lock:
-            return await self._publisher.publish(version, step, tensors, validate=validate, probe=probe)
-
     async def _call(
         self, role: Role, method: str, function: Callable[[], Any], event: str = "rank.call", **fields: Any
     ) -> CallResult:
@@ -245,6 +246,52 @@ class Rank:
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
         return future.result()
+
+
+class BucketSender:
+    """Sends buckets from the engine's thread to an upload on the event loop, each while the next one is collected.
+
+    Create it on the event loop.
+    """
+
+    def __init__(self, upload: WeightUpload, version: int) -> None:
+        self._upload, self._version = upload, version
+        self._loop = asyncio.get_running_loop()
+        self.failure: BaseException | None = None
+        """Why the upload failed."""
+        self.waited_s = 0.0
+        """Time for which the engine's thread waited for the upload."""
+
+    def send(self, buckets: Iterator[WeightBucket]) -> None:
+        """Send the buckets. Blocking; call it on the engine's thread.
+
+        Later buckets are collected even if one could not be sent, because the other ranks take part in collecting them.
+        """
+        sending: Future[None] | None = None
+        try:
+            for bucket in buckets:
+                self._wait(sending)
+                sending = None
+                if self.failure is None:
+                    sending = asyncio.run_coroutine_threadsafe(self._put(bucket), self._loop)
+                del bucket  # the upload alone holds it while the next one is collected
+        finally:
+            self._wait(sending)  # the arrays may be the live weights
+
+    async def _put(self, bucket: WeightBucket) -> None:
+        with profile.span("sync.put", version=self._version) as span:
+            await self._upload.put(bucket)
+            span.add(bytes=sum(array.nbytes for array in bucket.values()))
+
+    def _wait(self, sending: Future[None] | None) -> None:
+        if sending is None:
+            return
+        started = time.monotonic()
+        try:
+            self.failure = sending.exception()  # `put` has a deadline
+        except CancelledError as error:
+            self.failure = error
+        self.waited_s += time.monotonic() - started
 
 
 def as_typed_error(error: Exception, what: str) -> AsyncRLError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.config.sections.base import Dtype
@@ -156,16 +158,18 @@ class TrainingWorker:
         self._pending_loss = 0.0
         self.engine.load(directory)
 
-    def weights(self, dtype: Dtype) -> dict[str, NDArray[Any]]:
-        """Return the full weights by Hugging Face names on rank 0, bfloat16 as its bits in uint16; nothing elsewhere.
-        Collective.
+    def weights(self, dtype: Dtype) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Yield Hugging Face names and full weights on rank 0, bfloat16 as its bits in uint16; nothing elsewhere.
+        Collective: iterate to the end on every rank.
 
         On CPU these may be the live weights: use them before the next call.
         """
-        keep = self.layout.rank == 0
-        whole = {name: tensor for name, tensor in self.engine.weights(dtype) if keep}
-        bits = torch.uint16 if dtype == "bfloat16" else None
-        return {name: (tensor.view(bits) if bits else tensor).numpy() for name, tensor in whole.items()}
+        if self.layout.rank == 0:
+            # A loop would hold a tensor while the next one is gathered.
+            yield from map(_as_array, self.engine.weights(dtype))
+        else:
+            for _ in self.engine.weights(dtype):
+                pass
 
     def probe(self) -> WeightsProbe | None:
         """Compute a probe of the current weights from the batch that rank 0 trained last; None if nothing was trained
@@ -210,6 +214,12 @@ class TrainingWorker:
             raise DataError("a batch without a single trained token: loss_mask is False everywhere; no step was taken")
 
 
+def _as_array(weight: tuple[str, Tensor]) -> tuple[str, NDArray[Any]]:
+    """Return a named array with the tensor's memory. That of bfloat16 has its bits as uint16."""
+    name, tensor = weight
+    return name, (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 def _first_tokens(batch: TensorDict) -> tuple[tuple[int, ...], ...]:
     """Return the first tokens of the first rows of a batch; none if it has images or videos.
 
@@ -229,7 +239,7 @@ class PublishedVersion(NamedTuple):
     gather_s: float
     """Time to collect the weights on rank 0."""
     put_s: float
-    """Time to send the weights from rank 0 to the weight store."""
+    """Time for which rank 0 waited for the weight store, which takes each bucket while the next one is collected."""
 
 
 class RoleGroup(ABC):

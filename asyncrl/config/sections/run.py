@@ -61,6 +61,9 @@ class AsyncTrainingConfig(ConfigSection):
         return "mode_d" if self.partial_rollout else "mode_c"
 
 
+BUCKET_BYTES = 256 << 20
+
+
 class WeightSyncConfig(ConfigSection):
     """Weight updates from the Trainer to the engines."""
 
@@ -70,6 +73,10 @@ class WeightSyncConfig(ConfigSection):
     dir: Annotated[str, Field(min_length=1)] | None = None
     """Directory or URL of fsspec in which `backend: disk` keeps the last four versions; no other run may use it. All
     nodes with engines must be able to read it. null: `weights` in the run directory."""
+    bucket_bytes: Positive = BUCKET_BYTES
+    """The Trainer collects a version tensor by tensor and sends it in buckets of this size while it collects the next
+    one, so that publishing takes up to two buckets and the largest tensor of memory. Tensors are not split. Small
+    buckets save memory, large ones cost less per byte."""
     verify: Literal["every", "first", "off"] = "every"
     """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
     after every load; once (checksums after a replica's first load, log-probs after the first version of a launch); or

@@ -15,8 +15,8 @@ from asyncrl.observe.report.statistics import histogram, spans, summarize, total
 
 SYNC_PHASES = {
     "sync.gather": "gather on rank 0",
-    "sync.put": "transfer to the weight store",
-    "trainer.publish": "publish, including gather and transfer",
+    "sync.put": "transfer of a bucket to the weight store",
+    "trainer.publish": "publish, including gather and transfers",
     "sync.fetch": "fetch, while generation continues",
     "sync.drain": "drain before the pause",
     "sync.pause": "pause, including the load",

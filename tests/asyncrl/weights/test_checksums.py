@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.weights.checksums import bit_sum, differing_groups, group_checksums, layer_group, merge
+from asyncrl.weights.checksums import WeightChecksums, bit_sum, differing_groups, layer_group, merge
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.float16)]
 
@@ -24,6 +24,12 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
         for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight")
     }
     return {"model.embed_tokens.weight": draw(16, 4), "model.norm.weight": draw(4), **layers}
+
+
+def group_checksums(weights: dict[str, np.ndarray]) -> dict[str, int]:
+    checksums = WeightChecksums()
+    checksums.add(weights)
+    return checksums.by_group()
 
 
 @pytest.mark.parametrize(
@@ -87,3 +93,21 @@ def test_a_tied_head_counts_once() -> None:
     assert group_checksums(published | {"lm_head.weight": embeddings}) == plain
     assert group_checksums(published | {"lm_head.weight": embeddings.copy()}) == plain
     assert group_checksums(published | {"lm_head.weight": embeddings + 1}) != plain
+    # A permutation has the same sum of bits, but is another head.
+    assert group_checksums(published | {"lm_head.weight": embeddings[::-1]}) != plain
+
+
+@settings(deadline=None)
+@given(st.permutations(sorted(tensors())), st.sampled_from(["tied", "equal", "other"]), st.integers(1, 9))
+def test_checksums_do_not_depend_on_the_order_of_tensors_and_their_buckets(
+    names: list[str], head: str, size: int
+) -> None:
+    weights = tensors()
+    embeddings = weights["model.embed_tokens.weight"]
+    if head != "tied":
+        weights["lm_head.weight"] = embeddings.copy() if head == "equal" else embeddings + 1
+        names = [*names[:3], "lm_head.weight", *names[3:]]
+    checksums = WeightChecksums()
+    for begin in range(0, len(names), size):
+        checksums.add({name: weights[name] for name in names[begin : begin + size]})
+    assert checksums.by_group() == group_checksums(weights)

@@ -17,6 +17,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.disk import DiskChunk, stored_chunks
 from asyncrl.weights.object_store import NUM_KEPT_VERSIONS, ObjectStorePublisher
 from asyncrl.weights.transport import check_transport
+from benchmarks.running import publish_tensors
 from tests.fakes.configurations import config_with
 
 BFLOAT16 = torch.tensor([[1.5, -2.0], [3e38, 0.0]], dtype=torch.bfloat16)
@@ -101,15 +102,16 @@ class Store:
 async def test_the_last_versions_are_kept_and_older_files_are_deleted(directory: str) -> None:
     left = DiskChunk.put(directory, CHUNK)
     store = Store()
-    publisher = ObjectStorePublisher(store, call_s=10, backend="disk", directory=directory)
+    publisher = ObjectStorePublisher(store, call_s=10, backend="disk", directory=directory, bucket_bytes=12)
     kept = NUM_KEPT_VERSIONS + 2
     for version in range(1, kept + 3):
-        await publisher.publish(version, version, {"w": np.full(3, version, np.float32)}, validate=False)
-        (chunk,) = store.refs
-        assert chunk.get()["w"].tolist() == [version] * 3
+        values = np.full(3, version, np.float32)
+        await publish_tensors(publisher, version, version, {"w": values, "v": -values})
+        first, second = store.refs
+        assert (first.get()["w"].tolist(), second.get()["v"].tolist()) == ([version] * 3, [-version] * 3)
         urls = {one.url for one in stored_chunks(directory)}
         assert (left.url in urls) is (version < kept), "an engine may still read it"
-        assert len(urls) == min(version + 1, kept)
+        assert len(urls) == (2 * version + 1 if version < kept else 2 * kept)
 
 
 async def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
@@ -127,14 +129,14 @@ async def test_an_old_file_that_cannot_be_deleted_is_an_infra_error(
     publisher = ObjectStorePublisher(Store(), call_s=10, backend="disk", directory=str(tmp_path))
     with pytest.raises(InfraError, match="did not free a chunk of an old version: read-only"):
         for version in range(1, NUM_KEPT_VERSIONS + 5):
-            await publisher.publish(version, version, {"w": np.ones(3, np.float32)}, validate=False)
+            await publish_tensors(publisher, version, version, {"w": np.ones(3, np.float32)})
 
 
 async def test_a_disk_that_fails_is_an_infra_error(tmp_path: Path) -> None:
     (tmp_path / "w").write_text("a file")
     publisher = ObjectStorePublisher(Store(), call_s=10, backend="disk", directory=f"{tmp_path}/w/x")
     with pytest.raises(InfraError, match=r"weight_sync\.dir"):
-        await publisher.publish(1, 1, {"w": np.ones(3)}, validate=False)
+        await publish_tensors(publisher, 1, 1, {"w": np.ones(3)})
 
 
 def test_the_directory_is_tried_before_the_run(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedEr
 from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsVersion
 from asyncrl.driver.health_monitor import object_store_share
 from asyncrl.weights import object_store
-from asyncrl.weights.checksums import group_checksums
+from asyncrl.weights.checksums import WeightChecksums
 from asyncrl.weights.object_store import (
     FORGET_REPLICA_S,
     ObjectStoreFeed,
@@ -32,6 +32,7 @@ from asyncrl.weights.object_store import (
     on_clock,
     start_store,
 )
+from benchmarks.running import publish_tensors
 
 NAMESPACE = "weights-test"
 STORE_BYTES = 200 << 20
@@ -63,9 +64,9 @@ def weights(value: float) -> dict[str, np.ndarray]:
     return {f"model.layers.{layer}.w": np.full(1000, value + layer, dtype=np.float32) for layer in range(4)}
 
 
-async def publish(store: Any, version: int, *, lineage: int = 0) -> Publication:
-    publisher = ObjectStorePublisher(store, call_s=10, lineage=lineage)
-    return await publisher.publish(version, version * 10, weights(version), validate=version == 2)
+async def publish(store: Any, version: int, *, lineage: int = 0, **options: Any) -> Publication:
+    publisher = ObjectStorePublisher(store, call_s=10, lineage=lineage, **options)
+    return await publish_tensors(publisher, version, version * 10, weights(version), validate=version == 2)
 
 
 def plain(version: int) -> WeightsVersion:
@@ -83,16 +84,17 @@ async def newer(store: Any, known: WeightsVersion) -> tuple[WeightsVersion, bool
     return newest.weights_version, newest.validate
 
 
-async def test_published_weights_can_be_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "CHUNK_BYTES", 9000)
-    published = await publish(store, 1)
+async def test_published_weights_can_be_fetched(store: Any) -> None:
+    published = await publish(store, 1, bucket_bytes=9000)
     chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(store.tensors.remote(plain(1)))))
     assert [len(chunk) for chunk in chunks] == [2, 2]
     fetched = {name: array for chunk in chunks for name, array in chunk.items()}
     for name, array in weights(1).items():
         np.testing.assert_array_equal(fetched[name], array)
     assert (published.version, published.step, published.num_bytes, published.validate) == (1, 10, 16000, False)
-    assert published.checksums == group_checksums(fetched)
+    checksums = WeightChecksums()
+    checksums.add(fetched)
+    assert published.checksums == checksums.by_group()
     assert await ObjectStoreFeed(store, call_s=10).latest() == published
 
 
@@ -146,7 +148,7 @@ async def test_kept_versions_that_exceed_the_object_store_are_spilled_and_read_b
     num_values = STORE_BYTES // 2 // 4  # two of the three kept versions fill the object store
     for version in (1, 2, 3):
         values = np.full(num_values, version, dtype=np.float32)
-        await publisher.publish(version, version, {"model.layers.0.w": values}, validate=False)
+        await publish_tensors(publisher, version, version, {"model.layers.0.w": values})
         if version < 3:  # the store keeps the last two that were handed out, and the newest
             await feed.latest()
     (node,) = ray.nodes()
@@ -199,7 +201,7 @@ async def test_a_restarted_store_gets_the_weights_again() -> None:
     feed = ObjectStoreFeed(store, call_s=20)
     publisher = ObjectStorePublisher(store, call_s=20)
     try:
-        published = await publisher.publish(1, 10, weights(1), validate=False)
+        published = await publish_tensors(publisher, 1, 10, weights(1))
         assert await feed.latest() == published
         died = (await ask(store.status.remote())).pid
         os.kill(died, signal.SIGKILL)
@@ -296,12 +298,12 @@ async def test_the_store_converts_reports_to_its_own_clock(store: Any) -> None:
 
 async def test_a_validation_whose_request_was_lost_passes_to_the_next_version(store: Any) -> None:
     publisher = ObjectStorePublisher(store, call_s=10)
-    await publisher.publish(1, 1, weights(1), validate=True)
+    await publish_tensors(publisher, 1, 1, weights(1), validate=True)
     # The answer is lost because the caller is dead.
     assert (await ask(store.wait_newer.remote(plain(0), 10))).validate
-    assert (await publisher.publish(2, 2, weights(2), validate=False)).validate is False
+    assert (await publish_tensors(publisher, 2, 2, weights(2))).validate is False
     assert await newer(store, plain(1)) == (plain(2), True)
-    await publisher.publish(3, 3, weights(3), validate=False)
+    await publish_tensors(publisher, 3, 3, weights(3))
     assert await newer(store, plain(2)) == (plain(3), False)
 
 
@@ -318,7 +320,7 @@ async def test_a_put_that_does_not_end_is_a_deadline_error(store: Any, monkeypat
     let_go = threading.Event()
     monkeypatch.setattr(ray, "put", lambda chunk: let_go.wait(30))
     with pytest.raises(DeadlineError, match=r"did not take 16000 bytes of version 1 within 0\.05 s: .*must fit"):
-        await ObjectStorePublisher(store, call_s=0.05).publish(1, 1, weights(1), validate=False)
+        await publish_tensors(ObjectStorePublisher(store, call_s=0.05), 1, 1, weights(1))
     let_go.set()
 
 
@@ -343,7 +345,7 @@ async def test_an_object_store_that_fails_is_an_infra_error(
 
     monkeypatch.setattr(ray, "put", fail)
     with pytest.raises(InfraError, match=message):
-        await ObjectStorePublisher(store, call_s=10).publish(1, 1, weights(1), validate=False)
+        await publish_tensors(ObjectStorePublisher(store, call_s=10), 1, 1, weights(1))
 
 
 async def test_the_store_is_found_by_its_namespace(store: Any) -> None:

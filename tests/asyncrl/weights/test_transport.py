@@ -27,7 +27,7 @@ async def test_a_call_that_does_not_end_is_a_deadline_error(
         with pytest.raises(DeadlineError, match=rf"{BACKEND} {problem}.* within timeouts\.call_s = 0\.05 s"):
             for version in range(10):  # old versions are freed only after some publications
                 if method == "put":
-                    await publisher._put({"a": np.zeros(2, np.float32)}, version)
+                    await publisher.put({"a": np.zeros(2, np.float32)}, version)
                 await publisher._drop_old([OwnChunk(BACKEND, version)])
     finally:
         let_go.set()

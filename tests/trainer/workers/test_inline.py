@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.core.failures import BugError, ConfigError, DataError, InfraError
-from asyncrl.core.ports import Publication, WeightsProbe
+from asyncrl.core.ports import Publication, WeightBucket, WeightsProbe
 from tests.fakes.inline_group import InlineGroup
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import VOCAB
-from tests.fakes.trainer_parts import CopyingPublisher
+from tests.fakes.trainer_parts import CopyingPublisher, CopyingUpload
 from trainer.engines.base import EngineSpec
 from trainer.workers.rank import Rank, as_typed_error
+from trainer.workers.worker import TrainingWorker
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
 
@@ -87,6 +88,28 @@ async def test_a_probe_has_the_log_probs_of_the_published_weights_at_temperature
     lengths = (BATCH["prompt_lens"] + BATCH["response_lens"])[: len(probe.token_ids)]
     assert [len(ids) for ids in probe.token_ids] == (lengths - 1).tolist(), "an engine can continue every text"
     await group.close()
+
+
+async def test_every_weight_is_collected_even_if_a_bucket_cannot_be_sent(
+    group: InlineGroup, publisher: CopyingPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks would wait for one that stops."""
+    collected: list[str] = []
+    weights = TrainingWorker.weights
+
+    def counted(self: TrainingWorker, dtype: Any) -> Iterator[Any]:
+        for name, array in weights(self, dtype):
+            collected.append(name)
+            yield name, array
+
+    monkeypatch.setattr(TrainingWorker, "weights", counted)
+    monkeypatch.setattr(publisher, "begin", lambda version: FullUpload(publisher, version))
+    with pytest.raises(InfraError, match="no room"):
+        await group.publish(1, 0, validate=False)
+    assert not publisher.published
+    monkeypatch.undo()
+    await group.publish(2, 0, validate=False)
+    assert collected == list(publisher.published[2])
 
 
 async def test_publishing_needs_a_publisher(spec: EngineSpec) -> None:
@@ -181,12 +204,26 @@ class Races(CopyingPublisher):
         self.computes = threading.Event()
         self.raced = False
 
-    async def publish(
-        self, version: int, step: int, tensors: Any, *, validate: bool, probe: WeightsProbe | None = None
-    ) -> Publication:
-        self.begun.set()
-        self.raced = await anyio.to_thread.run_sync(self.computes.wait, 0.3)
-        return await super().publish(version, step, tensors, validate=validate)
+    def begin(self, version: int) -> CopyingUpload:
+        return RacingUpload(self, version)
+
+
+class RacingUpload(CopyingUpload):
+    publisher: Races
+
+    async def publish(self, step: int, *, validate: bool, probe: WeightsProbe | None = None) -> Publication:
+        self.publisher.begun.set()
+        self.publisher.raced = await anyio.to_thread.run_sync(self.publisher.computes.wait, 0.3)
+        return await super().publish(step, validate=validate)
+
+
+class FullUpload(CopyingUpload):
+    """Has no room after the first bucket."""
+
+    async def put(self, bucket: WeightBucket) -> None:
+        if self.buckets:
+            raise InfraError("no room")
+        await super().put(bucket)
 
 
 class Signals(Likelihood):

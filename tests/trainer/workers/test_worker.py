@@ -36,7 +36,7 @@ def worker(spec: EngineSpec) -> Iterator[TrainingWorker]:
 
 
 def state(worker: TrainingWorker) -> dict[str, np.ndarray]:
-    return {name: array.copy() for name, array in worker.weights("float32").items()}
+    return {name: array.copy() for name, array in worker.weights("float32")}
 
 
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
@@ -132,7 +132,7 @@ def test_training_needs_a_loss_and_an_optimizer(spec: EngineSpec) -> None:
 
 
 def test_bfloat16_weights_are_sent_as_bits(worker: TrainingWorker) -> None:
-    full, half = worker.weights("float32"), worker.weights("bfloat16")
+    full, half = dict(worker.weights("float32")), dict(worker.weights("bfloat16"))
     assert full.keys() == half.keys()
     for name, array in half.items():
         assert array.dtype == np.uint16

@@ -34,7 +34,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from asyncrl.assets import resolve
@@ -72,17 +73,24 @@ def full_weights(model: nn.Module, dtype: Dtype = "float32") -> Iterator[tuple[s
     iterate to the end on every rank.
 
     Adapters are merged into copies of the weights. A tied head appears once, under the embedding's name. No rank holds
-    more than one decoder layer of whole tensors on its device. Unsharded float32 tensors on CPU are the live weights.
+    more than one whole tensor, besides those that were yielded; or more than one decoder layer if the files have other
+    tensors than the model, or with FSDP1. Unsharded float32 tensors on CPU are the live weights.
     """
     inner = unwrapped(model)
-    for weights in _layers(model):
+    for weights in _parts(model, whole_layers=_is_converted(inner)):
         if rank() != 0:
             yield from weights.items()
             continue
-        for name, tensor in _checkpoint_weights(inner, weights).items():
-            if tensor.is_floating_point():
-                tensor = tensor.to(DTYPES[dtype])
-            yield name, tensor.to("cpu").contiguous()
+        exported = _checkpoint_weights(inner, weights)
+        del weights  # only the consumer holds a tensor while the next one is gathered
+        for name in list(exported):
+            yield name, _rounded(exported.pop(name), dtype)
+
+
+def _rounded(tensor: Tensor, dtype: Dtype) -> Tensor:
+    if tensor.is_floating_point():
+        tensor = tensor.to(DTYPES[dtype])
+    return tensor.to("cpu").contiguous()
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
@@ -174,21 +182,34 @@ def _checkpoint_weights(inner: PreTrainedModel, weights: dict[str, Tensor]) -> d
     return revert_weight_conversion(inner, weights)
 
 
-def _layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield whole tensors with merged adapters on rank 0, and empty tensors elsewhere. Each decoder layer is one item,
-    and so is each tensor outside of the layers."""
+def _is_converted(inner: PreTrainedModel) -> bool:
+    """Whether tensors of a layer are joined or split for the model's files."""
+    if isinstance(inner, ForeignModel):
+        return True
+    conversions = getattr(inner, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(inner, add_legacy=False)
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
+
+
+def _parts(model: nn.Module, *, whole_layers: bool) -> Iterator[dict[str, Tensor]]:
+    """Yield whole tensors with merged adapters on rank 0, and empty tensors elsewhere. Each tensor is one item; with
+    `whole_layers`, those of a decoder layer are one item together."""
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FullyShardedDataParallel)}
     if not units:
-        yield from _grouped(_own(unwrapped(model), "", set()))
+        yield from _grouped(_own(unwrapped(model), "", set()), whole_layers)
     seen: set[int] = set()
     for name, unit in units.items():
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             # Copies, because the memory of the whole tensors is freed at the end of the context.
-            weights = [(key, tensor.to("cpu", copy=True)) for key, tensor in _own(unit, name, seen)]
-        yield from _grouped(weights)
+            copies = ((key, tensor.to("cpu", copy=True)) for key, tensor in _own(unit, name, seen))
+            yield from _grouped(copies, whole_layers)
 
 
-def _grouped(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _grouped(weights: Iterable[tuple[str, Tensor]], whole_layers: bool) -> Iterator[dict[str, Tensor]]:
+    if not whole_layers:
+        yield from map(lambda item: dict([item]), weights)  # a loop would hold the tensor while the next is gathered
+        return
     for _, group in itertools.groupby(weights, key=lambda item: (LAYER.match(item[0]) or [None, item[0]])[1]):
         yield dict(group)
 
@@ -204,13 +225,16 @@ def _own(
     for key, tensor in (module._parameters | buffers).items():
         if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
-            weight = _gathered(tensor)
-            if adapter is not None and key == "weight":
-                weight = adapter.merged(weight, _gathered(adapter.a), _gathered(adapter.b))
-            yield plain_name(f"{prefix}.{key}"), weight
+            update = adapter if key == "weight" else None
+            yield plain_name(f"{prefix}.{key}"), _gathered(tensor) if update is None else _merged(tensor, update)
     for name, child in module.named_children():
         if not isinstance(child, FullyShardedDataParallel):
             yield from _own(child, f"{prefix}.{name}", seen)
+
+
+def _merged(weight: Tensor, adapter: Adapter) -> Tensor:
+    """Return the whole weight with its adapter on rank 0, as `_gathered`."""
+    return adapter.merged(_gathered(weight), _gathered(adapter.a), _gathered(adapter.b))
 
 
 def _gathered(tensor: Tensor) -> Tensor:
