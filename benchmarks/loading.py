@@ -93,11 +93,11 @@ def _run_rank(rank: int, path: Path, way: str, directory: Path) -> None:
     )
     spec = EngineSpec("language_model", ModelConfig(path=str(path)), settings)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins here
-    anon_before, before = _resident_bytes("RssAnon"), _resident_bytes("VmRSS")
+    anon_before, before = resident_bytes("RssAnon"), resident_bytes("VmRSS")
     started = time.perf_counter()
-    with _sampled_peak() as peaks:
+    with sampled_peak() as peaks:
         engine = (_WholeFirst if way == "whole" else Fsdp2Engine)(spec)
-    seconds, peak = time.perf_counter() - started, _resident_bytes("VmHWM")
+    seconds, peak = time.perf_counter() - started, resident_bytes("VmHWM")
     parameters = list(engine.model.parameters())
     figures = {
         "anon_mb": (max(peaks) - anon_before) / MB,
@@ -113,13 +113,13 @@ def _run_rank(rank: int, path: Path, way: str, directory: Path) -> None:
 
 
 @contextmanager
-def _sampled_peak() -> Iterator[list[int]]:
+def sampled_peak() -> Iterator[list[int]]:
     """Sample this process's anonymous memory in a thread; the list has the samples after the block."""
-    samples, ended = [_resident_bytes("RssAnon")], threading.Event()
+    samples, ended = [resident_bytes("RssAnon")], threading.Event()
 
     def sample() -> None:
         while not ended.wait(SAMPLE_S):
-            samples.append(_resident_bytes("RssAnon"))
+            samples.append(resident_bytes("RssAnon"))
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -130,7 +130,7 @@ def _sampled_peak() -> Iterator[list[int]]:
         thread.join()
 
 
-def _resident_bytes(name: str) -> int:
+def resident_bytes(name: str) -> int:
     """Return a value of this process in bytes: VmRSS is its resident memory, VmHWM the peak of it, RssAnon the part
     that is no file."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()

@@ -1,15 +1,21 @@
 """Versions as safetensors files in a directory that all nodes share, or at another URL of fsspec (`backend: disk`).
 
-A file appears under its name only once it is complete. Local files are mapped into the engines, which share the pages;
-others are read. bfloat16 values are uint16 in arrays and BF16 in files, so other programs can read the files.
+A file appears under its name only once it is complete. The engines of a node map it and share the pages. A file of
+another storage is fetched once per node: the first process that needs it copies it into the temporary directory, and
+the copy is deleted when the last process has ended its use. bfloat16 values are uint16 in arrays and BF16 in files, so
+other programs can read the files.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
+import os
 import re
+import tempfile
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -59,21 +65,18 @@ class DiskChunk(NamedTuple):
         return cls(str(files.unstrip_protocol(path)))
 
     def get(self) -> Mapping[str, NDArray[Any]]:
-        """Map or read the file. Blocking. The arrays are read-only.
+        """Map the file, or this node's copy of it. Blocking. The arrays are read-only.
 
         Raises:
-            OSError: the file is missing or cannot be read.
+            OSError: the file is missing or cannot be read, or the node has no room for a copy.
             ValueError: the file is damaged.
         """
         files, path = fsspec.url_to_fs(self.url)
-        content: Any
         try:
-            if isinstance(files, LocalFileSystem):
-                with Path(path).open("rb") as stream:
-                    content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            else:
-                content = files.cat_file(path)
-            return _arrays(content)
+            if not isinstance(files, LocalFileSystem):
+                return _arrays(_map_node_copy(files, path))
+            with Path(path).open("rb") as stream:
+                return _arrays(_map(stream.fileno()))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.url} is damaged ({type(error).__name__}: {error})") from error
 
@@ -95,6 +98,59 @@ def stored_chunks(directory: str) -> list[DiskChunk]:
             if _NAME.fullmatch(name)
         ]
     return []
+
+
+def _map(file: int) -> mmap.mmap:
+    return mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+
+
+def _map_node_copy(files: Any, path: str) -> mmap.mmap:
+    """Map this node's copy of a file, and make the copy if there is none. It has a shared lock while it is in use."""
+    folder = Path(tempfile.gettempdir()) / f"asyncrl-weights-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+        raise PermissionError(f"{folder} belongs to another user; set TMPDIR to a directory of your own")
+    copy = folder / path.rpartition("/")[2]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process fetches, and the others wait for it
+        try:
+            file = os.open(copy, os.O_RDONLY)
+        except FileNotFoundError:
+            _delete_unused(folder)
+            part = copy.with_name(f"{copy.name}.part")
+            try:
+                files.get_file(path, str(part))
+                part.replace(copy)
+            finally:
+                part.unlink(missing_ok=True)
+            file = os.open(copy, os.O_RDONLY)
+        fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        content = _map(file)
+    except BaseException:
+        _release(copy, file)
+        raise
+    weakref.finalize(content, _release, copy, file)
+    return content
+
+
+def _release(copy: Path, file: int) -> None:
+    """Delete the copy, which is the open file, if no other process uses it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file).st_nlink:  # otherwise another process has deleted it, and `copy` may be a new one
+            copy.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(file)
+
+
+def _delete_unused(folder: Path) -> None:
+    """Delete copies of processes that were killed. The caller has the folder's lock."""
+    for path in filter(lambda path: _NAME.fullmatch(path.name), folder.iterdir()):
+        with suppress(FileNotFoundError):
+            _release(path, os.open(path, os.O_RDONLY))
 
 
 def _content(chunk: Mapping[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:

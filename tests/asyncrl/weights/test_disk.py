@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
 from asyncrl.core.failures import InfraError
@@ -49,8 +54,63 @@ def test_what_is_stored_is_read(directory: str) -> None:
     stored.drop()
     assert stored_chunks(directory) == []
     np.testing.assert_array_equal(read["head"], CHUNK["head"])  # the engine still loads from it
+    del read, array
     with pytest.raises(FileNotFoundError):
         stored.get()
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory in which this node keeps copies of files from other storages."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"asyncrl-weights-{os.getuid()}"
+
+
+def copied(copies: Path) -> list[str]:
+    return sorted(path.name for path in copies.iterdir() if path.name != "lock")
+
+
+def test_the_processes_of_a_node_fetch_a_file_once(copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = DiskChunk.put(f"memory://{uuid.uuid4().hex}/w", CHUNK)
+    fetched: list[str] = []
+    get_file = MemoryFileSystem.get_file
+
+    def count(self: MemoryFileSystem, source: str, target: str, **options: Any) -> None:
+        fetched.append(source)
+        get_file(self, source, target, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", count)
+    with ThreadPoolExecutor(4) as threads:
+        read = list(threads.map(lambda _: stored.get(), range(8)))
+    assert len(fetched) == 1
+    assert copied(copies) == [Path(stored.url).name]
+    # Another process has mapped it, too, and ends its use later.
+    script = f"from asyncrl.weights import disk; print(len(disk._map_node_copy(None, '/w/{Path(stored.url).name}')))"
+    environment = os.environ | {"TMPDIR": str(copies.parent)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    assert copied(copies) == [Path(stored.url).name]
+    for one in read:
+        np.testing.assert_array_equal(one["head"], CHUNK["head"])
+    last = read.pop()
+    del read, one
+    assert len(copied(copies)) == 1
+    del last
+    assert copied(copies) == []
+    assert set(stored.get()) == set(CHUNK)
+    assert len(fetched) == 2
+
+
+def test_copies_of_processes_that_were_killed_are_deleted(copies: Path) -> None:
+    directory = f"memory://{uuid.uuid4().hex}/w"
+    first, second = DiskChunk.put(directory, CHUNK), DiskChunk.put(directory, CHUNK)
+    read = first.get()
+    name = Path(first.url).name
+    for left in (name[:8] + "0" * 32 + ".safetensors", name[:8] + "1" * 32 + ".safetensors.part"):
+        (copies / left).write_bytes(b"left")
+    assert len(copied(copies)) == 3
+    other = second.get()
+    assert copied(copies) == sorted(Path(one.url).name for one in (first, second))
+    del read, other
 
 
 def test_other_programs_read_bfloat16(tmp_path: Path) -> None:
