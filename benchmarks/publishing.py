@@ -5,7 +5,8 @@ as files (`weight_sync.backend=disk`), because those are written by the process 
 `buckets` is `weight_sync.bucket_bytes`, and `whole` is one bucket for the whole model. `rank0_mb` and `rank1_mb` are
 the peaks of a rank's own memory (`RssAnon`, sampled) above what it had before it published. `aim_mb` is the size of two
 buckets and the largest tensor, which is gathered in float32; gloo gathers it into a second copy, on every rank. After
-each publication the files are compared with its checksums.
+each publication the files are compared with its checksums. Memory that the C library keeps after it was freed counts,
+too; with MALLOC_MMAP_THRESHOLD_=65536 it keeps none of a tensor.
 
     python -m benchmarks.publishing --json publishing.json    # the shape of SmolLM2-135M
     python -m benchmarks.publishing --models 1M

@@ -129,7 +129,7 @@ class Rank:
     async def publish(
         self, role: Role, dtype: Dtype, version: int, step: int, validate: bool, probe: bool
     ) -> CallResult:
-        """Publish the role's weights as `version`. All ranks collect them tensor by tensor; rank 0 sends them in buckets
+        """Publish the role's weights as `version`. All ranks collect them one by one; rank 0 sends them in buckets
         and returns a `PublishedVersion`."""
         worker, publisher, started = self._workers[role], self._publisher, time.monotonic()
         what = f"publishing version {version}"
