@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncrl.config.sections.base import Dtype
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.core.failures import ConfigError
 
 ModelType = Literal["language_model", "value_model", "reward_model"]
 
@@ -38,6 +39,8 @@ class EngineSpec:
     seed: int = 0
     float64: bool = False
     """Weights and arithmetic in float64, for comparisons."""
+    adapters_only: bool = False
+    """Whether versions for the engines of generation consist of the LoRA adapters."""
     bfloat16_on_gpu: bool = False
     """Whether passes on a GPU are in bfloat16, whatever `engine.dtype` is."""
     collective_s: float = 300.0
@@ -213,6 +216,18 @@ class BaseEngine(ABC):
 
         On CPU these may be the live weights, so use them before the next optimizer step.
         """
+
+    def adapter_weights(self, dtype: Dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield the LoRA adapters by peft's names, as `weights` does. B is multiplied by `alpha / rank`, so the scale
+        of the adapters is 1. Collective: iterate to the end on every rank.
+
+        Raises:
+            ConfigError: the backend cannot yield them.
+        """
+        raise ConfigError(
+            f"weight_sync.lora=adapter: {type(self).__name__} publishes merged weights only; set "
+            "weight_sync.lora=merged"
+        )
 
     @abstractmethod
     def save(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:

@@ -47,6 +47,7 @@ from trainer.engines.compute.scorer import Scorer
 from trainer.engines.models import convert_weights, head_of, keep_float32, load_model, speed_up
 from trainer.engines.sharded_loading import is_empty
 from trainer.engines.state import checkpoint as state
+from trainer.engines.state.adapters import adapter_weights
 from trainer.engines.state.weights import full_weights
 
 
@@ -232,6 +233,10 @@ class TorchEngine(BaseEngine, abstract=True):
     def weights(self, dtype: Dtype) -> Iterator[tuple[str, Tensor]]:
         with dist.guarded("weights"), self._on_device(optimizer=False):
             yield from full_weights(self._model, dtype)
+
+    def adapter_weights(self, dtype: Dtype) -> Iterator[tuple[str, Tensor]]:
+        with dist.guarded("weights"), self._on_device(optimizer=False):
+            yield from adapter_weights(self._model, dtype)
 
     def save(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:
         self.finish_save()

@@ -31,6 +31,7 @@ from trainer.engines.base import EngineSpec
 from trainer.engines.compute.lora import add_lora
 from trainer.engines.compute.optim import adamw
 from trainer.engines.models import load_model
+from trainer.engines.state.adapters import adapter_weights
 from trainer.engines.state.checkpoint import begin_save, load
 from trainer.engines.state.weights import full_weights
 
@@ -105,6 +106,22 @@ def export(directory: Path, kind: Wrapper, adapters: int) -> None:
         saved = load_file(target / "hf" / "model.safetensors")
         assert_same({name: saved[name] for name in expected}, expected)
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
+def published_adapters(directory: Path, kind: Wrapper) -> None:
+    """Check that the adapters of two ranks are those of the whole model, on rank 0 only."""
+    spec = make_spec(directory / "model", adapters=3)
+    model, optimizer = make(spec, kind)
+    step(model, optimizer)
+    published, merged = dict(adapter_weights(model)), dict(full_weights(model))
+    assert {tensor.numel() > 0 for tensor in published.values()} == {dist.get_rank() == 0}
+    if dist.get_rank() == 0:
+        weights = {name: weight.detach().clone() for name, weight in load_model(spec.model.path).named_parameters()}
+        for name in published:
+            if ".lora_A." in name:
+                plain = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+                weights[plain] += published[name.replace("lora_A", "lora_B")] @ published[name]
+        torch.testing.assert_close({name: weights[name] for name in merged}, merged, rtol=0, atol=1e-6)
 
 
 def before_the_first_step(directory: Path, kind: Wrapper) -> None:
@@ -201,6 +218,7 @@ def checks(directory: Path) -> dict[str, Callable[[], None]]:
             found[f"{source} to {kind} {adapters}"] = partial(between_backends, directory, source, kind, adapters)
             found[f"export {kind} {adapters}"] = partial(export, directory, kind, adapters)
     for kind in KINDS:
+        found[f"adapters {kind}"] = partial(published_adapters, directory, kind)
         found[f"fresh {kind}"] = lambda k=kind: before_the_first_step(directory, k)  # type: ignore[misc]
     found["beside training"] = lambda: beside_training(directory)
     found["unwritable"] = lambda: one_rank_cannot_write(directory)

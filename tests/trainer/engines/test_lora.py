@@ -12,6 +12,7 @@ from asyncrl.core.failures import ConfigError
 from tests.fakes.trainer_model import VOCAB, write_model
 from trainer.engines.compute.lora import adapters_off, add_lora, is_adapter
 from trainer.engines.models import load_model
+from trainer.engines.state.adapters import adapter_weights
 from trainer.engines.state.weights import full_weights
 
 TOKENS = torch.arange(2, 14).view(2, 6)
@@ -175,3 +176,33 @@ def test_the_head_of_a_value_model_is_trained_without_adapters(path: Path, model
     assert trained == {name for name, _ in model.named_parameters() if name.startswith("score")}
     assert trained
     assert not any(name.startswith("score") for name, _ in model.named_parameters() if is_adapter(name))
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(3, 6.0), (3, 1.0), (8, 16.0)])
+def test_published_adapters_and_the_files_are_the_merged_weights(path: Path, rank: int, alpha: float) -> None:
+    """Engines add B A without a scale (`rollouter.serving.replica.adapters`)."""
+    model, _ = adapted(path, lora_rank=rank, lora_alpha=alpha)
+    learn(model)
+    published = dict(adapter_weights(model))
+    assert len(published) == 2 * 2 * 7, "nothing but A and B of seven matrices in two layers"
+    weights = {name: weight.detach().clone() for name, weight in load_model(str(path)).named_parameters()}
+    for name in {name.removesuffix(".lora_A.weight") for name in published if ".lora_A." in name}:
+        a, b = published[f"{name}.lora_A.weight"], published[f"{name}.lora_B.weight"]
+        assert len(a) == rank
+        weights[f"{name.removeprefix('base_model.model.')}.weight"] += b @ a
+    for name, merged in full_weights(model):
+        torch.testing.assert_close(weights[name], merged, rtol=0, atol=1e-6)
+
+
+def test_published_adapters_are_rounded_copies(path: Path) -> None:
+    """The scale is multiplied before rounding, and later steps do not change what was published."""
+    model, _ = adapted(path, lora_alpha=5.0)
+    learn(model)
+    layer = "model.layers.1.mlp.down_proj"
+    b = model.get_parameter(f"{layer}.lora_B.default.weight").detach().clone()
+    published = dict(adapter_weights(model, "bfloat16"))
+    live = dict(adapter_weights(model))
+    learn(model, seed=2)
+    name = f"base_model.model.{layer}.lora_B.weight"
+    assert torch.equal(published[name], (5.0 / 3.0 * b).to(torch.bfloat16))
+    assert torch.equal(live[name], 5.0 / 3.0 * b)
