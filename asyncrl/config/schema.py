@@ -166,6 +166,11 @@ class Config(ConfigSection):
         return self.trainer.total_training_steps == 0
 
     @property
+    def syncs_adapters(self) -> bool:
+        """Whether versions consist of LoRA adapters, which the engines add to the weights in the model's files."""
+        return self.weight_sync.lora == "adapter" and not self.validates_only
+
+    @property
     def longest_trajectory(self) -> int:
         """Most tokens of a prompt and its response, or of a demonstration."""
         if self.mode == "sft":

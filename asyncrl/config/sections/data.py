@@ -53,6 +53,21 @@ _HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 _ALL_LINEAR = "all-linear"
 _NOT_ADAPTED = ("lm_head", "embed_out", "embed_tokens", "wte", "wpe")
 """Names of matrices that get no adapter: embeddings and output heads."""
+_ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM has for the largest rank of adapters."""
+_ENGINE_LAYERS = frozenset(
+    ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+)
+"""Names of the layers whose adapters engines load (`weight_sync.lora=adapter`)."""
+_WITHOUT_ENGINE_ADAPTERS = {
+    "num_experts": "it is a mixture of experts",
+    "num_local_experts": "it is a mixture of experts",
+    "n_routed_experts": "it is a mixture of experts",
+    "kv_lora_rank": "it has latent attention (MLA)",
+    "vision_config": "it has a vision tower",
+    "audio_config": "it has an audio tower",
+}
+"""Keys in config.json of models whose adapters engines do not load."""
 
 
 class HubName(NamedTuple):
@@ -279,6 +294,61 @@ def _own_code(config: Config) -> Iterator[ConfigProblem]:
             yield from check_code(key, name, (), "function")
 
 
+def engine_lora_rank(model: ModelConfig) -> int | None:
+    """Return the smallest value of vLLM's `max_lora_rank` that holds the model's adapters, or None if there is none."""
+    return next((rank for rank in _ENGINE_RANKS if rank >= model.lora_rank), None)
+
+
+def adapted_layers(model: ModelConfig) -> list[str]:
+    """Return the last parts of the names of the layers that get an adapter, sorted: `down_proj`, `q_proj`, ….
+
+    If the files of the model are not on this machine, those of `all-linear` are unknown, and the list is empty.
+    """
+    modules, targets = _linear_layers(model.path), model.target_modules
+    if targets != _ALL_LINEAR:
+        names = (targets,) if isinstance(targets, str) else targets
+        found = [module for module in modules if any(_fits(name, module) for name in names)]
+        modules = found if modules else list(names)
+    return sorted({module.rpartition(".")[2] for module in modules})
+
+
+def _linear_layers(path: str) -> list[str]:
+    """Return the names of the matrices in a model's files that may get an adapter."""
+    return [
+        name.removesuffix(".weight")
+        for name, shape in tensor_shapes(path).items()
+        if name.endswith(".weight") and len(shape) == 2 and name.split(".")[-2] not in _NOT_ADAPTED
+    ]
+
+
+def _fits(target: str, module: str) -> bool:
+    return f".{module}".endswith(f".{target}") or target.endswith(f".{module}")
+
+
+def _adapter_sync(config: Config) -> Iterator[ConfigProblem]:
+    """Check that engines can load the adapters of the model."""
+    key, value, merged = "weight_sync.lora", config.weight_sync.lora, "set weight_sync.lora=merged"
+    if value != "adapter" or config.model.lora_rank == 0:
+        return
+    described = model_config(config.model.path)
+    described = {**described, **(described.get("text_config") or {})}
+    for name, reason in _WITHOUT_ENGINE_ADAPTERS.items():
+        if described.get(name):
+            consequence = (
+                f"the model at {config.model.path} cannot be served from its adapters: {reason} ({name} in its "
+                "config.json), for which engines load merged weights only"
+            )
+            yield ConfigProblem(key, value, consequence, merged)
+            return
+    layers = adapted_layers(config.model)
+    if others := [name for name in layers if name not in _ENGINE_LAYERS]:
+        known = [name for name in layers if name in _ENGINE_LAYERS]
+        fix = f"set model.target_modules=[{','.join(known)}], or {merged.removeprefix('set ')}" if known else merged
+        loaded = ", ".join(sorted(_ENGINE_LAYERS))
+        consequence = f"{', '.join(others)} would get adapters, and engines load those of {loaded} only"
+        yield ConfigProblem("model.target_modules", config.model.target_modules, consequence, fix)
+
+
 def _target_modules(config: Config) -> Iterator[ConfigProblem]:
     """Check that each name in `model.target_modules` is a matrix in the model's files.
 
@@ -288,14 +358,10 @@ def _target_modules(config: Config) -> Iterator[ConfigProblem]:
     targets = config.model.target_modules
     if config.model.lora_rank == 0 or targets == _ALL_LINEAR:
         return
-    modules = [
-        name.removesuffix(".weight")
-        for name, shape in tensor_shapes(config.model.path).items()
-        if name.endswith(".weight") and len(shape) == 2 and name.split(".")[-2] not in _NOT_ADAPTED
-    ]
+    modules = _linear_layers(config.model.path)
     known = sorted({module.rpartition(".")[2] for module in modules})
     for target in (targets,) if isinstance(targets, str) else targets:
-        if modules and not any(f".{one}".endswith(f".{target}") or target.endswith(f".{one}") for one in modules):
+        if modules and not any(_fits(target, one) for one in modules):
             close = get_close_matches(target, known, n=1)
             hint = f"instead of {target}, did you mean {close[0]}? " if close else ""
             yield ConfigProblem(
@@ -333,7 +399,14 @@ RULES: tuple[RuleFunction, ...] = (
 ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (_policy, _chat_template)
 """Checks for a run and for `asyncrl serve`."""
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _data_files, _cache_dir, _own_code, _target_modules)
+ENVIRONMENT: tuple[RuleFunction, ...] = (
+    *ENGINE_ENVIRONMENT,
+    _data_files,
+    _cache_dir,
+    _own_code,
+    _target_modules,
+    _adapter_sync,
+)
 
 NO_EFFECT = (
     no_effect("model.lora_alpha model.target_modules", lambda c: c.model.lora_rank == 0,

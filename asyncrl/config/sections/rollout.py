@@ -47,6 +47,18 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "load_format": "leave it out: weights are read from safetensors, never from a pickle",
     "logprobs_mode": "leave it out: log-probs must be those the loss expects",
     "weight_transfer_config": "set weight_sync.backend",
+    **dict.fromkeys(
+        (
+            "enable_lora",
+            "max_loras",
+            "max_cpu_loras",
+            "max_lora_rank",
+            "lora_dtype",
+            "lora_target_modules",
+            "fully_sharded_loras",
+        ),
+        "set weight_sync.lora=adapter and model.lora_rank",
+    ),
     "worker_cls": "leave it out: weight updates need the engine's own worker class",
     "worker_extension_cls": "leave it out: weight updates need asyncrl's extension",
 }

@@ -14,7 +14,7 @@ from pydantic import Field
 from asyncrl.config.environment import check_api_key, check_protocol, similar_path, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, warning
 from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
-from asyncrl.config.sections.data import num_prompts
+from asyncrl.config.sections.data import engine_lora_rank, num_prompts
 from asyncrl.config.sections.trainer import epoch_samples
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ class WeightSyncConfig(ConfigSection):
     """The Trainer collects a version tensor by tensor and sends it in buckets of this size while it collects the next
     one, so that publishing takes up to two buckets and the largest tensor of memory. Tensors are not split. Small
     buckets save memory, large ones cost less per byte."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """What a version consists of if `model.lora_rank` is above 0: `merged`, the full weights with the adapters added;
+    or `adapter`, only the adapters, which engines add to the weights of `model.path` by vLLM's own means
+    (docs/training.md)."""
     verify: Literal["every", "first", "off"] = "every"
     """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
     after every load; once (checksums after a replica's first load, log-probs after the first version of a launch); or
@@ -356,6 +360,22 @@ RULES: tuple[RuleFunction, ...] = (
                "the hung process is replaced, so Rollouter and Trainer are restarted too",
                "set it to less than {c.timeouts.call_s:g}, or raise timeouts.call_s", "warning"),
     _unbounded_journal,
+    ConfigRule("weight_sync.lora", lambda c: c.weight_sync.lora == "adapter" and c.model.lora_rank == 0,
+               "model.lora_rank is 0, so there are no adapters", "set model.lora_rank, or weight_sync.lora=merged"),
+    ConfigRule("model.lora_rank", lambda c: c.weight_sync.lora == "adapter" and engine_lora_rank(c.model) is None,
+               "vLLM loads adapters up to rank 512, and engines load the adapters (weight_sync.lora=adapter)",
+               "lower it, or set weight_sync.lora=merged"),
+    ConfigRule("weight_sync.lora", lambda c: c.weight_sync.lora == "adapter"
+               and c.trainer.strategy in ("torchtitan", "megatron"),
+               "trainer.strategy={c.trainer.strategy} has layers of its own, whose adapters do not fit the engines'",
+               "set weight_sync.lora=merged, or trainer.strategy=fsdp2"),
+    ConfigRule("weight_sync.lora", lambda c: c.weight_sync.lora == "adapter" and c.rollout.attach is not None,
+               "the engines of {c.rollout.attach} were started without adapters, and may have other weights than "
+               "model.path", "set weight_sync.lora=merged, or leave rollout.attach out"),
+    ConfigRule("weight_sync.lora", lambda c: c.weight_sync.lora == "adapter" and c.rollout.spans_nodes,
+               "an engine on several nodes (rollout.tensor_parallel_size={c.rollout.tensor_parallel_size}) cannot read "
+               "the adapters, which are files in the memory of one node",
+               "set weight_sync.lora=merged, or lower rollout.tensor_parallel_size"),
     ConfigRule("trainer.checkpoint_dir", lambda c: c.trainer.checkpoint_dir is not None and c.trainer.save_freq == -1,
                "a run writes its only checkpoint at the end (trainer.save_freq=-1), so a lost machine loses everything",
                "set trainer.save_freq to the number of steps that may be lost", "warning"),

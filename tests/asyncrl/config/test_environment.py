@@ -572,3 +572,31 @@ def test_a_checkpoint_dir_that_cannot_be_used_is_refused(
     problem = single(problems)
     assert consequence.format(here=tmp_path) in problem.consequence
     assert re.search(fix.format(here=tmp_path), problem.fix)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "targets", "key", "consequence", "fix"),
+    [
+        ({}, ("self_attn.q_proj", "mlp.down_proj"), "all-linear", "", "", ""),
+        ({"num_experts": 8}, ("self_attn.q_proj",), "all-linear", "weight_sync.lora", "a mixture of experts", "merged"),
+        ({"text_config": {"kv_lora_rank": 4}}, ("mlp.up_proj",), ["up_proj"], "weight_sync.lora", "MLA", "merged"),
+        ({"vision_config": {"depth": 1}}, ("mlp.up_proj",), ["up_proj"], "weight_sync.lora", "vision", "merged"),
+        ({}, ("attn.c_attn", "mlp.c_fc"), "all-linear", "model.target_modules", "c_attn, c_fc would get", "merged"),
+        ({}, ("self_attn.q_proj", "mlp.gate"), "all-linear", "model.target_modules", "gate would get", "[q_proj], or"),
+        ({}, ("self_attn.q_proj", "mlp.gate"), ["q_proj"], "", "", ""),
+    ],
+)  # fmt: skip
+def test_adapters_that_engines_cannot_load_are_refused(
+    tmp_path: Path, settings: dict[str, Any], layers: Sequence[str], targets: Any, key: str, consequence: str, fix: str
+) -> None:
+    tensors = {f"model.layers.0.{layer}.weight": (4, 4) for layer in layers}
+    model = write_model(tmp_path / "model", settings, tensors | {"lm_head.weight": (8, 4)})
+    changes = {"model.path": model, "model.lora_rank": 2, "model.target_modules": targets}
+    assert machine_problems(changes) == []
+    problems = machine_problems(changes | {"weight_sync.lora": "adapter"})
+    if not key:
+        assert problems == []
+        return
+    problem = single(problems)
+    assert problem.key == key and problem.severity == "error"
+    assert consequence in problem.consequence and fix in problem.fix

@@ -31,6 +31,7 @@ FILTER: Changes = {"algorithm.filter_groups.enable": True}
 TEACHER: Changes = {"teacher.path": "large"}
 DISTILL: Changes = {"algorithm.adv_estimator": "on_policy_distill"}
 REFERENCE: Changes = {"algorithm.use_kl_loss": True}
+ADAPTERS: Changes = {"model.lora_rank": 4, "weight_sync.lora": "adapter"}
 SERVED: Changes = {"reward_model.placement": "serve", "reward_model.path": "rm"}
 SCORED: Changes = SERVED | {"reward_model.placement": "worker"}
 TOOLS: Changes = {f"{TURNS}.enable": True, f"{TURNS}.tools": [{"class_name": "calculator"}]}
@@ -70,6 +71,13 @@ BROKEN: list[tuple[str, Changes, str]] = [
         {"rollout.autoscaling": {"enable": True, "max_replicas": 3}, "rollout.num_replicas": 4},
         "allows 1 to 3",
     ),
+    ("weight_sync.lora", {"weight_sync.lora": "adapter"}, "there are no adapters"),
+    ("model.lora_rank", ADAPTERS | {"model.lora_rank": 513}, "up to rank 512"),
+    ("weight_sync.lora", ADAPTERS | {"trainer.strategy": "megatron"}, "layers of its own"),
+    ("weight_sync.lora", ADAPTERS | {"rollout.attach": "servers", "ray.address": "auto"}, "started without adapters"),
+    ("weight_sync.lora",
+     ADAPTERS | {"rollout.tensor_parallel_size": 4, "rollout.nnodes": 2, "rollout.n_gpus_per_node": 2}, "one node"),
+    ("rollout.engine_kwargs.max_loras", {"rollout.engine_kwargs": {"max_loras": 2}}, "could differ"),
     ("rollout.max_model_len", {"rollout.max_model_len": 191}, "do not fit"),
     ("rollout.sampling.temperature", {"rollout.sampling.temperature": 0}, "nothing is explored"),
     ("rollout.sampling.temperature", GAE | {"rollout.sampling.temperature": 0, "rollout.n": 1}, "nothing is explored"),
