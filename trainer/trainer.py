@@ -86,7 +86,8 @@ class Trainer:
 
         Replicas start with that version or, in a lineage above 0, go back to it. Without a checkpoint, lineage 0
         publishes nothing, because replicas load the initial model themselves; later lineages publish the initial model.
-        So does a run with `rollout.attach`, because the replicas may have the weights of another run.
+        So does a run with `rollout.attach`, because the replicas may have the weights of another run; and a run whose
+        versions are adapters, because engines cannot give an adapter to requests that began without one.
 
         A resumed version keeps its number, although its weights include the steps since its first publication, so
         pacing continues from exactly the same count. Replicas that kept running distinguish the two publications
@@ -217,7 +218,8 @@ class Trainer:
         if not new_run:
             await to_thread.run_sync(self._files.set_abandoned_aside)
             await self._trained_steps.append_rewind(progress.step)
-        if self._lineage > 0 or progress.version > 0 or self._config.rollout.attach is not None:
+        publishes_initial = self._config.rollout.attach is not None or self._config.syncs_adapters
+        if self._lineage > 0 or progress.version > 0 or publishes_initial:
             validate = self._is_validation_due()
             await self._trained["actor"].publish(progress.version, progress.step, validate=validate)
             if validate:

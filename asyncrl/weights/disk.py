@@ -54,8 +54,7 @@ class DiskChunk(NamedTuple):
         if isinstance(files, LocalFileSystem):
             part = Path(f"{path}.part")
             try:
-                with part.open("wb") as stream:
-                    stream.writelines(_content(chunk))
+                write_tensors(part, chunk)
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)  # what a full disk leaves would keep it full
@@ -151,6 +150,12 @@ def _delete_unused(folder: Path) -> None:
     for path in filter(lambda path: _NAME.fullmatch(path.name), folder.iterdir()):
         with suppress(FileNotFoundError):
             _release(path, os.open(path, os.O_RDONLY))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Write tensors into a safetensors file. Blocking. Raises `OSError`."""
+    with path.open("wb") as stream:
+        stream.writelines(_content(tensors))
 
 
 def _content(chunk: Mapping[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:

@@ -50,6 +50,8 @@ class ServedRun:
     """Ray namespace of the run's actors."""
     verify: Literal["every", "first", "off"] = "every"
     max_mismatch_kl: float | None = None
+    adapters: bool = False
+    """Whether versions consist of LoRA adapters."""
     profiler: ProfilerSettings = PROFILING_OFF
     """The profiler settings of the replicas, which send their events with their answers."""
 
@@ -57,7 +59,14 @@ class ServedRun:
     def of(cls, config: Config, *, name: str, namespace: str) -> Self:
         """Return the values of a run with this configuration."""
         sync = config.weight_sync
-        return cls(name, namespace, sync.verify, sync.max_mismatch_kl, ProfilerSettings.of(config.profiler, None))
+        return cls(
+            name,
+            namespace,
+            sync.verify,
+            sync.max_mismatch_kl,
+            config.syncs_adapters,
+            ProfilerSettings.of(config.profiler, None),
+        )
 
 
 class WeightStoreActor:

@@ -29,7 +29,9 @@ class InstantEngine:
 
     async def abort(self, request_id: str, internal: bool = False) -> None: ...
 
-    async def add_request(self, request_id: str, prompt: Mapping[str, Any], params: SamplingParams) -> Any:
+    async def add_request(
+        self, request_id: str, prompt: Mapping[str, Any], params: SamplingParams, *, lora_request: None
+    ) -> Any:
         """Return a collector that has the request's only output already."""
         from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
         from vllm.v1.engine.output_processor import RequestOutputCollector

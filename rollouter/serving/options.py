@@ -11,6 +11,7 @@ from asyncrl.assets import resolve
 from asyncrl.config.environment import model_config
 from asyncrl.config.placement import Gang, replica_gang
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import adapted_layers, engine_lora_rank
 from asyncrl.config.sections.rollout import AutoscalingConfig
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.config.sections.trainer import RewardModelConfig
@@ -174,7 +175,7 @@ def serving_options(config: Config, *, namespace: str | None, gpus: bool) -> Ser
     return ServingOptions(
         llm_config={
             "model_loading_config": {"model_id": path.rstrip("/").rsplit("/", 1)[-1], "model_source": path},
-            "engine_kwargs": _engine_kwargs(config, gpus),
+            "engine_kwargs": _engine_kwargs(config, gpus) | (_lora_kwargs(config) if namespace is not None else {}),
             "placement_group_config": {"bundles": gang.bundles, "strategy": gang.strategy},
             "runtime_env": {"env_vars": env_vars},
             "log_engine_metrics": False,
@@ -265,6 +266,15 @@ def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
     if config.model.tokenizer_path is not None:
         kwargs["tokenizer"] = resolve(config.model.tokenizer_path)
     return kwargs | rollout.engine_kwargs
+
+
+def _lora_kwargs(config: Config) -> dict[str, Any]:
+    """Return vLLM's arguments for a run whose versions are adapters. Only one adapter is loaded at a time."""
+    if not config.syncs_adapters:
+        return {}
+    kwargs = {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_lora_rank(config.model)}
+    # Other layers, such as embeddings, would pay for adapters that they never get.
+    return kwargs | ({"lora_target_modules": layers} if (layers := adapted_layers(config.model)) else {})
 
 
 def _env_vars(config: Config, gpus: bool) -> dict[str, str]:

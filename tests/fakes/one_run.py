@@ -144,11 +144,11 @@ class OneEngine:
         self.transfer.finish_weight_update()
         self.weight_version = version
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> AsyncIterator[Any]:
         log_probs = [{token: SimpleNamespace(logprob=-1.0)} for token in prompt["prompt_token_ids"]]
         yield SimpleNamespace(prompt_logprobs=[None, *log_probs[1:]])
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *, lora_request: Any) -> Any:
         tokens = [5] * min(4, params.max_tokens)
         output = SimpleNamespace(
             token_ids=tokens,

@@ -64,6 +64,23 @@ async def test_the_version_of_a_rewind_is_published_and_logged(
 
 
 @pytest.mark.parametrize(
+    ("changes", "published"),
+    [
+        ({"rollout": {"attach": "app"}}, True),
+        ({"model": {"lora_rank": 4}, "weight_sync": {"lora": "adapter"}}, True),
+        ({"model": {"lora_rank": 4}}, False),
+    ],
+)
+async def test_the_initial_model_is_published_if_engines_do_not_serve_it_by_themselves(
+    tmp_path: Path, changes: dict[str, Any], published: bool
+) -> None:
+    trainer, actor = make(tmp_path, config=Config.model_validate(changes)), FakeGroup()
+    trainer._trained["actor"] = actor
+    await trainer._publish_start(new_run=True)
+    assert actor.published == [(0, 0, 0, False)] * published
+
+
+@pytest.mark.parametrize(
     ("step", "validated_step", "section", "owed"),
     [
         (20, 10, {"test_freq": 10}, True),  # training went back while this version was being validated

@@ -159,16 +159,19 @@ class TrainingWorker:
         self.engine.load(directory)
 
     def weights(self, dtype: Dtype) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Yield Hugging Face names and full weights on rank 0, bfloat16 as its bits in uint16; nothing elsewhere.
-        Collective: iterate to the end on every rank.
+        """Yield what a version consists of on rank 0, bfloat16 as its bits in uint16; nothing elsewhere: the full
+        weights by Hugging Face names, or the adapters by peft's (`EngineSpec.adapters_only`). Collective: iterate to
+        the end on every rank.
 
         On CPU these may be the live weights: use them before the next call.
         """
+        engine = self.engine
+        tensors = engine.adapter_weights(dtype) if engine.spec.adapters_only else engine.weights(dtype)
         if self.layout.rank == 0:
             # A loop would hold a tensor while the next one is gathered.
-            yield from map(_as_array, self.engine.weights(dtype))
+            yield from map(_as_array, tensors)
         else:
-            for _ in self.engine.weights(dtype):
+            for _ in tensors:
                 pass
 
     def probe(self) -> WeightsProbe | None:

@@ -7,7 +7,7 @@ requests ──▶ gate ──▶ AsyncLLM ──▶ deltas of turns, with spans
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import EngineInput, MultiModalInput, mm_input, tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.parse import parse_mm_uuids
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -158,12 +159,21 @@ class RunningRequest:
 class TokenGeneration:
     """Runs the requests of generate calls in the engine."""
 
-    def __init__(self, llm: AsyncLLM, health: ReplicaHealth, gate: asyncio.Event, pauses: EnginePauses) -> None:
-        """Requests wait until `gate` is set, and their events take `pauses` into account."""
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        health: ReplicaHealth,
+        gate: asyncio.Event,
+        pauses: EnginePauses,
+        adapter: Callable[[], LoRARequest | None] = lambda: None,
+    ) -> None:
+        """Requests wait until `gate` is set, and their events take `pauses` into account. `adapter` returns the LoRA
+        adapter that they use."""
         self._llm = llm
         self._health = health
         self._gate = gate
         self._pauses = pauses
+        self._adapter = adapter
         self._max_model_len = llm.model_config.max_model_len
         self._calls: set[asyncio.Event] = set()
         self._num_streams = 0
@@ -275,7 +285,9 @@ class TokenGeneration:
             prompt = await self._with_media(request, prompt_ids, salt)
         try:
             try:
-                run.collector = await self._llm.add_request(request.request_id, prompt, params)
+                run.collector = await self._llm.add_request(
+                    request.request_id, prompt, params, lora_request=self._adapter()
+                )
             except (VLLMClientError, ValueError) as error:
                 raise DataError.wrap(f"request {request.request_id}: the engine refuses it", error) from error
             run.state = self._llm.output_processor.request_states.get(run.collector.request_id)

@@ -73,10 +73,14 @@ class RolloutServer(LLMServer):
         await self._health.attach(self.engine)
         await llm.update_weight_version("0")
         self._weights = WeightUpdates(self.engine, self._health, self._namespace, options.timeouts)
-        self._generation = TokenGeneration(llm, self._health, self._weights.gate, self._weights.pauses)
+        self._generation = TokenGeneration(
+            llm, self._health, self._weights.gate, self._weights.pauses, lambda: self._weights.adapter
+        )
         if store is not None:
-            # The files of a separately deployed model need not be those with which the run begins.
-            await self._weights.follow(store, run, serves_initial=options.namespace is not None)
+            # The files of a separately deployed model need not be those with which the run begins, and a run of
+            # adapters begins with an adapter.
+            serves_initial = options.namespace is not None and not run.adapters
+            await self._weights.follow(store, run, serves_initial=serves_initial)
             await self._weights.start()
         gc.collect()
         gc.freeze()  # otherwise collections during a request search all that vLLM has loaded

@@ -2,6 +2,9 @@
 
     fetch (during decoding) → close gate → pause → load → set the version number → resume → open gate → verify
 
+A version consists of full weights, which vLLM's workers fetch and load, or of LoRA adapters, which this process fetches
+and vLLM loads from files (`ServedRun.adapters`).
+
 After an update, the replica is in one of three states. It serves the new version. Or it still serves the old version
 and reports this, because the update failed before the load. Or it is broken, because its engine did not answer or the
 update failed during or after the load, so that its weights are unknown.
@@ -22,6 +25,7 @@ import ray
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.config.sections.run import PROBE_LIMIT_S, TimeoutsConfig
@@ -31,6 +35,7 @@ from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME, ServedRun, find_store
 from asyncrl.weights.transport import StoredChunk
+from rollouter.serving.replica.adapters import delete_files, new_adapter, replacing, write_adapter
 from rollouter.serving.replica.engine import OpenAIEngine
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.request_phases import EnginePauses
@@ -77,6 +82,8 @@ class WeightUpdates:
         self._store: Any = None
         self.run = ServedRun()
         """The run whose versions the engine serves, or the last one."""
+        self.adapter: LoRARequest | None = None
+        """The adapter that the engine serves; None if it serves full weights, or no version yet."""
         self._verified = False
         self._lock = asyncio.Lock()
         self._joining: asyncio.Task[None] | None = None
@@ -151,16 +158,19 @@ class WeightUpdates:
                 raise InfraError(health.broken)
             if weights_version <= health.weights_version:
                 return self._report()
+            adapter = new_adapter(weights_version) if self.run.adapters else None
             try:
                 with self._span("sync.fetch", weights_version):
-                    fetch_s = await self._fetch(weights_version, until)
-                swap = await self._swap(weights_version, mode, clear_kv, until)
+                    fetch_s = await self._fetch(weights_version, until, adapter)
+                swap = await self._swap(weights_version, mode, clear_kv, until, adapter)
                 loaded, verify_s, mismatch_kl = time.perf_counter(), 0.0, None
                 if self.run.verify != "off":
                     with self._span("sync.verify", weights_version):
                         mismatch_kl = await self._check(publication)
                     verify_s = time.perf_counter() - loaded
             finally:
+                if adapter is not None:
+                    delete_files(adapter)
                 health.end_update()
             return replace(
                 self._report(), fetch_s=fetch_s, verify_s=verify_s, mismatch_kl=mismatch_kl, **swap._asdict()
@@ -212,8 +222,9 @@ class WeightUpdates:
             f"(timeouts.start_s): {problem}"
         )
 
-    async def _fetch(self, weights_version: WeightsVersion, until: float) -> float:
-        """Map the version's bytes into the workers, while they decode. Return the duration in seconds.
+    async def _fetch(self, weights_version: WeightsVersion, until: float, adapter: LoRARequest | None) -> float:
+        """Map the version's bytes into the workers, while they decode, or write the files of the adapter. Return the
+        duration in seconds.
 
         The deadline for the store is `until` (by the loop's clock). Each call to the engine may take
         `timeouts.engine_s`: these calls need almost no time, so an unanswered one shows that the engine hangs.
@@ -226,6 +237,9 @@ class WeightUpdates:
                 raise InfraError(f"no weight store in Ray namespace {self._namespace!r}")
             async with asyncio.timeout_at(until):
                 refs = await self._store.tensors.remote(weights_version)
+                if adapter is not None:
+                    await asyncio.to_thread(write_adapter, adapter, refs, max(0.0, until - loop.time()))
+                    return time.perf_counter() - started
                 # Transfer the objects to this node first, so that the workers only map them, and so that the loss of an
                 # object is reported here with its cause.
                 of_ray = [ref for ref in refs if not isinstance(ref, StoredChunk)]
@@ -259,7 +273,14 @@ class WeightUpdates:
             self._health.give_up_hung_engine("its engine did not answer")
             raise InfraError(self._health.broken) from None
 
-    async def _swap(self, weights_version: WeightsVersion, mode: PauseMode, clear_kv: bool, until: float) -> _Swap:
+    async def _swap(
+        self,
+        weights_version: WeightsVersion,
+        mode: PauseMode,
+        clear_kv: bool,
+        until: float,
+        adapter: LoRARequest | None,
+    ) -> _Swap:
         """Pause the engine, load the version, and resume."""
         health = self._health
         in_flight = self._llm.output_processor.get_num_unfinished_requests()
@@ -271,11 +292,9 @@ class WeightUpdates:
                 started = time.perf_counter()
                 health.enter("loading")
                 with self._span("sync.load", weights_version):
-                    await self._llm.start_weight_update()
-                    await self._llm.update_weights(WeightTransferUpdateRequest(weights_version._asdict()))
-                    await self._llm.finish_weight_update(str(weights_version.version))
+                    await self._load(weights_version, adapter)
                 load_s = time.perf_counter() - started
-                health.weights_version = weights_version
+                health.weights_version, self.adapter = weights_version, adapter
                 await self._llm.resume_generation()
         except BaseException as error:
             await asyncio.shield(self._recover(weights_version.version, error))
@@ -291,6 +310,18 @@ class WeightUpdates:
             "sync.pause", pause_s, version=weights_version.version, replica=health.replica, in_flight=held
         )
         return _Swap(started - requested, pause_s, load_s, in_flight)
+
+    async def _load(self, weights_version: WeightsVersion, adapter: LoRARequest | None) -> None:
+        """Load the version and set the number with which the engine stamps tokens from now on."""
+        number = str(weights_version.version)
+        if adapter is None:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(weights_version._asdict()))
+            await self._llm.finish_weight_update(number)
+            return
+        if not await self._llm.add_lora(replacing(adapter)):
+            raise InfraError(f"vLLM did not load the adapter of version {number}")
+        await self._llm.update_weight_version(number)
 
     async def _begin_pause(self, weights_version: WeightsVersion, mode: PauseMode, clear_kv: bool) -> int:
         """Close the gate and pause the engine. Return the number of requests that stay in the engine."""
@@ -343,7 +374,9 @@ class WeightUpdates:
         compares_weights = self.run.verify == "every" or not self._verified
         try:
             async with asyncio.timeout(self.timeouts.apply_s):
-                if compares_weights:
+                if compares_weights and self.adapter is not None:
+                    served = merge(await self._llm.collective_rpc("adapter_checksums"))
+                elif compares_weights:
                     # A few groups at a time, so that decoding continues.
                     for groups in _batches(merge(await self._llm.collective_rpc("group_sizes"))):
                         served |= merge(await self._llm.collective_rpc("group_checksums", args=(groups,)))
@@ -365,6 +398,7 @@ class WeightUpdates:
                 f"Trainer: the KL divergence is {mismatch_kl:.2g} nats per token, and weight_sync.max_mismatch_kl "
                 f"allows {limit:g}. Raise the limit if the dtypes of rollout and trainer or a quantized rollout "
                 "explain the difference, else report the model"
+                + (", unless the files at model.path differ from the Trainer's" if self.adapter is not None else "")
             )
             raise BugError(self._health.broken)
         self._verified = True
@@ -384,7 +418,8 @@ class WeightUpdates:
         """Return the engine's log-probs of every token but the first, at temperature 1."""
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompt = TokensPrompt(prompt_token_ids=token_ids)
-        outputs = [output async for output in self._llm.generate(prompt, sampling, f"probe-{uuid4().hex}")]
+        answers = self._llm.generate(prompt, sampling, f"probe-{uuid4().hex}", lora_request=self.adapter)
+        outputs = [output async for output in answers]
         rows = zip(token_ids[1:], (outputs[-1].prompt_logprobs or [])[1:], strict=True)
         return [candidates[token].logprob for token, candidates in rows if candidates is not None]
 

@@ -59,6 +59,7 @@ from asyncrl.core.ports import WeightsVersion
 from asyncrl.weights.checksums import MODULUS, add, layer_group
 from asyncrl.weights.transport import StoredChunk
 from rollouter.serving.options import WEIGHT_TRANSFER
+from rollouter.serving.replica.adapters import held_tensors
 
 if current_platform.is_cpu():
     vllm._custom_ops._supports_onednn = False
@@ -220,6 +221,13 @@ class WorkerExtension:
         for name, tensor in _counted(self.model_runner.model):
             if (group := layer_group(name)) in wanted:
                 add(sums, group, _bit_sum(tensor))
+        return sums
+
+    def adapter_checksums(self) -> dict[str, int]:
+        """Return this rank's share of the checksums of the LoRA adapter, like `group_checksums`."""
+        sums: dict[str, int] = {}
+        for name, tensor in held_tensors(self.model_runner.model, get_tensor_model_parallel_rank()):
+            add(sums, layer_group(name), _bit_sum(tensor))
         return sums
 
 

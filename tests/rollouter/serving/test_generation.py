@@ -29,7 +29,7 @@ class SlowEngine:
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 1, request_states=self.states)
         self.aborted: list[str] = []
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *, lora_request: Any) -> Any:
         ids: list[int] = []
         log_probs: list[float] = []
         starts = [("1", 0)]

@@ -54,7 +54,7 @@ class Engine:
             request_states=self.states, get_num_unfinished_requests=lambda: len(self.states)
         )
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Collector:
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *, lora_request: Any) -> Collector:
         collector = self.collectors[request_id] = Collector(f"{request_id}-internal")
         self.states[collector.request_id] = SimpleNamespace(
             detokenizer=SimpleNamespace(output_token_ids=[]),

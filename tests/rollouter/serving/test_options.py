@@ -91,6 +91,35 @@ def test_engine_kwargs_are_passed_to_vllm() -> None:
     assert built.llm_config["engine_kwargs"]["max_num_batched_tokens"] == 1024
 
 
+@pytest.mark.parametrize(("rank", "largest"), [(1, 1), (3, 8), (16, 16), (257, 320), (512, 512)])
+def test_engines_of_a_run_that_publishes_adapters_load_one_at_a_time(rank: int, largest: int) -> None:
+    model = {"path": "/models/tiny", "lora_rank": rank, "target_modules": ["v_proj", "layers.1.mlp.down_proj"]}
+    config = Config.model_validate({"model": model, "weight_sync": {"lora": "adapter"}})
+    expected = {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": largest,
+        "lora_target_modules": ["down_proj", "v_proj"],
+    }
+    kwargs = serving_options(config, namespace="run", gpus=False).llm_config["engine_kwargs"]
+    assert {name: value for name, value in kwargs.items() if "lora" in name} == expected
+    assert ServedRun.of(config, name="run", namespace="run").adapters
+    deployed = serving_options(config, namespace=None, gpus=False).llm_config["engine_kwargs"]
+    assert "enable_lora" not in deployed, "rollout servers of their own serve full weights"
+    evaluation = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": 0})})
+    kwargs = serving_options(evaluation, namespace="run", gpus=False).llm_config["engine_kwargs"]
+    assert "enable_lora" not in kwargs, "an evaluated checkpoint has its adapters merged in"
+
+
+@pytest.mark.parametrize(("targets", "layers"), [("all-linear", None), (["q_proj"], ["q_proj"])])
+def test_the_adapted_layers_of_a_model_elsewhere_are_those_that_the_configuration_names(
+    targets: Any, layers: list[str] | None
+) -> None:
+    model = {"path": "/models/tiny", "lora_rank": 4, "target_modules": targets}
+    kwargs = options(model=model, weight_sync={"lora": "adapter"}).llm_config["engine_kwargs"]
+    assert kwargs.get("lora_target_modules") == layers
+
+
 def test_the_driver_side_does_not_import_vllm() -> None:
     """Only replicas need `ray.serve.llm`, whose import takes 7 s."""
     code = "import sys, rollouter.serving.fleet; sys.exit(any(m in sys.modules for m in ('vllm', 'torch', 'ray.llm')))"
