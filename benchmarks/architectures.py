@@ -1,6 +1,7 @@
 """Check for many architectures that the engines compute with the weights that the Trainer has published.
 
-    python -m benchmarks.architectures [--only NAME ...] [--tensor-parallel 1 2] [--json FILE] [--docs FILE]
+    python -m benchmarks.architectures [--only NAME ...] [--tensor-parallel 1 2] [--adapters]
+                                       [--json FILE] [--docs FILE]
 
 Each row is a real launch of a tiny random model, on-policy, with a large learning rate: four steps and a weight update
 after each. After every update, the engine's weights are compared with the published checksums, and its log-probs with
@@ -8,7 +9,8 @@ the Trainer's: of the version's two texts, and of all samples that the next step
 divergence is at most 1e-3 nats per token. In float32, right weights give less than 1e-9, and the first version of
 wrongly loaded experts 1e-5 to 1e-2.
 
-With `--docs`, the table in FILE is replaced by that of this run.
+With `--adapters`, versions are LoRA adapters on all linear layers (`weight_sync.lora=adapter`). With `--docs`, the
+table in FILE is replaced by that of this run.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 _KEYS = {"GptOss": ("trainer.attn_implementation=eager",)}
 """Configuration that an architecture needs."""
+_ADAPTERS = ("weight_sync.lora=adapter", "model.lora_rank=5", "model.lora_alpha=7")
 _BEGIN, _END = "<!-- python -m benchmarks.architectures -->", "<!-- end of the table -->"
 
 
@@ -84,7 +87,7 @@ def save_model(directory: Path, name: str) -> Path:
     return directory
 
 
-def check(name: str, tensor_parallel: int, directory: Path) -> dict[str, Any]:
+def check(name: str, tensor_parallel: int, directory: Path, *, adapters: bool = False) -> dict[str, Any]:
     """Return the row of one launch."""
     run_dir = directory / "run"
     row: dict[str, Any] = {"model": name, "tensor parallel": tensor_parallel}
@@ -95,7 +98,7 @@ def check(name: str, tensor_parallel: int, directory: Path) -> dict[str, Any]:
             f"trainer.total_training_steps={STEPS}", "trainer.optim.lr=1e-2", "trainer.optim.warmup_steps=0",
             "trainer.save_last=false", "weight_sync.verify=every", "weight_sync.max_mismatch_kl=null",
             f"rollout.tensor_parallel_size={tensor_parallel}", "logging.console=plain", "logging.sinks=[jsonl]",
-            *_KEYS.get(name, ()),
+            *_KEYS.get(name, ()), *(_ADAPTERS if adapters else ()),
         )  # fmt: skip
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         probes = [line["weight_sync/mismatch_kl"] for line in lines if line["kind"] == "apply"]
@@ -146,7 +149,7 @@ def main() -> int:
     for name in args.only or ARCHITECTURES:
         for size in args.tensor_parallel:
             with tempfile.TemporaryDirectory(prefix="asyncrl-architecture-") as directory:
-                rows.append(check(name, size, Path(directory)))
+                rows.append(check(name, size, Path(directory), adapters=args.adapters))
             print_progress(f"{name}, tensor parallel {size}: {rows[-1]['result']}")
     report("architectures", rows, args.json, aim=f"KL divergence at most {LIMIT:g} nats per token after every update")
     if args.docs is not None:
@@ -158,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = arguments(__doc__, "architectures")
     parser.add_argument("--only", nargs="+", choices=list(ARCHITECTURES), metavar="NAME", help=", ".join(ARCHITECTURES))
     parser.add_argument("--tensor-parallel", nargs="+", type=positive, default=[1], metavar="N", help="default: 1")
+    parser.add_argument("--adapters", action="store_true", help="publish LoRA adapters instead of full weights")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="page whose table is replaced, docs/models.md")
     return parser
 
