@@ -10,7 +10,8 @@ tokens with the new version. The prefix cache does not mix versions: the keys of
 path of the adapter, which are new for each version, besides the salt of the request.
 
 vLLM reads the files only in `add_lora`, so they exist for the time of an update, in memory where the machine has
-`/dev/shm`. Their directory has a random name that nobody can have taken before.
+`/dev/shm`. Their directory has a random name that nobody can have taken before. A replica that is killed during an
+update leaves its files; the replicas that start an hour later or more delete them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -39,13 +42,15 @@ from asyncrl.weights.transport import StoredChunk
 ADAPTER_ID = 1
 """vLLM's number of the only adapter that an engine has."""
 _MEMORY = Path("/dev/shm")
+_PREFIX = "asyncrl-adapter-"
+LEFTOVER_S = 3600.0
+"""Age of files, beyond the longest update, that belong to a killed replica."""
 
 
 def new_adapter(weights_version: WeightsVersion) -> LoRARequest:
     """Return what requests name to use the adapter of this version. Its directory does not exist yet."""
     lineage, version = weights_version
-    folder = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    return LoRARequest(f"weights-{lineage}-{version}", ADAPTER_ID, str(folder / f"asyncrl-adapter-{uuid4().hex}"))
+    return LoRARequest(f"weights-{lineage}-{version}", ADAPTER_ID, str(_folder() / f"{_PREFIX}{uuid4().hex}"))
 
 
 def replacing(adapter: LoRARequest) -> LoRARequest:
@@ -72,6 +77,18 @@ def write_adapter(adapter: LoRARequest, handles: Sequence[Any], limit_s: float) 
 def delete_files(adapter: LoRARequest) -> None:
     """Delete the files of an adapter, if there are any."""
     shutil.rmtree(adapter.lora_path, ignore_errors=True)
+
+
+def delete_leftovers(older_than_s: float) -> None:
+    """Delete the files that killed replicas have left on this machine. Blocking."""
+    for directory in _folder().glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another replica deletes it, or it belongs to another user
+            if time.time() - directory.stat().st_mtime > older_than_s:
+                shutil.rmtree(directory)
+
+
+def _folder() -> Path:
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _peft_config(tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

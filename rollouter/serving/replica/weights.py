@@ -35,7 +35,14 @@ from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME, ServedRun, find_store
 from asyncrl.weights.transport import StoredChunk
-from rollouter.serving.replica.adapters import delete_files, new_adapter, replacing, write_adapter
+from rollouter.serving.replica.adapters import (
+    LEFTOVER_S,
+    delete_files,
+    delete_leftovers,
+    new_adapter,
+    replacing,
+    write_adapter,
+)
 from rollouter.serving.replica.engine import OpenAIEngine
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.request_phases import EnginePauses
@@ -99,6 +106,8 @@ class WeightUpdates:
             source = StoreAddress(ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
             request = WeightTransferInitRequest(asdict(source))
             await self._answered(self._llm.init_weight_transfer_engine(request))
+            if run.adapters:
+                await asyncio.to_thread(delete_leftovers, LEFTOVER_S + 2 * self.timeouts.apply_s)
             # Without an await in between, because the call may be cancelled.
             self._store, self.run, self._verified, self._joining = store, run, False, None
             if not serves_initial:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +186,17 @@ def test_full_weights_are_not_written_as_an_adapter(tmp_path: Path) -> None:
     chunk = DiskChunk.put(str(tmp_path), {"model.norm.weight": np.ones(3, np.float32)})
     with pytest.raises(BugError, match=r"LoRA adapters of one rank .* has 1 tensors, such as model\.norm\.weight"):
         adapters.write_adapter(LoRARequest("one", 1, str(tmp_path / "files")), [chunk], 1.0)
+
+
+def test_files_of_killed_replicas_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_MEMORY", tmp_path)
+    chunk = DiskChunk.put(str(tmp_path), adapter_of(1))
+    left, used = (adapters.new_adapter(WeightsVersion(0, version)) for version in (1, 2))
+    for one in (left, used):
+        adapters.write_adapter(one, [chunk], 1.0)
+    os.utime(left.lora_path, times=(0, time.time() - 101.0))
+    adapters.delete_leftovers(100.0)
+    assert {path.name for path in tmp_path.iterdir()} == {Path(used.lora_path).name, Path(chunk.url).name}
 
 
 STEPS = ("fetch", "pause", "add_lora", "version", "resume", "adapter_checksums")
