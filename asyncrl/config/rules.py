@@ -106,7 +106,7 @@ EVALUATION_RULES: tuple[RuleFunction, ...] = (
 )  # fmt: skip
 """Rules for a run that only validates."""
 
-SERVER_ENVIRONMENT = (*data.ENGINE_ENVIRONMENT, *run.SERVER_ENVIRONMENT)
+SERVER_ENVIRONMENT = (*data.ENGINE_ENVIRONMENT, *rollout.ENGINE_ENVIRONMENT, *run.SERVER_ENVIRONMENT)
 EVALUATION_ENVIRONMENT = (
     _missing_secrets,
     *run.SERVER_ENVIRONMENT,

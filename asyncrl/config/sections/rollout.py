@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -21,6 +21,7 @@ from asyncrl.config.sections.base import (
     Share,
     Threads,
 )
+from asyncrl.config.sections.engine_arguments import check_argument_names, check_engine_arguments
 from asyncrl.config.sections.trainer import check_pool
 from asyncrl.core.autoscaling import AutoscalingPolicy
 
@@ -30,39 +31,6 @@ if TYPE_CHECKING:
 BUILTIN_TOOLS = ("calculator", "python", "search", "gsm8k")
 BUILTIN_INTERACTIONS = ("scripted", "model", "retry", "reasoning_gym", "verifiers")
 _TURNS = "rollout.multi_turn"
-_SET_ELSEWHERE: Mapping[str, str] = {
-    "model": "set model.path",
-    "tokenizer": "set model.tokenizer_path",
-    "trust_remote_code": "set model.trust_remote_code",
-    "dtype": "set rollout.dtype",
-    "enforce_eager": "set rollout.enforce_eager",
-    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
-    "max_model_len": "set rollout.max_model_len",
-    "max_num_seqs": "set rollout.max_num_seqs",
-    "tensor_parallel_size": "set rollout.tensor_parallel_size",
-    **dict.fromkeys(
-        ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
-        "set rollout.tensor_parallel_size or rollout.num_replicas: GPUs are assigned only for these",
-    ),
-    "load_format": "leave it out: weights are read from safetensors, never from a pickle",
-    "logprobs_mode": "leave it out: log-probs must be those the loss expects",
-    "weight_transfer_config": "set weight_sync.backend",
-    **dict.fromkeys(
-        (
-            "enable_lora",
-            "max_loras",
-            "max_cpu_loras",
-            "max_lora_rank",
-            "lora_dtype",
-            "lora_target_modules",
-            "fully_sharded_loras",
-        ),
-        "set weight_sync.lora=adapter and model.lora_rank",
-    ),
-    "worker_cls": "leave it out: weight updates need the engine's own worker class",
-    "worker_extension_cls": "leave it out: weight updates need asyncrl's extension",
-}
-"""Engine arguments that other keys set or that are fixed, each with the fix that the error message gives."""
 
 
 def _check_top_k(value: int) -> int:
@@ -300,7 +268,8 @@ class RolloutConfig(NodePool):
     cpu_threads: Threads = 1
     """Threads of an engine on CPU; auto: its share of this machine's CPUs (docs/training.md)."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs."""
+    """Further arguments of vLLM's AsyncEngineArgs, such as `speculative_config`. Names that vLLM does not have,
+    arguments that other keys set, and those with which samples would not be the policy's own are refused."""
     max_attempts: Positive = 3
     """Maximum number of attempts of a generate call, or of a call to the reward model, while replicas fail. Aborts by a
     weight sync do not count."""
@@ -322,21 +291,6 @@ class RolloutConfig(NodePool):
     def spans_nodes(self) -> bool:
         """Whether a replica has more GPUs than a node of the pool."""
         return self.n_gpus_per_node is not None and self.tensor_parallel_size > self.n_gpus_per_node
-
-
-def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
-    for name, value in config.rollout.engine_kwargs.items():
-        if fix := _SET_ELSEWHERE.get(name):
-            key = f"rollout.engine_kwargs.{name}"
-            yield ConfigProblem(key, value, "asyncrl sets it, and the two values could differ", fix)
-    quantization = config.rollout.engine_kwargs.get("quantization")
-    if quantization and config.weight_sync.verify != "off":
-        yield ConfigProblem(
-            "rollout.engine_kwargs.quantization",
-            quantization,
-            "quantized weights never equal the published ones, so the first weight sync would fail",
-            "set weight_sync.verify=off",
-        )
 
 
 def _pool(config: Config) -> Iterator[ConfigProblem]:
@@ -442,7 +396,7 @@ ENGINE_RULES: tuple[RuleFunction, ...] = (
                "a prompt of {c.data.max_prompt_length} tokens (data.max_prompt_length) and a response of "
                "{c.rollout.response_length} (rollout.response_length) do not fit the engine's context",
                "set it to null or at least {c.longest_trajectory}"),
-    _engine_arguments,
+    check_engine_arguments,
     _pool,
     ConfigRule("rollout.max_num_seqs", lambda c: c.rollout.max_num_seqs < c.rollout.n,
                "a group of {c.rollout.n} responses (rollout.n) is decoded in several rounds",
@@ -534,7 +488,8 @@ RULES: tuple[RuleFunction, ...] = (
                "set rollout.over_sample.samples=0, or record single samples: skip.async_rollout"),
 )  # fmt: skip
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (_conversations,)
+ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (check_argument_names,)
+ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _conversations)
 
 _LOOP_KEYS = " ".join(
     f"{_TURNS}.{name}*"

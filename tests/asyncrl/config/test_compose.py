@@ -126,8 +126,9 @@ def test_interpolations_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_resolved_configuration_composes_to_itself(tmp_path: Path) -> None:
+    odd = "rollout.engine_kwargs={additional_config: {a: 1, b.c: x}}"
     for mode in ("fully_async", "sync"):
-        config = load_config(None, ["rollout.engine_kwargs={a: 1, b.c: x}", "async_training=mode_b"], mode=mode)  # type: ignore[arg-type]
+        config = load_config(None, [odd, "async_training=mode_b"], mode=mode)  # type: ignore[arg-type]
         file = write(tmp_path / f"{mode}.yaml", to_yaml(config))
         assert load_config(file, mode=mode) == config  # type: ignore[arg-type]
 

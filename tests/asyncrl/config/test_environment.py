@@ -8,6 +8,7 @@ import re
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from asyncrl.assets import resolve
 from asyncrl.config import environment
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import model_config, num_parameters, tensor_shapes, visible_gpus
-from asyncrl.config.sections import observe, reward, rollout, trainer
+from asyncrl.config.sections import engine_arguments, observe, reward, rollout, trainer
 from tests.fakes.configurations import machine_problems, single
 
 GAE = {"algorithm.adv_estimator": "gae"}
@@ -449,6 +450,22 @@ def test_missing_liger_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
     problem = machine_problems({"trainer.use_liger": True})[0]
     assert "liger-kernel" in problem.consequence
     assert "pip install 'asyncrl[liger]'" in problem.fix
+
+
+def test_engine_arguments_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    names = {field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")}
+    assert engine_arguments.argument_names() == names
+    wrong = {"rollout.engine_kwargs": {"max_num_batch_tokens": 1024, "block_size": 16}}
+    problem = single(machine_problems(wrong))
+    assert (problem.key, problem.value) == ("rollout.engine_kwargs.max_num_batch_tokens", 1024)
+    assert "vLLM has no such argument" in problem.consequence and problem.fix == "did you mean max_num_batched_tokens?"
+    assert "leave it out" in single(machine_problems({"rollout.engine_kwargs": {"zzz": 1}})).fix
+    engine_arguments.argument_names.cache_clear()
+    hide_modules(monkeypatch, "vllm")
+    assert machine_problems(wrong) == []
+    engine_arguments.argument_names.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------ GPUs

@@ -84,6 +84,14 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("rollout.engine_kwargs.dtype", {"rollout.engine_kwargs": {"dtype": "half"}}, "could differ"),
     ("rollout.engine_kwargs.data_parallel_size", {"rollout.engine_kwargs": {"data_parallel_size": 2}}, "differ"),
     ("rollout.engine_kwargs.quantization", {"rollout.engine_kwargs": {"quantization": "fp8"}}, "first weight sync"),
+    *((f"rollout.engine_kwargs.{name}", {"rollout.engine_kwargs": {name: value}, **changes}, text)
+      for name, value, changes, text in [
+          ("hf_overrides", {"num_hidden_layers": 1}, {}, "another model than the Trainer"),
+          ("logits_processors", ["mine:Processor"], {}, "a changed distribution"),
+          ("kv_cache_dtype", "fp8", {}, "keys and values are rounded"),
+          ("speculative_config", {"method": "ngram", "rejection_sample_method": "synthetic"}, {}, "no samples of the"),
+          ("enable_expert_parallel", True, {"rollout.tensor_parallel_size": 2}, "experts of one rank"),
+      ]),
     (f"{TURNS}.enable", {f"{TURNS}.enable": True}, "no tool to call"),
     (f"{TURNS}.max_assistant_turns", TOOLS | {f"{TURNS}.max_assistant_turns": 1}, "no turn left"),
     (f"{TURNS}.timeout_s", TOOLS | {f"{TURNS}.timeout_s": 3600}, "drops the whole sample first"),
@@ -301,6 +309,15 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
 ]  # fmt: skip
 
 VALID: list[Changes] = [
+    {
+        "rollout.engine_kwargs": {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+            "kv_cache_dtype": "auto",
+            "enable_expert_parallel": True,
+            "hf_overrides": {},
+        }
+    },
+    {"rollout.engine_kwargs": {"kv_cache_dtype": "fp8"}, "weight_sync.max_mismatch_kl": None},
     {},
     # Calls with these deadlines count as progress.
     {"timeouts.train_s": 7200, "timeouts.collective_s": 3600, "timeouts.apply_s": 900},

@@ -87,8 +87,8 @@ def test_log_probs_are_those_of_the_tempered_policy(temperature: float, mode: st
 
 
 def test_engine_kwargs_are_passed_to_vllm() -> None:
-    built = options(rollout={"engine_kwargs": {"max_num_batched_tokens": 1024}})
-    assert built.llm_config["engine_kwargs"]["max_num_batched_tokens"] == 1024
+    more = {"max_num_batched_tokens": 1024, "speculative_config": {"method": "ngram"}, "enable_expert_parallel": True}
+    assert options(rollout={"engine_kwargs": more}).llm_config["engine_kwargs"].items() >= more.items()
 
 
 @pytest.mark.parametrize(("rank", "largest"), [(1, 1), (3, 8), (16, 16), (257, 320), (512, 512)])

@@ -1,0 +1,132 @@
+"""`rollout.engine_kwargs`: arguments of vLLM's `AsyncEngineArgs`, and why some are refused.
+
+An argument passes through to vLLM unless vLLM does not have it, another key sets it, or samples and weights would no
+longer be exact with it: the recorded log-probs must be those of the distribution from which the tokens were drawn, and
+the engine must compute with the model and the weights of the Trainer.
+
+Speculative decoding passes: drafts are accepted such that tokens have the policy's distribution, and log-probs are the
+policy's own, also with drafts of an older version.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config.problems import ConfigProblem
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+_ARGUMENTS = "rollout.engine_kwargs"
+_SET_ELSEWHERE: Mapping[str, str] = {
+    "model": "set model.path",
+    "tokenizer": "set model.tokenizer_path",
+    "trust_remote_code": "set model.trust_remote_code",
+    "dtype": "set rollout.dtype",
+    "enforce_eager": "set rollout.enforce_eager",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "max_model_len": "set rollout.max_model_len",
+    "max_num_seqs": "set rollout.max_num_seqs",
+    "tensor_parallel_size": "set rollout.tensor_parallel_size",
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
+        "set rollout.tensor_parallel_size or rollout.num_replicas: GPUs are assigned only for these",
+    ),
+    "load_format": "leave it out: weights are read from safetensors, never from a pickle",
+    "logprobs_mode": "leave it out: log-probs must be those the loss expects",
+    "weight_transfer_config": "set weight_sync.backend",
+    **dict.fromkeys(
+        (
+            "enable_lora",
+            "max_loras",
+            "max_cpu_loras",
+            "max_lora_rank",
+            "lora_dtype",
+            "lora_target_modules",
+            "fully_sharded_loras",
+        ),
+        "set weight_sync.lora=adapter and model.lora_rank",
+    ),
+    "worker_cls": "leave it out: weight updates need the engine's own worker class",
+    "worker_extension_cls": "leave it out: weight updates need asyncrl's extension",
+}
+"""Engine arguments that other keys set or that are fixed, each with the fix that the error message gives."""
+_OTHER_MODEL = "the engine would compute another model than the Trainer, which reads model.path alone"
+_OTHER_TOKENS = (
+    "tokens would come from a changed distribution, and recorded log-probs and the loss are of the model's own"
+)
+_INEXACT: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("hf_overrides", "model_class_overrides"), (_OTHER_MODEL, "change config.json in model.path")),
+    **dict.fromkeys(
+        ("logits_processors", "watermark_config"),
+        (_OTHER_TOKENS, "leave it out; rollout.sampling has what the loss can take into account"),
+    ),
+}
+"""Engine arguments with which samples would not be those of the policy, each with the reason and the fix."""
+
+
+def check_engine_arguments(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse engine arguments that other keys set, and those with which samples or weights would not be exact."""
+    for name, value in config.rollout.engine_kwargs.items():
+        if fix := _SET_ELSEWHERE.get(name):
+            yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, "asyncrl sets it, and the two values could differ", fix)
+        elif (found := _inexact(config, name, value)) is not None:
+            yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, *found)
+
+
+def _inexact(config: Config, name: str, value: Any) -> tuple[str, str] | None:
+    """Return why an engine with this argument would not be exact, and the fix; None if it is."""
+    rollout, sync = config.rollout, config.weight_sync
+    match name:
+        case "quantization" if value and sync.verify != "off":
+            consequence = "quantized weights never equal the published ones, so the first weight sync would fail"
+            return consequence, "set weight_sync.verify=off"
+        case "enable_expert_parallel" if value and rollout.tensor_parallel_size > 1 and sync.verify != "off":
+            consequence = (
+                "checksums count the experts of one rank, and each has others, so the first weight sync would fail"
+            )
+            return consequence, "leave it out, or set weight_sync.verify=off and watch rollout/mismatch_kl"
+        case "kv_cache_dtype" if value not in ("auto", rollout.dtype) and sync.max_mismatch_kl is not None:
+            consequence = (
+                "keys and values are rounded, so log-probs differ from the Trainer's, and the run may stop at "
+                f"weight_sync.max_mismatch_kl = {sync.max_mismatch_kl:g}"
+            )
+            return consequence, "leave it out, or set weight_sync.max_mismatch_kl=null and algorithm.rollout_correction"
+        case "speculative_config" if isinstance(value, dict) and value.get("rejection_sample_method") == "synthetic":
+            consequence = "it accepts drafts at a given rate, so the tokens are no samples of the policy"
+            return (
+                consequence,
+                "leave rejection_sample_method out: drafts are then accepted as the policy would draw them",
+            )
+        case _:
+            return _INEXACT.get(name) if value else None
+
+
+def check_argument_names(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse arguments that vLLM does not have."""
+    known = argument_names()
+    for name, value in config.rollout.engine_kwargs.items():
+        if known and name not in known:
+            close = get_close_matches(name, known, 1)
+            fix = f"did you mean {close[0]}?" if close else "leave it out (`vllm serve --help` lists its arguments)"
+            yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, "vLLM has no such argument, so no engine starts", fix)
+
+
+@cache
+def argument_names() -> frozenset[str]:
+    """Return the names of the arguments, as vLLM's source declares them; empty if vLLM is not installed. An import of
+    vLLM would take seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    declared = (one for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs") for one in node.body)
+    fields = (one.target for one in declared if isinstance(one, ast.AnnAssign))
+    return frozenset(one.id for one in fields if isinstance(one, ast.Name) and not one.id.startswith("_"))
