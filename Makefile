@@ -48,7 +48,7 @@ setup: ## create or update .venv (about 3 minutes the first time; GPU=1 on a mac
 	fi
 	if [ -n "$(GPU)" ]; then
 	  echo "setup: installing the GPU builds of all packages"
-	  $(PIP) install --quiet -e '.[gpu,dev]'
+	  $(PIP) install --quiet -e '.[gpu,liger,dev]'
 	else
 	  echo "setup: installing torch $(TORCH) for CPU"
 	  $(PIP) install --quiet --no-deps 'torch==$(TORCH)+cpu' 2>/dev/null \

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.assets import resolve
+from benchmarks.models import save_tokenizer
 from benchmarks.report import Table, arguments, positive, report
-from benchmarks.running import print_progress, run_asyncrl
+from benchmarks.running import failure_cause, print_progress, run_asyncrl
 
 LIMIT = 1e-3
 STEPS = 4
@@ -82,13 +80,12 @@ def save_model(directory: Path, name: str) -> Path:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **ARCHITECTURES[name]})
     getattr(transformers, _CLASSES.get(name, f"{name}ForCausalLM"))(config).save_pretrained(directory)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(Path(resolve("asyncrl://quickstart")) / file, directory)
+    save_tokenizer(directory, SIZES["vocab_size"])
     return directory
 
 
-def check(name: str, tensor_parallel: int, directory: Path, *, adapters: bool = False) -> dict[str, Any]:
-    """Return the row of one launch."""
+def check(name: str, tensor_parallel: int, directory: Path, *overrides: str) -> dict[str, Any]:
+    """Return the row of one launch. `overrides`: further keys of its configuration."""
     run_dir = directory / "run"
     row: dict[str, Any] = {"model": name, "tensor parallel": tensor_parallel}
     try:
@@ -98,7 +95,7 @@ def check(name: str, tensor_parallel: int, directory: Path, *, adapters: bool = 
             f"trainer.total_training_steps={STEPS}", "trainer.optim.lr=1e-2", "trainer.optim.warmup_steps=0",
             "trainer.save_last=false", "weight_sync.verify=every", "weight_sync.max_mismatch_kl=null",
             f"rollout.tensor_parallel_size={tensor_parallel}", "logging.console=plain", "logging.sinks=[jsonl]",
-            *_KEYS.get(name, ()), *(_ADAPTERS if adapters else ()),
+            *_KEYS.get(name, ()), *overrides,
         )  # fmt: skip
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         probes = [line["weight_sync/mismatch_kl"] for line in lines if line["kind"] == "apply"]
@@ -111,16 +108,7 @@ def check(name: str, tensor_parallel: int, directory: Path, *, adapters: bool = 
             "result": "right" if passed else "wrong weights",
         }
     except Exception as error:  # noqa: BLE001  it is the row's result
-        return row | {"updates": 0, "KL of texts": None, "KL of samples": None, "result": _cause(str(error))}
-
-
-def _cause(message: str) -> str:
-    """Return the cause in a failed launch's output: what stands between the line `failed after …` and the sample
-    counts, and of a traceback the error."""
-    cause = re.split(r"^(?:samples|reward) ", message.rpartition("failed after")[2], maxsplit=1, flags=re.MULTILINE)[0]
-    errors = re.split(r"^(?=[\w.]+(?:Error|Exception): )", cause, flags=re.MULTILINE)
-    text = " ".join((errors[-1] if len(errors) > 1 else cause.partition("\n")[2] or message).split())
-    return text if len(text) <= 300 else f"{text[:300]}…"
+        return row | {"updates": 0, "KL of texts": None, "KL of samples": None, "result": failure_cause(str(error))}
 
 
 def markdown(rows: Table) -> Iterator[str]:
@@ -149,7 +137,7 @@ def main() -> int:
     for name in args.only or ARCHITECTURES:
         for size in args.tensor_parallel:
             with tempfile.TemporaryDirectory(prefix="asyncrl-architecture-") as directory:
-                rows.append(check(name, size, Path(directory), adapters=args.adapters))
+                rows.append(check(name, size, Path(directory), *(_ADAPTERS if args.adapters else ())))
             print_progress(f"{name}, tensor parallel {size}: {rows[-1]['result']}")
     report("architectures", rows, args.json, aim=f"KL divergence at most {LIMIT:g} nats per token after every update")
     if args.docs is not None:

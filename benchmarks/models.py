@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from asyncrl.assets import resolve
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,26 @@ def make_llama(directory: Path, shape: TransformerShape) -> Path:
 
 
 def make_qwen(directory: Path, shape: TransformerShape) -> Path:
-    """Save a random Qwen 2 with tied embeddings, in bfloat16, without a tokenizer."""
+    """Save a random Qwen 2 with tied embeddings, in bfloat16, with the quickstart's tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(**_dimensions(shape))
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    save_tokenizer(directory, shape.vocab_size)
     return directory
+
+
+def save_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Save the quickstart's tokenizer and chat template, with a word for every id that a random model may sample."""
+    source = Path(resolve("asyncrl://quickstart"))
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(source / file, directory)
+    content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    words = content["model"]["vocab"]
+    words |= {f"<unused {number}>": number for number in range(len(words), vocab_size)}
+    (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def _dimensions(shape: TransformerShape) -> dict[str, Any]:

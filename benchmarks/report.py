@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -119,10 +120,11 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine: cores, processor, load, and the versions of packages."""
+    """Describe the machine: cores, processor, GPUs, load, and the versions of packages."""
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu": _cpu_model(),
+        "gpus": gpu_names(),
         "load_1min": os.getloadavg()[0],
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -137,6 +139,16 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the machine's NVIDIA GPUs; empty where there is no `nvidia-smi`."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [] if done.returncode else done.stdout.splitlines()
 
 
 def _installed(package: str) -> str | None:

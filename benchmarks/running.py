@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -75,6 +76,15 @@ def run_asyncrl(*arguments: str) -> None:
     if done.returncode:
         output = (done.stdout + done.stderr)[-4000:]
         raise RuntimeError(f"asyncrl {' '.join(arguments)} exited with {done.returncode}:\n{output}")
+
+
+def failure_cause(output: str) -> str:
+    """Return the cause in a failed launch's output: what stands between the line `failed after …` and the sample
+    counts, and of a traceback the error."""
+    cause = re.split(r"^(?:samples|reward) ", output.rpartition("failed after")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    errors = re.split(r"^(?=[\w.]+(?:Error|Exception): )", cause, flags=re.MULTILINE)
+    text = " ".join((errors[-1] if len(errors) > 1 else cause.partition("\n")[2] or output).split())
+    return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 @contextmanager

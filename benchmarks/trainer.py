@@ -34,6 +34,7 @@ from benchmarks.models import QWEN_SHAPES, SHAPES, make_llama, make_qwen
 from benchmarks.plain_trainer import SIGMAS, Workload
 from benchmarks.report import arguments, report
 from benchmarks.updates import UpdateCase, UpdateTimes, take_turns
+from trainer.engines.compute.flops import peak_flops
 
 CPU = {
     "1M": Workload(rows=32, prompt_tokens=32, mean_tokens=128, longest_tokens=1500, micro_batch_tokens=4096),
@@ -43,8 +44,6 @@ GPU = {
     "0.5B": Workload(rows=16, prompt_tokens=256, mean_tokens=768, longest_tokens=8000, micro_batch_tokens=16384),
     "1.5B": Workload(rows=16, prompt_tokens=256, mean_tokens=768, longest_tokens=8000, micro_batch_tokens=16384),
 }
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "L40S": 362, "RTX 4090": 165}
-"""Dense bfloat16 TFLOPS from the data sheets, by a part of the device's name."""
 
 
 def main() -> None:
@@ -87,7 +86,7 @@ def main() -> None:
         for ranks in options.ranks or ((1,) if device == "cuda" else (1, 2))
         for lengths in options.lengths
     ]
-    peak = options.peak_tflops or _peak_tflops() if device == "cuda" else None
+    peak = options.peak_tflops or device_tflops() if device == "cuda" else None
     rows = measure(cases, peak)
     report("trainer", rows, options.json, aim="aim: ratio at least 1.0; packed at least 1.5 on long-tailed lengths")
 
@@ -143,11 +142,12 @@ def _device(wanted: str) -> str:
     return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _peak_tflops() -> float | None:
+def device_tflops() -> float | None:
+    """Return the peak TFLOPS of the GPU in bfloat16; None if it is unknown."""
     import torch
 
-    name = torch.cuda.get_device_name()
-    return next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    peak = peak_flops(torch.cuda.get_device_name())
+    return None if peak is None else peak / 1e12
 
 
 if __name__ == "__main__":

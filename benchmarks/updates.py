@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,8 @@ class UpdateCase:
     lengths: str
     workload: Workload
     rounds: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the engine, such as `use_liger`."""
 
 
 class UpdateTimes(NamedTuple):
@@ -184,6 +186,7 @@ class _Runner:
             dtype="bfloat16" if case.device == "cuda" else "float32",
             ppo_max_token_len=case.workload.micro_batch_tokens,
             use_remove_padding=packed,
+            **case.settings,
         )
         model, optim = ModelConfig(path=str(self._path)), OptimConfig(lr=LR)
         engine = new_engine(EngineSpec("language_model", model, settings, optim))

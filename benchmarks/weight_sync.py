@@ -3,7 +3,8 @@
 In every round requests are in flight while `publish` puts the weights into the store and `apply` fetches, pauses
 (`keep`), loads, resumes and verifies. Between rounds, with nothing in flight, numpy copies all tensors into existing
 arrays on one thread. `applied_ms` counts from the start of publish; `ratio` is pause / copy. All are medians over
-rounds.
+rounds. With a GPU, `device_copy_ms` is a copy of as many bytes from pinned memory to the GPU (`cudaMemcpy`), and the
+engine of a Qwen-like model (0.5B, 1.5B) runs in bfloat16 with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import numpy as np
@@ -21,38 +22,53 @@ from asyncrl.config.schema import Config
 from asyncrl.core.ports import GenerateRequest
 from asyncrl.weights.object_store import ObjectStorePublisher, ServedRun, start_store
 from benchmarks.agents.fleets import finished_turns
-from benchmarks.models import SHAPES, make_llama
+from benchmarks.models import QWEN_SHAPES, SHAPES, make_llama, make_qwen
 from benchmarks.report import arguments, report
 from benchmarks.running import local_ray, publish_tensors, serving
 
 NAMESPACE = "bench-weight-sync"
 IN_FLIGHT = 8
 MAX_MODEL_LEN = 1024
+Backend = Literal["object_store", "disk"]
 
 
 def main() -> None:
     parser = arguments(__doc__, "weight_sync")
     parser.add_argument("--rounds", type=int, default=7, help="weight updates of each model (default 7)")
-    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=list(SHAPES), help="default: all")
+    models = sorted([*SHAPES, *QWEN_SHAPES])
+    parser.add_argument("--models", nargs="+", choices=models, default=list(SHAPES), help="default: 1M 135M")
+    backends = ("object_store", "disk")
+    parser.add_argument("--backend", choices=backends, default="object_store", help="default: object_store")
     options = parser.parse_args()
-    rows = [measure(name, options.rounds) for name in options.models]
+    rows = [measure(name, options.rounds, options.backend) for name in options.models]
     report("weight sync", rows, options.json, aim="aim: pause at most 3 times the copy for 135M")
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
+def measure(name: str, rounds: int, backend: Backend = "object_store") -> dict[str, Any]:
     """Start an engine for the model, update its weights `rounds` times and return the table row."""
     with tempfile.TemporaryDirectory() as directory:
-        path = make_llama(Path(directory) / name, SHAPES[name])
-        with local_ray(NAMESPACE, object_store_memory=3 << 30):
-            return anyio.run(_measure, name, path, rounds)
+        path = Path(directory) / name
+        keys: dict[str, Any] = {"model": {"path": str(path)}, "rollout": {"max_model_len": MAX_MODEL_LEN}}
+        if name in QWEN_SHAPES:
+            make_qwen(path, QWEN_SHAPES[name])
+            keys["rollout"] |= {"dtype": "bfloat16", "enforce_eager": False}
+        else:
+            make_llama(path, SHAPES[name])
+        keys["weight_sync"] = {"backend": backend} | ({"dir": f"{directory}/weights"} if backend == "disk" else {})
+        # The store keeps four versions.
+        room = max(3 << 30, 5 * (path / "model.safetensors").stat().st_size)
+        with local_ray(NAMESPACE, object_store_memory=room):
+            return anyio.run(_measure, name, Config.model_validate(keys), rounds)
 
 
-async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
-    config = Config.model_validate({"model": {"path": str(path)}, "rollout": {"max_model_len": MAX_MODEL_LEN}})
+async def _measure(name: str, config: Config, rounds: int) -> dict[str, Any]:
     served = ServedRun.of(config, name="the benchmark", namespace=NAMESPACE)
-    publisher = ObjectStorePublisher(start_store(NAMESPACE, served), call_s=60)
+    store, sync = start_store(NAMESPACE, served), config.weight_sync
+    publisher = ObjectStorePublisher(store, call_s=60, backend=sync.backend, directory=sync.dir or "")
+    path = Path(config.model.path)
     weights = _weights(path)
     target = {key: np.empty_like(array) for key, array in weights.items()}
+    device_copy_s = _device_copy_s(sum(array.nbytes for array in weights.values()))
     copies, publishes, applies, pauses, loads = [], [], [], [], []
     started = time.perf_counter()
     async with serving(config, NAMESPACE) as fleet:
@@ -73,6 +89,7 @@ async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
     copy_s, pause_s = statistics.median(copies), statistics.median(pauses)
     return {
         "model": name,
+        "backend": sync.backend,
         "MB": publication.num_bytes / 1e6,
         "start_s": start_s,
         "publish_ms": 1e3 * statistics.median(publishes),
@@ -81,13 +98,37 @@ async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
         "load_ms": 1e3 * statistics.median(loads),
         "copy_ms": 1e3 * copy_s,
         "ratio": pause_s / copy_s,
+        "device_copy_ms": None if device_copy_s is None else 1e3 * device_copy_s,
     }
 
 
 def _weights(path: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
+    """Return the weights as the Trainer publishes them, bfloat16 as uint16."""
+    import torch
+    from safetensors.torch import load_file
 
-    return load_file(path / "model.safetensors")
+    tensors = load_file(path / "model.safetensors").items()
+    return {key: (one.view(torch.uint16) if one.dtype == torch.bfloat16 else one).numpy() for key, one in tensors}
+
+
+def _device_copy_s(num_bytes: int) -> float | None:
+    """Return the median duration of copies from pinned memory to the GPU; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    del target
+    torch.cuda.empty_cache()
+    return statistics.median(times)
 
 
 def _copy(source: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:

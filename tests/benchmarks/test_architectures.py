@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import architectures
+from benchmarks.running import failure_cause
 
 OUTPUT = """[0:04] starting engines
 failed after 0:16: step 0, version 0
@@ -39,7 +40,7 @@ def row(result: str, kl: float | None = None) -> dict[str, object]:
     ],
 )
 def test_the_cause_of_a_failed_launch_is_one_line(output: str, cause: str) -> None:
-    assert architectures._cause(output) == cause
+    assert failure_cause(output) == cause
 
 
 def test_only_the_table_of_the_page_is_replaced(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,3 +72,21 @@ def test_vllms_parameters_load_and_compute_without_the_override(monkeypatch: pyt
     result = torch.nn.functional.linear(inputs, weight)
     assert type(result) is torch.Tensor and torch.equal(result.detach(), inputs @ given[4:].T)
     assert type(weight + 1) is torch.Tensor and weight.output_dim == 0
+
+
+def test_on_a_gpu_all_layers_are_prepared_filled_and_rearranged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU, `tests/e2e/test_rearranged_weights.py` runs the same calls for the layers that vLLM rearranges."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(worker, "initialize_layerwise_reload", lambda model: calls.append(("prepare", model)))
+    monkeypatch.setattr(worker, "finalize_layerwise_reload", lambda *given: calls.append(("rearrange", *given)))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append(("synchronize",)))
+    monkeypatch.setattr(worker.StoreTransfer, "receive_weights", lambda self, info: calls.append(("load", info)))
+    model, config = torch.nn.Linear(1, 1), SimpleNamespace(parallel_config=None, model_config="the model's")
+    transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
+    transfer.start_weight_update()
+    transfer.update_weights({"lineage": 2, "version": 7})
+    transfer.finish_weight_update()
+    loaded = ("load", worker.FetchedVersion(2, 7))
+    assert calls == [("prepare", model), loaded, ("synchronize",), ("rearrange", model, "the model's")]

