@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from asyncrl.config.compose import check_config
+from asyncrl.config.placement import NodeResources, gangs, place
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "deploy"
 SCRIPT = EXAMPLES / "slurm.sh"
@@ -24,17 +26,19 @@ MACHINE = {"trainer.strategy", "model.path", "run_dir", "trainer.checkpoint_dir"
 STAND_IN = r"""#!/bin/bash
 echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0")" in
-  scontrol) printf 'node%s\n' 1 2 3 ;;
+  scontrol) printf 'node%s\n' $(seq "$NODES") ;;
   srun)
     while [[ $1 == --* ]]; do shift; done
     exec "$@" ;;
   python)
     [[ $2 == *ray.nodes* ]] || exec "$PYTHON" "$@"
-    [[ $3 == 10.0.0.1:6379 && $4 == 3 ]] ;;
+    [[ $3 == 10.0.0.1:6379 && $4 == "$NODES" ]] ;;
   hostname) echo '10.0.0.1 10.1.0.1' ;;
   ray) if [[ $1 == start ]]; then exec sleep 30; fi ;;
   asyncrl)
     echo "token mode ${RAY_AUTH_MODE} ${#RAY_AUTH_TOKEN}" >> "$CALLS"
+    # The script starts Ray on the nodes in the background.
+    until [[ $(grep -c '^ray start' "$CALLS") == "$NODES" ]]; do sleep 0.1; done
     [[ -n ${ENDS_WITH-} ]] && exit "$ENDS_WITH"
     trap 'sleep 1; echo saved >> "$CALLS"; exit 130' TERM
     while :; do sleep 0.1; done ;;
@@ -55,6 +59,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         **os.environ,
         "PYTHON": sys.executable,
         "CALLS": str(tmp_path / "calls"),
+        "NODES": "3",
         "ASYNCRL_VENV": str(tmp_path / "venv"),
         "ASYNCRL_SHARED": "/shared",
         "SLURM_JOB_NAME": "grpo",
@@ -108,6 +113,22 @@ def test_the_slurm_script_lets_the_run_write_its_checkpoint_before_the_job_ends(
         assert "saved" in calls(slurm)
     finally:
         os.killpg(job.pid, signal.SIGKILL)
+
+
+def test_the_command_of_the_readme_uses_64_gpus_of_eight_nodes(slurm: dict[str, str]) -> None:
+    readme = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
+    ((nodes, given),) = re.findall(r"sbatch --nodes=(\d+) examples/deploy/slurm\.sh (.+?) +# 8 nodes, 64 GPUs", readme)
+    environment = {**slurm, "NODES": nodes, "ENDS_WITH": "0"}
+    assert subprocess.run(["bash", SCRIPT, *given.split()], env=environment, timeout=60, check=False).returncode == 0
+    (launch,) = [line for line in calls(slurm) if line.startswith("asyncrl launch fully_async my.yaml ")]
+    found = re.findall(r"[\w.]+=(?:\{.*?\}|\S+)", launch)
+    config = check_config(None, [*found, "resume=none"]).config
+    assert config is not None
+    labels = ["train", *["rollout"] * 7]
+    cluster = [NodeResources(f"n{at}", f"n{at}", 96, 8, {"pool": pool}, at == 0) for at, pool in enumerate(labels)]
+    placement = place(gangs(config, gpus=True), cluster)
+    assert not placement.lacks and not placement.unplaced
+    assert sum(gang.total("GPUs") for gang in gangs(config, gpus=True)) == 64
 
 
 def test_the_slurm_script_wants_shared_storage(slurm: dict[str, str]) -> None:

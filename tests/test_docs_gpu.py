@@ -1,0 +1,69 @@
+"""The README's commands for GPUs use as many as they say, and docs/gpu.md names files that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import launch
+from asyncrl.cli.main import main
+from asyncrl.config.plan import GIB, MachineResources
+from asyncrl.config.sections import trainer
+from benchmarks import gpu_smoke
+
+ROOT = Path(__file__).parents[1]
+README, PAGE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/gpu.md"))
+COMMANDS = re.findall(r"^    asyncrl (launch .+?) +# (\d) GPUs?\b", README, flags=re.MULTILINE)
+MINE = """
+model: {path: asyncrl://quickstart}
+data: {train_files: [asyncrl://quickstart/train.jsonl], max_prompt_length: 64}
+reward: {function: exact_match}
+trainer: {total_training_steps: 10}
+"""
+
+
+def dry_run(command: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the exit code of `--dry-run` on a machine with GPUs."""
+    Path("my.yaml").write_text(MINE)
+    monkeypatch.setattr(launch, "detect_machine", lambda: MachineResources(64, gpus, 1000 * GIB))
+    monkeypatch.setattr(trainer, "visible_gpus", lambda: gpus)
+    return main([*shlex.split(command), "--dry-run", "--json"])
+
+
+def test_there_is_a_command_for_1_8_and_64_gpus() -> None:
+    assert [gpus for _, gpus in COMMANDS] == ["1", "8"]
+    assert "sbatch --nodes=8 examples/deploy/slurm.sh" in README  # tests/examples/test_deploy.py
+
+
+@pytest.mark.parametrize(("command", "gpus"), [(command, int(gpus)) for command, gpus in COMMANDS])
+def test_a_command_uses_all_gpus_of_the_machine(
+    command: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert dry_run(command, gpus, monkeypatch) == 0, capsys.readouterr()
+    document = json.loads(capsys.readouterr().out)
+    assert sum(part["count"] * part["gpus"] for part in document["plan"]["parts"]) == gpus
+    assert document["config"]["rollout"]["dtype"] == "bfloat16"
+    assert dry_run(command, gpus - 1, monkeypatch) == (2 if gpus > 1 else 0)  # without a GPU, the engine is on the CPU
+
+
+def test_the_page_has_the_commands_of_the_readme_and_names_files_that_exist() -> None:
+    for command, _ in COMMANDS:
+        assert f"`{command.partition('my.yaml ')[2]}`" in PAGE
+    folder = ""
+    for name in re.findall(r"`((?:tests/)?[\w/]+\.py)`", PAGE):
+        folder = name.rpartition("/")[0] or folder  # a name without a folder is in that of the name before it
+        assert (ROOT / folder / name.rpartition("/")[2]).is_file(), name
+
+
+def test_nothing_is_claimed_as_proven_while_the_page_says_that_nothing_is() -> None:
+    assert "**This project has not run on a GPU yet.**" in PAGE
+    rows = [line.split(" | ") for line in PAGE.splitlines() if line.count("|") >= 5 and "GPU |" not in line]
+    proven = [row[0] for row in rows if "---" not in row[0] and row[1] not in ("–", "not built", "on GPUs")]
+    assert proven == ["| predictions for 64 GPUs (`asyncrl simulate`)"]  # figures of others
+    missing = [row.name for row in gpu_smoke.ROWS if row.missing]
+    assert missing == ["weights: nccl", "weights: ipc", "sleep and wake"] and PAGE.count("| not built |") == 2
