@@ -317,12 +317,12 @@ async def test_a_version_is_published_in_every_period_whatever_the_clock_does(mo
         async def apply(self, publication: int) -> None:
             published.append(publication)
 
-    class Publisher:
-        async def publish(self, version: int, step: int, weights: Any, *, validate: bool) -> int:
-            return version
+    async def publish(publisher: Any, version: int, step: int, tensors: Any) -> int:
+        return version
 
     monkeypatch.setattr(servers, "ServeFleet", Fleet)
-    publisher = servers.VersionPublisher(server_config("model", 64), Publisher(), {})  # type: ignore[arg-type]
+    monkeypatch.setattr(servers, "publish_tensors", publish)
+    publisher = servers.VersionPublisher(server_config("model", 64), None, {})  # type: ignore[arg-type]
     with anyio.move_on_after(0.5):
         await publisher.publish_every(0.01, lambda: next(clock), windows)
     assert published[:4] == [1, 2, 3, 4]

@@ -35,7 +35,7 @@ from vllm.model_executor.layers import linear
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import BugError, InfraError
 from asyncrl.core.ports import Publication, WeightsProbe, WeightsVersion
-from asyncrl.weights.checksums import differing_groups, group_checksums, merge
+from asyncrl.weights.checksums import WeightChecksums, differing_groups, merge
 from asyncrl.weights.disk import DiskChunk
 from asyncrl.weights.object_store import ServedRun
 from rollouter.serving.replica import adapters, worker
@@ -55,6 +55,12 @@ def adapter_of(version: int) -> dict[str, Any]:
         f"{LAYER}.lora_A.weight": random.standard_normal((RANK, 8), np.float32),
         f"{LAYER}.lora_B.weight": random.standard_normal((6, RANK), np.float32),
     }
+
+
+def group_checksums(tensors: dict[str, Any]) -> dict[str, int]:
+    checksums = WeightChecksums()
+    checksums.add(tensors)
+    return checksums.by_group()
 
 
 def load_with_vllm(adapter: LoRARequest) -> LoRAModel:

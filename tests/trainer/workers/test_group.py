@@ -417,7 +417,7 @@ async def test_a_slow_collective_is_a_deadline_error(model: Path) -> None:
 async def test_a_failed_start_leaves_no_processes(model: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     config = configure(model, trainer={"strategy": "fsdp3"})
-    with pytest.raises(ConfigError, match="no such engine; did you mean fsdp"):
+    with pytest.raises(ConfigError, match="not built in; did you mean 'fsdp'"):
         await TrainerGroups.start(config)
     ranks = [
         child for child in psutil.Process().children(recursive=True)
