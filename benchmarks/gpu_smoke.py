@@ -145,9 +145,8 @@ def _trained_at_size(name: str) -> Callable[[int, Path], Figures]:
 
         model = make_qwen(directory / "model", QWEN_SHAPES[name])
         keys = [f"model.path={model}", f"rollout.num_replicas={gpus - 1}", "trainer.ppo_mini_batch_size=16"]
-        keys += [
-            "reward.function=benchmarks.overlap:reward"
-        ]  # a random model is never right, so nothing would be trained
+        # A random model gives no right answer, so the shipped reward would train nothing.
+        keys.append("reward.function=benchmarks.overlap:reward")
         return _launch(gpus, directory, "rollout=gpu", "trainer=gpu", *keys)
 
     return measure

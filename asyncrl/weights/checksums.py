@@ -67,7 +67,7 @@ class WeightChecksums:
 
 
 class _Content(NamedTuple):
-    """What identifies the content of a tensor: equal tensors have equal ones, and different ones do not."""
+    """Values that are equal for two tensors with the same bits, and practically never for other ones."""
 
     shape: tuple[int, ...]
     bit_sum: int

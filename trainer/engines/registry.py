@@ -15,18 +15,18 @@ BUILT_IN = {
     "fsdp": "trainer.engines.sharded:FsdpEngine",
     "fsdp2": "trainer.engines.sharded:Fsdp2Engine",
 }
-ADAPTERS = {
+LIBRARY_ENGINES = {
     "torchtitan": "trainer.engines.torchtitan:TorchtitanEngine",
     "megatron": "trainer.engines.megatron:MegatronEngine",
 }
-"""Engines that need a further package."""
+"""Engines that run another library's models, which has to be installed."""
 ENTRY_POINTS = "asyncrl.engines"
 """Group of the entry points of other packages, each `name = module:Class`."""
 
 
 def engines() -> Mapping[str, str]:
     """Return the import paths of the engine classes that have a name. Nothing is imported."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | ADAPTERS | BUILT_IN
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | LIBRARY_ENGINES | BUILT_IN
 
 
 def find_engine(strategy: str) -> type[BaseEngine]:

@@ -135,32 +135,32 @@ class Rank:
         what = f"publishing version {version}"
         if publisher is None:
             return CallResult(None, BugError(f"{what}: a rank without a publisher was asked to publish"), local=True)
-        async with self._publish_lock:
-            upload = publisher.begin(version)
-            sender = BucketSender(upload, version)
+        upload = publisher.begin(version)
+        sender = BucketSender(upload, version)
 
-            def collect() -> WeightsProbe | None:
-                weights_probe = worker.probe() if probe else None
-                sender.send(in_buckets(worker.weights(dtype), publisher.bucket_bytes))
-                return weights_probe
+        def collect() -> WeightsProbe | None:
+            weights_probe = worker.probe() if probe else None
+            sender.send(in_buckets(worker.weights(dtype), publisher.bucket_bytes))
+            return weights_probe
 
-            collected = await self._call(role, "weights", collect, "sync.gather", version=version)
-            if collected.error is not None or worker.layout.rank != 0:
-                return collected._replace(value=None)
-            try:
-                if sender.failure is not None:
-                    raise sender.failure
-                collected_s = time.monotonic() - started - sender.waited_s
+        collected = await self._call(role, "weights", collect, "sync.gather", version=version)
+        if collected.error is not None or worker.layout.rank != 0:
+            return collected._replace(value=None)
+        try:
+            if sender.failure is not None:
+                raise sender.failure
+            collected_s = time.monotonic() - started - sender.waited_s
+            async with self._publish_lock:
                 publication = await upload.publish(step, validate=validate, probe=collected.value)
-                put_s = time.monotonic() - started - collected_s
-                answer = CallResult(PublishedVersion(publication, collected_s, put_s), None)
-            except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
-                answer = CallResult(None, as_typed_error(error, what), local=True)
+            put_s = time.monotonic() - started - collected_s
+            answer = CallResult(PublishedVersion(publication, collected_s, put_s), None)
+        except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
+            answer = CallResult(None, as_typed_error(error, what), local=True)
         return answer._replace(events=[*collected.events, *profile.drain()])
 
     async def republish(self) -> CallResult:
-        """On rank 0, offer the last published version again, concurrently with other calls but after a running
-        publication."""
+        """On rank 0, offer the last published version again, concurrently with other calls. A version that is being
+        collected does not delay it; one that is being announced does."""
         try:
             if self._publisher is not None:
                 async with self._publish_lock:

@@ -10,8 +10,8 @@ tokens with the new version. The prefix cache does not mix versions: the keys of
 path of the adapter, which are new for each version, besides the salt of the request.
 
 vLLM reads the files only in `add_lora`, so they exist for the time of an update, in memory where the machine has
-`/dev/shm`. Their directory has a random name that nobody can have taken before. A replica that is killed during an
-update leaves its files; the replicas that start an hour later or more delete them.
+`/dev/shm`. Their directory has a random name, so no other user can have created it before. A replica that is killed
+during an update leaves its files; the replicas that start an hour later or more delete them.
 """
 
 from __future__ import annotations
@@ -63,11 +63,16 @@ def write_adapter(adapter: LoRARequest, handles: Sequence[Any], limit_s: float) 
 
     Raises:
         BugError: the version is not an adapter.
-        OSError, Exception: the bytes cannot be read within `limit_s`, or the files cannot be written.
+        TimeoutError: the bytes were not read within `limit_s`; nothing is written.
+        OSError, Exception: the bytes cannot be read, or the files cannot be written.
     """
     tensors: dict[str, NDArray[Any]] = {}
+    until = time.monotonic() + limit_s
     for handle in handles:
-        tensors |= handle.get() if isinstance(handle, StoredChunk) else ray.get(handle, timeout=limit_s)
+        left_s = max(0.0, until - time.monotonic())
+        tensors |= handle.get() if isinstance(handle, StoredChunk) else ray.get(handle, timeout=left_s)
+    if time.monotonic() > until:  # the update has been given up, and its files may have been deleted
+        raise TimeoutError(f"{adapter.lora_name} was not read within {limit_s:g} s")
     folder = Path(adapter.lora_path)
     folder.mkdir(mode=0o700)
     (folder / "adapter_config.json").write_text(json.dumps(_peft_config(tensors)), encoding="utf-8")

@@ -419,7 +419,7 @@ def test_the_configuration_knows_all_that_is_built_in() -> None:
     assert set(rollout.BUILTIN_TOOLS) == set(tools.BUILT_IN)
     assert set(rollout.BUILTIN_INTERACTIONS) == set(interactions.BUILT_IN)
     assert set(trainer.BUILTIN_STRATEGIES) == set(registry.BUILT_IN)
-    assert set(trainer._ENGINE_LIBRARIES) == set(registry.ADAPTERS)
+    assert set(trainer._ENGINE_LIBRARIES) == set(registry.LIBRARY_ENGINES)
     assert trainer.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
     assert trainer.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
 

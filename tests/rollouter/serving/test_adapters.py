@@ -194,6 +194,14 @@ def test_full_weights_are_not_written_as_an_adapter(tmp_path: Path) -> None:
         adapters.write_adapter(LoRARequest("one", 1, str(tmp_path / "files")), [chunk], 1.0)
 
 
+def test_an_adapter_that_was_read_too_late_leaves_no_files(tmp_path: Path) -> None:
+    """The update has been given up by then, and has deleted its files."""
+    chunk = DiskChunk.put(str(tmp_path), adapter_of(1))
+    with pytest.raises(TimeoutError, match="was not read within 0 s"):
+        adapters.write_adapter(LoRARequest("one", 1, str(tmp_path / "files")), [chunk], 0.0)
+    assert not (tmp_path / "files").exists()
+
+
 def test_files_of_killed_replicas_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_MEMORY", tmp_path)
     chunk = DiskChunk.put(str(tmp_path), adapter_of(1))

@@ -66,9 +66,9 @@ def test_backends_are_found_without_their_library_ray_or_vllm() -> None:
     program = (
         "import sys; sys.modules.update(ray=None, vllm=None)\n"
         "import trainer.selfcheck.__main__\n"
-        "from trainer.engines.registry import ADAPTERS, BUILT_IN, engines, find_engine\n"
+        "from trainer.engines.registry import BUILT_IN, LIBRARY_ENGINES, engines, find_engine\n"
         "for name in BUILT_IN: find_engine(name)\n"
-        "assert {'torchtitan', 'megatron'} == set(ADAPTERS) <= set(engines())\n"
+        "assert {'torchtitan', 'megatron'} == set(LIBRARY_ENGINES) <= set(engines())\n"
         "assert 'trainer.engines.torchtitan' not in sys.modules\n"
         "for name in ('torchtitan', 'megatron'):\n"
         "    assert find_engine(name).model_types == ('language_model',)\n"

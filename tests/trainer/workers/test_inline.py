@@ -217,6 +217,19 @@ class RacingUpload(CopyingUpload):
         return await super().publish(step, validate=validate)
 
 
+class SlowUpload(CopyingUpload):
+    """Stores no bucket before `let_go` is set."""
+
+    def __init__(self, publisher: CopyingPublisher, version: int) -> None:
+        super().__init__(publisher, version)
+        self.begun, self.let_go = anyio.Event(), anyio.Event()
+
+    async def put(self, bucket: WeightBucket) -> None:
+        self.begun.set()
+        await self.let_go.wait()
+        await super().put(bucket)
+
+
 class FullUpload(CopyingUpload):
     """Has no room after the first bucket."""
 
@@ -263,6 +276,23 @@ async def test_republish_runs_during_a_step(group: InlineGroup, publisher: Copyi
             await group.republish()
             assert publisher.offers == [1, 1]
             slow.let_go.set()
+
+
+async def test_republish_runs_while_a_version_is_collected(
+    group: InlineGroup, publisher: CopyingPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas that start after a restart of the store need not wait for it."""
+    await group.publish(1, 0, validate=False)
+    upload = SlowUpload(publisher, 2)
+    monkeypatch.setattr(publisher, "begin", lambda version: upload)
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(group.publish, 2, 1, validate=False))
+            await upload.begun.wait()
+            await group.republish()
+            assert publisher.offers == [1, 1]
+            upload.let_go.set()
+    assert publisher.offers == [1, 1, 2]
 
 
 async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:
