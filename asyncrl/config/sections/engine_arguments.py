@@ -114,7 +114,9 @@ def check_argument_names(config: Config) -> Iterator[ConfigProblem]:
     for name, value in config.rollout.engine_kwargs.items():
         if known and name not in known:
             close = get_close_matches(name, known, 1)
-            fix = f"did you mean {close[0]}?" if close else "leave it out (`vllm serve --help` lists its arguments)"
+            fix = "leave it out (`vllm serve --help` lists its arguments)"
+            if close:
+                fix = f"did you mean {close[0]}? {_SET_ELSEWHERE.get(close[0], '')}".rstrip()
             yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, "vLLM has no such argument, so no engine starts", fix)
 
 

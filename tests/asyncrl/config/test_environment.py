@@ -461,6 +461,8 @@ def test_engine_arguments_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> 
     problem = single(machine_problems(wrong))
     assert (problem.key, problem.value) == ("rollout.engine_kwargs.max_num_batch_tokens", 1024)
     assert "vLLM has no such argument" in problem.consequence and problem.fix == "did you mean max_num_batched_tokens?"
+    problem = single(machine_problems({"rollout.engine_kwargs": {"max_num_seq": 3}}))
+    assert problem.fix == "did you mean max_num_seqs? set rollout.max_num_seqs", "that key, because asyncrl sets it"
     assert "leave it out" in single(machine_problems({"rollout.engine_kwargs": {"zzz": 1}})).fix
     engine_arguments.argument_names.cache_clear()
     hide_modules(monkeypatch, "vllm")
