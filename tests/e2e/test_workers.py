@@ -10,10 +10,9 @@ import pytest
 from asyncrl.profiling.files import event_files
 from tests.e2e.launches import balanced, start, trained_once
 
-STEPS = 12
 KEYS = (
     "rollout.num_workers=2",
-    f"trainer.total_training_steps={STEPS}",
+    "trainer.total_training_steps=1000",
     "data.max_val_samples=16",
     "logging.console=plain",
     "profiler.level=full",
@@ -22,15 +21,20 @@ KEYS = (
 
 @pytest.mark.slow
 def test_a_killed_worker_costs_no_sample(tmp_path: Path) -> None:
-    """The samples call tools. Nothing but the worker is restarted, and every sample is trained once."""
+    """The samples call tools. Nothing but the worker is restarted, and every sample is trained once.
+
+    The run goes on until the new worker has loaded everything, which takes minutes on a busy machine.
+    """
     run = start(tmp_path, *KEYS, recipe="calculator")
     run.wait_for("step 2/")
     run.wait_until(lambda: len(run.pids("worker")) == 2, "report of both workers")
     run.kill("worker")
     run.wait_until(lambda: run.recovered("worker") == 1, "recovery of the worker")
-    assert run.wait(300.0) == 0, run.output()
+    run.wait_until(lambda: len(run.pids("worker")) == 2, "report of the new worker")
+    run.interrupt()
+    assert run.wait(60.0) == 130, run.output()
     summary = run.summary()
-    assert (summary["status"], summary["step"], summary["error"]) == ("completed", STEPS, None)
+    assert (summary["status"], summary["error"]) == ("interrupted", None)
     restarts = {part: count for part, count in summary["restarts"].items() if count}
     assert restarts == {"worker": 1}
     assert balanced(summary["samples"]) and trained_once(run)
