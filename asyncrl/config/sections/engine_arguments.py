@@ -110,9 +110,8 @@ def _inexact(config: Config, name: str, value: Any) -> tuple[str, str] | None:
 
 def check_argument_names(config: Config) -> Iterator[ConfigProblem]:
     """Refuse arguments that vLLM does not have."""
-    known = argument_names()
     for name, value in config.rollout.engine_kwargs.items():
-        if known and name not in known:
+        if (known := argument_names()) and name not in known:
             close = get_close_matches(name, known, 1)
             fix = "leave it out (`vllm serve --help` lists its arguments)"
             if close:
