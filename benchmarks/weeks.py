@@ -26,9 +26,10 @@ from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import FinishReason, SampleId, SampleMeta, Span, Turn
 from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.profiling.files import EVENTS_DIRECTORY
+from asyncrl.queue.core import QueueOptions
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.journal_reader import read_head
-from asyncrl.queue.operations import OfferSamples, QueueOptions
+from asyncrl.queue.operations import OfferSamples
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueuedSample
 from asyncrl.queue.turn_log import FileTurns
 from asyncrl.storage.run_dir import JOURNAL, SAMPLES

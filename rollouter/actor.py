@@ -27,7 +27,6 @@ from asyncrl.queue.payloads import make_payloads
 from asyncrl.queue.turn_log import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
-from rollouter.evaluation import Evaluation
 from rollouter.gateway.external import ExternalAgent
 from rollouter.gateway.protocol import GatewayResponse
 from rollouter.gateway.session import AgentGateway
@@ -40,6 +39,7 @@ from rollouter.serving.http import endpoint_url, rollouter_name
 from rollouter.serving.options import rollout_app
 from rollouter.serving.reward_model import ServedRewardModel
 from rollouter.trajectory_dump import make_files
+from rollouter.validation.evaluation import Evaluation
 from rollouter.weight_updates import RolloutStart
 from rollouter.worker_actor import ActorLink, start_link
 from skip import SkipManager

@@ -20,13 +20,12 @@ from rollouter.gateway.session import ChatCache
 from rollouter.interactions.loading import load_interactions
 from rollouter.prompts.chat_template import Decode, decoder, end_token_ids, load_tokenizer
 from rollouter.prompts.files import Report
-from rollouter.prompts.source import load_prompts
+from rollouter.prompts.source import ValidationPrompts, load_prompts
 from rollouter.rewards.functions import load_reward_functions
 from rollouter.rewards.scorer import ScoreSource, load_scorer
 from rollouter.serving.options import serving_options
 from rollouter.tools.loading import LoadedMcpServer, LoadedTool, load_tools
 from rollouter.tools.toolbox import Toolbox
-from rollouter.validation import ValidationPrompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

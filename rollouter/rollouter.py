@@ -29,7 +29,7 @@ from rollouter.group_workers.pool import WorkerPool
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryFiles
-from rollouter.validation import Validator
+from rollouter.validation.validator import Validator
 from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
 
 

@@ -26,13 +26,13 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import TaskStatus
 
-from asyncrl.config.plan import validation_due
+from asyncrl.config.resources.plan import validation_due
 from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import ApplyReport, Publication, WeightFeed, WeightsVersion
 from asyncrl.core.records import ApplyRecord, RecordSink, ValidationRecord
 from asyncrl.profiling import profile
 from rollouter.sample_runner import RolloutParts
-from rollouter.validation import SupersededError, Validator
+from rollouter.validation.validator import SupersededError, Validator
 
 logger = logging.getLogger(__name__)
 

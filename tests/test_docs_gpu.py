@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.cli import launch
 from asyncrl.cli.main import main
-from asyncrl.config.plan import GIB, MachineResources
+from asyncrl.config.resources.plan import GIB, MachineResources
 from asyncrl.config.sections import trainer
 from benchmarks import gpu_smoke
 

@@ -46,7 +46,7 @@ import torch
 from anyio.abc import TaskGroup
 from tensordict import TensorDict
 
-from asyncrl.config.plan import validation_due
+from asyncrl.config.resources.plan import validation_due
 from asyncrl.core.failures import BugError, DataError
 from asyncrl.core.records import Metrics, RecordSink
 from asyncrl.core.types import DropReason

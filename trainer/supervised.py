@@ -16,7 +16,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from asyncrl.config.plan import validation_due
+from asyncrl.config.resources.plan import validation_due
 from asyncrl.core.records import Metrics
 from asyncrl.core.types import Demonstration
 from asyncrl.profiling import profile

@@ -11,7 +11,7 @@ import anyio
 from anyio import to_thread
 
 from asyncrl.config.environment import model_config
-from asyncrl.config.plan import validation_due
+from asyncrl.config.resources.plan import validation_due
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import first_failure
 from asyncrl.core.ports import PayloadStore, WeightPublisher

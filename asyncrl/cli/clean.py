@@ -23,10 +23,10 @@ def clean(address: str, dry_run: bool, as_json: bool) -> int:
       asyncrl clean --dry-run
       asyncrl clean --address 10.0.0.1:6379
     """
-    from asyncrl.driver.cluster import connected
+    from asyncrl.driver.cluster.connection import connected
 
     with connected(address, "--address"):
-        from asyncrl.driver.leftovers import find_leftovers, remove_leftovers
+        from asyncrl.driver.cluster.leftovers import find_leftovers, remove_leftovers
 
         logging.getLogger("ray.serve").setLevel("ERROR")  # its import has set another level
         apps = find_leftovers() if dry_run else remove_leftovers()

@@ -10,7 +10,7 @@ from asyncrl.cli.launch import ARGUMENTS, changes, checked
 from asyncrl.cli.preflight import preflight
 from asyncrl.config.compose import check_config, split_arguments
 from asyncrl.core.failures import ConfigError
-from asyncrl.driver.cluster import detect_machine
+from asyncrl.driver.cluster.connection import detect_machine
 from asyncrl.storage.run_dir import SavedConfig
 
 _CHECKPOINT = "checkpoint="

@@ -12,7 +12,6 @@ import click
 
 from asyncrl.cli.main import BAD_CONFIG
 from asyncrl.cli.preflight import check_machine, preflight
-from asyncrl.config import plan
 from asyncrl.config.compose import (
     CheckedConfig,
     Mode,
@@ -23,13 +22,14 @@ from asyncrl.config.compose import (
 )
 from asyncrl.config.environment import num_parameters
 from asyncrl.config.keys import leaves
-from asyncrl.config.placement import Placement, node_rows
 from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.resources import plan
+from asyncrl.config.resources.placement import Placement, node_rows
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts
 from asyncrl.config.sources import commented_yaml, source_of
 from asyncrl.core.failures import AsyncRLError
-from asyncrl.driver.cluster import detect_machine
+from asyncrl.driver.cluster.connection import detect_machine
 
 ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
 
@@ -176,11 +176,11 @@ def _show_plan(
 
 def _placement(config: Config) -> Placement:
     """Ask the cluster at `ray.address` for its nodes, and return the plan of the run's processes on them."""
-    from asyncrl.driver.cluster import connected
+    from asyncrl.driver.cluster.connection import connected
 
     assert config.ray.address is not None
     with connected(config.ray.address):
-        from asyncrl.driver.cluster_state import plan_placement
+        from asyncrl.driver.cluster.state import plan_placement
 
         return plan_placement(config)
 

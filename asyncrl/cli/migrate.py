@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from asyncrl.cli.main import BAD_CONFIG
-from asyncrl.config.migration import migrate as translate
+from asyncrl.config.from_verl.migration import migrate as translate
 from asyncrl.config.problems import errors
 from asyncrl.core.failures import ConfigError
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from asyncrl.config.compose import CheckedConfig
 from asyncrl.config.environment import model_config, num_parameters, writable_parent
 from asyncrl.config.model_files import check_model_files
-from asyncrl.config.plan import MachineResources, checkpoint_bytes, make_plan, shortages
 from asyncrl.config.problems import ConfigProblem, errors, warning
+from asyncrl.config.resources.plan import MachineResources, checkpoint_bytes, make_plan, shortages
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
 from asyncrl.observe.formats import size as format_size
@@ -25,7 +25,7 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
     """Return the configuration with the problems of data, models, reward functions, disk and `machine`.
 
     Nothing is read if the configuration has other errors. On a cluster, `machine` does not matter: the driver asks the
-    cluster for its nodes (`asyncrl.driver.cluster_state`).
+    cluster for its nodes (`asyncrl.driver.cluster.state`).
     """
     if outcome.config is None or errors(outcome.problems):
         return outcome

@@ -19,13 +19,13 @@ import asyncrl
 from asyncrl.config.foreign_keys import VERL, system_of
 from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
 from asyncrl.config.keys import advice, all_keys, leaves, secret_part, unknown_keys, validate
-from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
+from asyncrl.config.resources.placement import count_processes
+from asyncrl.config.resources.threads import resolve_auto, take_auto
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.run import check_mode
 from asyncrl.config.sources import COMMAND_LINE, EVALUATION, SYNC, lines, sources_of_files
-from asyncrl.config.threads import resolve_auto, take_auto
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
 from asyncrl.config.yaml_files import NamedText, read_yaml
 from asyncrl.core.failures import ConfigError

@@ -20,12 +20,12 @@ import ray
 from anyio import to_thread
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from asyncrl.config.plan import total_samples
+from asyncrl.config.resources.plan import total_samples
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraError
 from asyncrl.core.ports import PartName
 from asyncrl.core.records import RunRecord
-from asyncrl.driver.processes import end_known
+from asyncrl.driver.cluster.processes import end_known
 from asyncrl.driver.resume import resume_in_run
 from asyncrl.observe.status.run_status import ProcessInfo
 from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to

@@ -38,7 +38,7 @@ from asyncrl.config.keys import leaves
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DataError, InfraError
 from asyncrl.core.tasks import Interrupts, task_group
-from asyncrl.driver.cluster import cluster, link_logs
+from asyncrl.driver.cluster.connection import cluster, link_logs
 from asyncrl.driver.evaluation_records import EvaluationRecords, evaluation_records
 from asyncrl.driver.run_directory import LOCK, RunLocks
 from asyncrl.observe.terminal.live import View, logging_to, make_view
@@ -383,7 +383,7 @@ async def _answer(
 ) -> Mapping[str, Any]:
     # Imported here, because Ray reads the environment that the cluster has set.
     from asyncrl.driver.actors import call
-    from asyncrl.driver.cluster_state import check_room
+    from asyncrl.driver.cluster.state import check_room
     from rollouter.actor import start_rollouter
     from rollouter.serving.app import start_app, stop_app
 

@@ -12,10 +12,10 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
-from asyncrl.config.plan import computing_processes
+from asyncrl.config.resources.plan import computing_processes
 from asyncrl.config.schema import Config
 from asyncrl.core.process_health import EngineLoad, MachineHealth, ProcessHealth, RunHealth
-from asyncrl.driver.cluster import detect_machine
+from asyncrl.driver.cluster.connection import detect_machine
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.observe.health.alarms import HealthNotice
 from asyncrl.observe.health.balance import ThreadSplit

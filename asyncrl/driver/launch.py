@@ -19,7 +19,7 @@ from asyncrl.config.interpolation import hide_secrets
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
 from asyncrl.core.tasks import Interrupts
-from asyncrl.driver.cluster import cluster, link_logs
+from asyncrl.driver.cluster.connection import cluster, link_logs
 from asyncrl.driver.resume import find_resume
 from asyncrl.driver.run_directory import (
     RunLocks,
@@ -277,7 +277,7 @@ async def _serve(config: Config) -> int:
             await group.start(interrupts.listen)
             async with cluster(config, "serve") as namespace:
                 # Imported here, because Ray reads the environment that the cluster has set.
-                from asyncrl.driver.cluster_state import check_room
+                from asyncrl.driver.cluster.state import check_room
                 from rollouter.serving.app import start_app, stop_app
 
                 if config.ray.address is not None:

@@ -30,14 +30,14 @@ import ray
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from asyncrl.config.plan import training_steps
+from asyncrl.config.resources.plan import training_steps
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, DeadlineError, InfraError
 from asyncrl.core.ports import PartName, QueueStatus, SampleCounts, WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.core.tasks import Interrupts, task_group
 from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
-from asyncrl.driver.cluster_state import check_room, pending_demands
+from asyncrl.driver.cluster.state import check_room, pending_demands
 from asyncrl.driver.health_monitor import HealthMonitor
 from asyncrl.driver.replica_scaling import ReplicaScaling
 from asyncrl.driver.resume import journal_identity

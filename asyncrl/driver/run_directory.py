@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self, TextIO
 
-from asyncrl.config.plan import training_steps
+from asyncrl.config.resources.plan import training_steps
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts as count_prompts
 from asyncrl.core.failures import ConfigError

@@ -21,7 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import DeadlineError, InfraError
 from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, StoreStatus
 from asyncrl.driver.actors import call, kill_process_of, local_nodes
-from asyncrl.driver.processes import end_known
+from asyncrl.driver.cluster.processes import end_known
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.supervision import QUIET_S, ReplicaWatch, RestartBudget, probe
 from asyncrl.observe.recorder import Recorder

@@ -32,7 +32,7 @@ from asyncrl.observe.status.run_status import STATE_FILE, RunPhase, RunState, St
 from asyncrl.observe.status.summary import RunOutcome, describe_error
 from asyncrl.observe.terminal.live import MAX_STEP_LINES, logging_to
 from asyncrl.profiling import ProfilerSettings, profile
-from asyncrl.queue.operations import QueueOptions
+from asyncrl.queue.core import QueueOptions
 from asyncrl.queue.sample_queue import LocalSampleQueue
 from asyncrl.storage.checkpoint_claim import read_run_id
 from asyncrl.storage.checkpoint_manifest import HF_DIRECTORY, NO_REWINDS, Progress, find_latest, run_identity

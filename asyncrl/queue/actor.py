@@ -32,6 +32,7 @@ from asyncrl.core.types import SampleMeta
 from asyncrl.core.worker_threads import keep_worker_threads
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings, profile
 from asyncrl.profiling.process_usage import ProcessMonitor
+from asyncrl.queue.core import Operation, ParkingOperation, QueueOptions
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.operations import (
     AttachPart,
@@ -40,9 +41,6 @@ from asyncrl.queue.operations import (
     CoverCheckpoint,
     LeaseSamples,
     OfferSamples,
-    Operation,
-    ParkingOperation,
-    QueueOptions,
     ReadStatus,
 )
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueCaller, SampleQueue

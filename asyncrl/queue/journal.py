@@ -38,6 +38,7 @@ from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.types import SampleId
 from asyncrl.profiling import profile
+from asyncrl.queue.core import Operation
 from asyncrl.queue.journal_reader import (
     BUSY_WAIT_S,
     SCHEMA_VERSION,
@@ -52,7 +53,6 @@ from asyncrl.queue.journal_reader import (
     snapshot_row,
 )
 from asyncrl.queue.operation_rows import to_row, update_marks
-from asyncrl.queue.operations import Operation
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.run_dir import disk_error, sync
 

@@ -26,17 +26,9 @@ from asyncrl import __version__
 from asyncrl.core.failures import BugError, ConfigError, InfraError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.core.types import DropReason, SampleId
+from asyncrl.queue.core import Operation, apply
 from asyncrl.queue.operation_rows import JournalRow, from_row, surviving_marks, trained_since
-from asyncrl.queue.operations import (
-    CloseQueue,
-    CommitSamples,
-    DropSamples,
-    LeaseGranted,
-    OfferSamples,
-    Operation,
-    PermitsGranted,
-    apply,
-)
+from asyncrl.queue.operations import CloseQueue, CommitSamples, DropSamples, LeaseGranted, OfferSamples, PermitsGranted
 from asyncrl.queue.state import QueueState
 from asyncrl.queue.turn_log import log_incarnation
 from asyncrl.queue.wal_survey import survey

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from asyncrl.core.types import DropReason, SampleId
 from asyncrl.queue import operations
-from asyncrl.queue.operations import CommitSamples, DropSamples, MarkCheckpoint, Operation, RewindTraining
+from asyncrl.queue.core import Operation
+from asyncrl.queue.operations import CommitSamples, DropSamples, MarkCheckpoint, RewindTraining
 from asyncrl.queue.state import entry_of, indices, sample_of
 
 

@@ -26,8 +26,8 @@ import anyio
 from asyncrl.core.failures import BugError, FencedError
 from asyncrl.core.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
 from asyncrl.core.types import DropReason, SampleId, SampleMeta
+from asyncrl.queue.core import WAIT, Operation, ParkingOperation, QueueCore, QueueLog, QueueOptions
 from asyncrl.queue.operations import (
-    WAIT,
     AdmitSamples,
     AttachPart,
     AwaitSurplus,
@@ -39,11 +39,6 @@ from asyncrl.queue.operations import (
     LeaseSamples,
     MarkCheckpoint,
     OfferSamples,
-    Operation,
-    ParkingOperation,
-    QueueCore,
-    QueueLog,
-    QueueOptions,
     ReadStatus,
     ReleaseLease,
     RequeueSample,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from asyncrl.config.plan import validation_due
+from asyncrl.config.resources.plan import validation_due
 from asyncrl.config.schema import Config
 from asyncrl.core.autoscaling import ReplicaAutoscaler, ReplicaLoad
 from asyncrl.queue.operations import SetAppliedVersion

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.queue.operations import Operation, QueueCore, QueueOptions
+from asyncrl.queue.core import Operation, QueueCore, QueueOptions
 from asyncrl.queue.state import QueueState
 from asyncrl.simulate.clock import Signal, SimulatedClock
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl.config.plan import total_samples
+from asyncrl.config.resources.plan import total_samples
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.simulate.clock import SimulatedClock

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from asyncrl.driver.processes import is_alive
+from asyncrl.driver.cluster.processes import is_alive
 from asyncrl.observe.status.run_status import ProcessInfo, RunState
 from benchmarks.chaos import disk, faults, task
 from benchmarks.chaos.faults import FaultKind, InjectedFault

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.ports import SampleCounts, WeightsVersion
 from asyncrl.core.types import SampleId, SampleMeta
+from asyncrl.queue.core import Operation
 from asyncrl.queue.journal_reader import read_beginning, read_counts, read_operations, read_samples
-from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining, SetAppliedVersion
+from asyncrl.queue.operations import OfferSamples, RequeueSample, RewindTraining, SetAppliedVersion
 from asyncrl.queue.state import QueueState
 from asyncrl.queue.turn_log import read_turns
 from asyncrl.storage.run_dir import SAMPLES

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,14 @@ logger = logging.getLogger(__name__)
 
 CUTTING = ("left", "right", "middle")
 """Values of `data.overlong_prompts` that remove tokens."""
+
+
+class ValidationPrompts(Protocol):
+    """The validation set, by row number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Prompt: ...
 
 
 class PromptSet:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from asyncrl.assets import resolve
 from asyncrl.config.environment import model_config
-from asyncrl.config.placement import Gang, replica_gang
+from asyncrl.config.resources.placement import Gang, replica_gang
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import adapted_layers, engine_lora_rank
 from asyncrl.config.sections.rollout import AutoscalingConfig

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.driver.processes import is_alive
+from asyncrl.driver.cluster.processes import is_alive
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos.faults import KINDS, InjectedFault
 from benchmarks.chaos.injector import FaultInjector, NotInjectedError

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from asyncrl.config.compose import check_config
-from asyncrl.config.placement import NodeResources, gangs, place
+from asyncrl.config.resources.placement import NodeResources, gangs, place
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "deploy"
 SCRIPT = EXAMPLES / "slurm.sh"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncrl.core.types import SampleId, SampleMeta
+from asyncrl.queue.core import Operation, QueueLog, QueueOptions, apply
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.operation_rows import surviving_marks, trained_since
-from asyncrl.queue.operations import Operation, QueueLog, QueueOptions, apply
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueCaller, SampleQueue
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.sample_bytes import FileRef

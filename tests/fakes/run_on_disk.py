@@ -13,8 +13,8 @@ import anyio
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.driver.resume import find_resume, journal_identity
+from asyncrl.queue.core import Operation
 from asyncrl.queue.journal import Journal
-from asyncrl.queue.operations import Operation
 from asyncrl.storage.checkpoint_manifest import (
     MANIFEST,
     Manifest,

@@ -11,8 +11,8 @@ import anyio
 
 from asyncrl.core.failures import InfraError
 from asyncrl.core.types import SampleId
+from asyncrl.queue.core import Operation
 from asyncrl.queue.operation_rows import JournalRow, from_row, surviving_marks, to_row, trained_since
-from asyncrl.queue.operations import Operation
 
 
 class Disk:
@@ -29,7 +29,7 @@ class Disk:
 
 
 class FuzzJournal:
-    """The `asyncrl.queue.operations.QueueLog` of one process of the queue."""
+    """The `asyncrl.queue.core.QueueLog` of one process of the queue."""
 
     def __init__(
         self, disk: Disk, rng: random.Random, see: Callable[[Operation], None], committed: Callable[[], None]

@@ -9,14 +9,15 @@ import anyio
 from anyio.abc import TaskGroup
 from ray.exceptions import ActorUnavailableError
 
-from asyncrl.config.plan import total_samples, validation_due
+from asyncrl.config.resources.plan import total_samples, validation_due
 from asyncrl.core.failures import AsyncRLError, DeadlineError, InfraError, first_failure
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.core.staleness import Pacing
 from asyncrl.driver.supervision import RestartBudget, Supervisor
 from asyncrl.queue.actor import QueueActor, QueueClient
-from asyncrl.queue.operations import OfferSamples, Operation, QueueOptions, ReadStatus
+from asyncrl.queue.core import Operation, QueueOptions
+from asyncrl.queue.operations import OfferSamples, ReadStatus
 from asyncrl.queue.sample_queue import QueueCaller
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import Progress

@@ -24,7 +24,8 @@ from asyncrl.driver import supervision
 from asyncrl.driver.stall_watchdog import Watchdog
 from asyncrl.queue import operations
 from asyncrl.queue.actor import QueueClient
-from asyncrl.queue.operations import CommitSamples, QueueCore, RewindTraining, SetAppliedVersion
+from asyncrl.queue.core import QueueCore
+from asyncrl.queue.operations import CommitSamples, RewindTraining, SetAppliedVersion
 from asyncrl.queue.state import QueueState
 from asyncrl.storage import array_bytes
 from rollouter.crash_isolation import CrashBlame, ReplicaCrash

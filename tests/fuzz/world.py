@@ -22,7 +22,8 @@ import anyio.lowlevel
 from asyncrl.core.ports import GenerateRequest
 from asyncrl.core.records import ValidationRecord
 from asyncrl.core.types import SampleId
-from asyncrl.queue.operations import DropSamples, OfferSamples, Operation
+from asyncrl.queue.core import Operation
+from asyncrl.queue.operations import DropSamples, OfferSamples
 from skip.store import RecordFiles
 from tests.fuzz.files import Files
 from tests.fuzz.setup import FuzzSetup

@@ -20,7 +20,7 @@ from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import DropReason, Prompt, Provenance, Sample, Span, Turn
 from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
 from rollouter.sample_runner import ServedVersion
-from rollouter.validation import Validator
+from rollouter.validation.validator import Validator
 from skip import SkipManager
 from skip.store import find
 from tests.fakes.dispatcher import DispatcherRig, leased_samples

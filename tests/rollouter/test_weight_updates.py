@@ -24,7 +24,7 @@ from asyncrl.core.types import Prompt, Turn
 from asyncrl.observe.metrics.registry import check
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.storage.answer_files import read_answers
-from rollouter.validation import Validator
+from rollouter.validation.validator import Validator
 from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
 from tests.fakes.dispatcher import rollout_parts
 from tests.fakes.engine import FakeFleet

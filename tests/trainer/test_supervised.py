@@ -19,7 +19,7 @@ from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import Demonstration
 from asyncrl.core.waits import WaitBoard
 from asyncrl.observe.metrics.registry import describe
-from asyncrl.queue.operations import QueueOptions
+from asyncrl.queue.core import QueueOptions
 from asyncrl.queue.sample_queue import LocalSampleQueue
 from asyncrl.storage.checkpoint_manifest import Progress, checkpoint_steps, load_manifest
 from tests.fakes.inline_group import InlineGroup

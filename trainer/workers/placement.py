@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from asyncrl.config.placement import Gang, rank_gang
+from asyncrl.config.resources.placement import Gang, rank_gang
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import Dtype
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig, RoleConfig

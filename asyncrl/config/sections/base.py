@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 Positive = Annotated[int, Field(gt=0)]
 Threads = Annotated[int, Field(gt=0), "auto"]
-"""A number of threads; `auto` is replaced by a number before validation (`asyncrl.config.threads`)."""
+"""A number of threads; `auto` is replaced by a number before validation (`asyncrl.config.resources.threads`)."""
 NonNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """Every generator of random numbers takes such a seed."""

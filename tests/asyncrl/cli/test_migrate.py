@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.compose import check_config
-from asyncrl.config.migration import Migration, migrate
+from asyncrl.config.from_verl.migration import Migration, migrate
 from asyncrl.config.problems import errors
 from asyncrl.core.failures import ConfigError
 from tests.fakes.command_line import CommandLine

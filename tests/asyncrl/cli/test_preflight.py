@@ -12,8 +12,8 @@ import pytest
 from asyncrl.cli.preflight import check_machine, preflight
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import num_parameters
-from asyncrl.config.plan import GIB, MachineResources, checkpoint_bytes
 from asyncrl.config.problems import errors
+from asyncrl.config.resources.plan import GIB, MachineResources, checkpoint_bytes
 from tests.fakes.command_line import CommandLine
 from tests.fakes.configurations import config_with
 

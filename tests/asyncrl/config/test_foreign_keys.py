@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.config.foreign_keys import VERL, foreign_keys
+from asyncrl.config.from_verl.values import derivations
 from asyncrl.config.keys import all_keys, choices
-from asyncrl.config.verl import derivations
 
 
 def _is_ours(key: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.compose import check_config, load_config, value_sources
-from asyncrl.config.migration import migrate
+from asyncrl.config.from_verl.migration import migrate
 from rollouter.tools.loading import LoadedTool, load_tools
 
 VERLS_FILE = """\

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from asyncrl.config.compose import check_config
-from asyncrl.config.migration import migrate
+from asyncrl.config.from_verl.migration import migrate
 from asyncrl.config.yaml_files import load_yaml
 from asyncrl.storage.run_dir import SavedConfig
 

@@ -15,7 +15,7 @@ from asyncrl.config.compose import check_config
 from asyncrl.config.import_path import import_module, load_function
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
-from asyncrl.driver.cluster import _runtime_env, _start
+from asyncrl.driver.cluster.connection import _runtime_env, _start
 
 
 @pytest.fixture

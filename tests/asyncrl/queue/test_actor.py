@@ -21,17 +21,9 @@ from asyncrl.core.ports import Lease
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId, SampleMeta, sample_meta
 from asyncrl.queue.actor import QueueActor, QueueClient, start_queue
+from asyncrl.queue.core import Operation, ParkingOperation, QueueOptions
 from asyncrl.queue.journal_reader import read_counts, read_head, read_operations, read_samples
-from asyncrl.queue.operations import (
-    AdmitSamples,
-    AwaitSurplus,
-    CommitSamples,
-    DropSamples,
-    LeaseSamples,
-    Operation,
-    ParkingOperation,
-    QueueOptions,
-)
+from asyncrl.queue.operations import AdmitSamples, AwaitSurplus, CommitSamples, DropSamples, LeaseSamples
 from asyncrl.queue.payloads import FilePayloads, PayloadRef, RayPayloads
 from asyncrl.queue.sample_queue import QueueCaller
 from asyncrl.queue.turn_log import FileTurns

@@ -26,6 +26,7 @@ from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, DiskFullE
 from asyncrl.core.ports import QueuedSample, QueueSnapshot, SampleCounts
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId
+from asyncrl.queue.core import Operation, apply
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.journal_reader import (
     JournalHead,
@@ -42,11 +43,9 @@ from asyncrl.queue.operations import (
     LeaseGranted,
     MarkCheckpoint,
     OfferSamples,
-    Operation,
     PermitsGranted,
     ReleaseLease,
     RewindTraining,
-    apply,
 )
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.queue.state import QueueState

@@ -9,6 +9,7 @@ import pytest
 from asyncrl.core.failures import BugError
 from asyncrl.core.ports import QueuedSample
 from asyncrl.core.types import DropReason, SampleId
+from asyncrl.queue.core import Operation, apply
 from asyncrl.queue.operations import (
     AttachPart,
     CloseQueue,
@@ -17,13 +18,11 @@ from asyncrl.queue.operations import (
     DropSamples,
     LeaseGranted,
     OfferSamples,
-    Operation,
     PermitsGranted,
     ReleaseLease,
     RequeueSample,
     ReturnPermits,
     RewindTraining,
-    apply,
 )
 from asyncrl.queue.state import QueueState
 from tests.fakes.queues import meta, replay

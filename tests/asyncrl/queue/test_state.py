@@ -18,6 +18,7 @@ from asyncrl.core.failures import BugError, FencedError
 from asyncrl.core.ports import Admission, Lease, QueuedSample
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId, SampleMeta
+from asyncrl.queue.core import Operation
 from asyncrl.queue.journal_reader import UNREADABLE, SampleHistories
 from asyncrl.queue.operation_rows import from_row, surviving_marks, to_row, trained_since
 from asyncrl.queue.operations import (
@@ -31,7 +32,6 @@ from asyncrl.queue.operations import (
     LeaseSamples,
     MarkCheckpoint,
     OfferSamples,
-    Operation,
     PermitsGranted,
     ReleaseLease,
     RequeueSample,

@@ -13,7 +13,7 @@ from tests.browser.chromium import NAMES
 _BROWSE = """
 import sys
 import psutil
-from asyncrl.driver.processes import adopt_orphans
+from asyncrl.driver.cluster.processes import adopt_orphans
 from tests.browser.chromium import Tab, browsing
 
 adopt_orphans()

@@ -1,7 +1,7 @@
 """Answers the validation set with one version, concurrently with training generation and without the queue.
 
 Validator.run     one version in a run: metrics for all sinks, and with `trainer.validation_data_dir` every answer
-Validator.answer  any of the prompts, for `rollouter.evaluation`
+Validator.answer  any of the prompts, for `rollouter.validation.evaluation`
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import anyio
 import numpy as np
@@ -30,6 +30,7 @@ from asyncrl.storage.run_dir import replace_file
 from rollouter.crash_isolation import SampleSessions, time_limit
 from rollouter.drop_policy import is_permanent
 from rollouter.prompts.chat_template import Decode
+from rollouter.prompts.source import ValidationPrompts
 from rollouter.requests import sampling_params
 from rollouter.sample_runner import GenerationParts, score_trajectories
 from skip import SkipManager
@@ -37,14 +38,6 @@ from skip import SkipManager
 logger = logging.getLogger(__name__)
 
 NUM_EXAMPLES = 4
-
-
-class ValidationPrompts(Protocol):
-    """The validation set, by row number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Prompt: ...
 
 
 class ScoredPrompt(NamedTuple):

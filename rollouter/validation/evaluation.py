@@ -23,7 +23,7 @@ from asyncrl.storage.run_dir import disk_error
 from rollouter.group_workers.pool import WorkerPool
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import GenerationParts
-from rollouter.validation import Outcome, ScoredPrompt, SupersededError, Validator
+from rollouter.validation.validator import Outcome, ScoredPrompt, SupersededError, Validator
 
 MODEL_FILES = WeightsVersion(0, 0)
 """The version of the weights in the model's files."""

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from asyncrl.config.environment import usable_cpus, visible_gpus
-from asyncrl.config.plan import ENGINE_THREADS, MachineResources, computing_processes, threads_at_once
 from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.resources.plan import ENGINE_THREADS, MachineResources, computing_processes, threads_at_once
 from asyncrl.config.schema import Config
 
 AUTO = "auto"

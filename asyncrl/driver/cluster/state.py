@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
-from asyncrl.config.placement import UNITS, Gang, NodeResources, Placement, gangs, place
 from asyncrl.config.problems import format_problems
+from asyncrl.config.resources.placement import UNITS, Gang, NodeResources, Placement, gangs, place
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 

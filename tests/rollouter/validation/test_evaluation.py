@@ -17,8 +17,8 @@ from asyncrl.core.failures import BugError, ConfigError, DataError, InfraError, 
 from asyncrl.core.ports import Score
 from asyncrl.core.types import Prompt
 from asyncrl.storage.answer_files import AnsweredPrompt, read_answers
-from rollouter.evaluation import Evaluation
 from rollouter.loading import RolloutTask
+from rollouter.validation.evaluation import Evaluation
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, ListPrompts, make_prompt
 

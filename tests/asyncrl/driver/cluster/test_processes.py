@@ -26,11 +26,11 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError, DeadlineError, DiskFullError, InfraError, UserCodeError
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.tasks import Interrupts
-from asyncrl.driver import cluster as cluster_module
-from asyncrl.driver import leftovers
 from asyncrl.driver.actors import translate
-from asyncrl.driver.cluster import _in_permanent_thread
-from asyncrl.driver.processes import end_known
+from asyncrl.driver.cluster import connection as cluster_module
+from asyncrl.driver.cluster import leftovers
+from asyncrl.driver.cluster.connection import _in_permanent_thread
+from asyncrl.driver.cluster.processes import end_known
 from asyncrl.queue.actor import start_queue
 from asyncrl.queue.sample_queue import QueueOptions
 from rollouter.actor import start_rollouter
@@ -95,7 +95,7 @@ def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> 
     script = textwrap.dedent(
         """
         import subprocess, sys
-        from asyncrl.driver.processes import adopt_orphans, end_descendants
+        from asyncrl.driver.cluster.processes import adopt_orphans, end_descendants
         adopt_orphans()
         # A child that starts a grandchild in a new session, prints the grandchild's pid and dies.
         code = (

@@ -21,11 +21,11 @@ from anyio import to_thread
 from asyncrl.config.environment import usable_cpus, visible_gpus
 from asyncrl.config.import_path import own_code
 from asyncrl.config.interpolation import texts
-from asyncrl.config.plan import MachineResources
+from asyncrl.config.resources.plan import MachineResources
+from asyncrl.config.resources.threads import share_cpus
 from asyncrl.config.schema import Config
-from asyncrl.config.threads import share_cpus
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
-from asyncrl.driver import processes
+from asyncrl.driver.cluster import processes
 from asyncrl.storage.run_dir import RAY_LOGS
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
 
 
 def _remove_leftovers(stale: str) -> None:
-    from asyncrl.driver.leftovers import remove_leftovers
+    from asyncrl.driver.cluster.leftovers import remove_leftovers
 
     if stale:  # Ray may not have noticed yet that this driver has ended
         _leave_shared(stale)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import threads
 from asyncrl.config.compose import check_config, load_config
 from asyncrl.config.environment import usable_cpus
-from asyncrl.config.plan import MachineResources, computing_processes, make_plan, shortages, threads_at_once
+from asyncrl.config.resources import threads
+from asyncrl.config.resources.plan import MachineResources, computing_processes, make_plan, shortages, threads_at_once
+from asyncrl.config.resources.threads import KEYS, share_cpus, take_auto, with_threads
 from asyncrl.config.schema import Config
-from asyncrl.config.threads import KEYS, share_cpus, take_auto, with_threads
 from tests.fakes.configurations import config_with, single
 
 ENGINES, RANKS = KEYS

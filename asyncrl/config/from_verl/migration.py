@@ -16,13 +16,13 @@ from typing import Any, Literal
 import pydantic
 
 from asyncrl.config.foreign_keys import VERL, ForeignKey, foreign_keys, of_verl
+from asyncrl.config.from_verl.values import ACTOR, ROLLOUT, NoCounterpart, VerlRun, read_verl, translate
 from asyncrl.config.keys import all_keys
-from asyncrl.config.placement import count_processes
 from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.resources.placement import count_processes
 from asyncrl.config.rules import RULES, keys_without_effect
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import commented_yaml, inline
-from asyncrl.config.verl import ACTOR, ROLLOUT, NoCounterpart, VerlRun, read_verl, translate
 
 _TOOLS = "rollout.multi_turn.tools"
 How = Literal["same", "renamed", "derived", "default"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.compose import changed_values, check_config, value_sources
-from asyncrl.config.placement import Gang, NodeResources, gangs, lacks, node_rows, place
+from asyncrl.config.resources.placement import Gang, NodeResources, gangs, lacks, node_rows, place
 from asyncrl.config.schema import Config
 
 CLUSTER = ("ray.address=auto",)

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from asyncrl.config.plan import MachineResources
+from asyncrl.config.resources.plan import MachineResources
 from asyncrl.config.schema import Config
-from asyncrl.driver.cluster import run_environment
+from asyncrl.driver.cluster.connection import run_environment
 
 SMALL, LARGE = MachineResources(cpus=2, gpus=0), MachineResources(cpus=64, gpus=0)
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config.compose import load_config
 from asyncrl.config.environment import num_parameters as count_parameters
-from asyncrl.config.plan import (
+from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.resources.plan import (
     GIB,
     MachineResources,
     ResourcePlan,
@@ -24,7 +25,6 @@ from asyncrl.config.plan import (
     training_steps,
     validation_due,
 )
-from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts as count_prompts
 from asyncrl.core.failures import ConfigError

@@ -1,0 +1,1 @@
+"""What each process of a run gets: placement on nodes, the resources of the plan, threads."""

@@ -1,0 +1,1 @@
+"""Validation during a run (`validator`), and all validation sets once (`evaluation`)."""
