@@ -105,13 +105,18 @@ def spoil(files: RecordFiles, rng: random.Random) -> None:
         return
     name = rng.choice(names)
     path = files.root / name / rng.choice([MANIFEST, TENSORS])
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     match rng.choice(["delete", "tear", "damage"]):
         case "delete":
             files.remove(name)
         case "tear":
             path.write_bytes(data[: rng.randrange(len(data))])
         case "damage":
-            # The arrays are at the end of their file.
-            data[rng.randrange(len(data) // 2, len(data))] ^= 1 << rng.randrange(8)
-            path.write_bytes(data)
+            damage(path, rng)
+
+
+def damage(path: Path, rng: random.Random) -> None:
+    """Change one bit in the second half of a file, where a file of arrays has its arrays."""
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data) // 2, len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)

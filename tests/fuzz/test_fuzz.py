@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -32,9 +33,12 @@ from rollouter.crash_isolation import CrashBlame, ReplicaCrash
 from rollouter.serving import client
 from rollouter.weight_updates import WeightUpdateLoop
 from skip import RecordSkip
-from tests.fuzz import fleet, watch
+from skip.record import TENSORS
+from skip.store import RecordFiles
+from tests.fuzz import fleet, launch, watch
 from tests.fuzz.journal import FuzzJournal
 from tests.fuzz.parts import TrainPart
+from tests.fuzz.records import damage
 from tests.fuzz.run import FuzzError, play
 from tests.fuzz.setup import FaultKind, draw
 from tests.fuzz.store import FuzzStore
@@ -135,6 +139,11 @@ def wake_no_caller(self: SetAppliedVersion, queue: QueueCore, *, retried: bool) 
     before = queue.num_recorded
     _set_applied(self, queue, retried=retried)
     queue.num_recorded = before
+
+
+def damage_tokens(files: RecordFiles, rng: random.Random) -> None:
+    for name in files.names():
+        damage(files.root / name / TENSORS, rng)
 
 
 async def do_nothing(*args: Any) -> None:
@@ -255,10 +264,9 @@ PLANTED = {
         ((RecordSkip, "may_serve", lambda self, served: False),), ("although its record is intact",), ("record",)
     ),
     "damaged records are replayed": PlantedBug(
-        ((array_bytes, "xxh3_64_hexdigest", lambda data: ""),),
+        ((array_bytes, "xxh3_64_hexdigest", lambda data: ""), (launch, "spoil", damage_tokens)),
         ("was replayed with other tokens than were recorded",),
         ("record",),
-        most_seeds=5000,
     ),
     # The callers of a hung process wait for it, and so does the driver that probes it.
     **{

@@ -147,7 +147,7 @@ def fetch(store: Any, weights_version: WeightsVersion) -> list[Any]:
 @pytest.mark.timeout(300)
 async def test_a_stopped_run_resumes_from_its_checkpoint(ppo: Config, tmp_path: Path) -> None:
     async with Run(ppo, tmp_path) as first:
-        assert first.started == {"step": 0, "version": 0}
+        assert first.started == {"step": 0, "version": 0, "attention": "sdpa, packed rows"}
         await first.feed(5)
         async for record in first.stream():
             if record.step == 2:  # the Trainer now waits for a sixth sample
@@ -161,7 +161,7 @@ async def test_a_stopped_run_resumes_from_its_checkpoint(ppo: Config, tmp_path: 
     assert resume is not None
     assert {name.partition("/")[0] for name in resume.manifest.files} == {"actor", "critic", "hf"}
     async with Run(ppo, tmp_path, resume) as second:
-        assert second.started == {"step": 2, "version": 2}
+        assert second.started == {"step": 2, "version": 2, "attention": "sdpa, packed rows"}
         feed = ObjectStoreFeed(second.store, call_s=20.0)
         publication = await feed.latest()
         assert publication is not None and (publication.version, publication.step) == (2, 2)

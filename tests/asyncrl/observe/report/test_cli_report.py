@@ -180,11 +180,11 @@ def test_a_failed_report_leaves_the_earlier_one(
 @pytest.mark.parametrize(
     ("plan", "missing"),
     [
-        (replace(SMALL, steps=1), {"event_shares_by_step"}),
+        (replace(SMALL, steps=1), {"event_shares_by_step", "turns_by_step"}),
         (replace(SMALL, replicas=1, n=1, samples=1, steps=2, dropped=0, aborted=0), {"waste"}),
-        (replace(SMALL, turns=1, tools=()), set()),
+        (replace(SMALL, turns=1, tools=()), {"time_by_turns"}),
         (replace(SMALL, back_from=4, until_s=20.0), set()),
-        (replace(SMALL, steps=230, samples=1, n=1, turns=1, validation_every=0), set()),
+        (replace(SMALL, steps=230, samples=1, n=1, turns=1, validation_every=0), {"time_by_turns"}),
     ],
     ids=["one step", "one of everything", "no tools", "rewound and killed", "many steps"],
 )
