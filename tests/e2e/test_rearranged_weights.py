@@ -13,6 +13,8 @@ from benchmarks.architectures import check
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss"])
 def test_the_engine_computes_what_the_trainer_publishes(tmp_path: Path, name: str) -> None:
+    """The samples may differ more than the texts: if the scores of two experts are equal but for rounding, engine and
+    Trainer may send a token to different ones. Wrong weights differ in the texts as well."""
     row = check(name, 1, tmp_path)
     assert (row["result"], row["updates"]) == ("right", 4)
-    assert max(row["KL of texts"], row["KL of samples"]) < 1e-9
+    assert row["KL of texts"] < 1e-9 and row["KL of samples"] < 1e-4
