@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from transformers import AutoTokenizer
-
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
@@ -61,6 +59,8 @@ def check_tokenizers(config: Config) -> None:
 
 def _vocabulary(path: str, trust_remote_code: bool) -> Mapping[str, int] | None:
     """Return the ids by token; None if there is no tokenizer."""
+    from transformers import AutoTokenizer  # takes 2 s, and most runs have one model only
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     except Exception as error:  # noqa: BLE001 - transformers raises errors of many kinds; the caller reports it

@@ -26,7 +26,7 @@ TITLES = {
     "TrainerActor": "trainer", "::Rank": "rank", "ServeReplica": "replica", "EngineCore": "engine",
     "ServeController": "serve controller", "ProxyActor": "serve proxy", "DashboardAgent": "dashboard agent",
     "dashboard/agent.py": "dashboard agent", "RuntimeEnvAgent": "runtime env agent",
-    "runtime_env/agent/main.py": "runtime env agent", "TelemetryAgent": "telemetry agent",
+    "runtime_env/agent/main.py": "runtime env agent",
     "ray::IDLE": "idle worker", "default_worker.py": "idle worker",
     "dashboard/dashboard.py": "dashboard", "log_monitor.py": "log monitor", "monitor.py": "autoscaler",
     "resource_tracker": "resource tracker",

@@ -48,6 +48,7 @@ def test_ray_has_everything_that_is_used() -> None:
         (ServeControllerClient, "get_serve_details"),
         (RequestRouter, "_choose_replica_for_request"),
         (DeploymentBroadcastResponse, "_fetch_replica_results_async"),
+        (ray_internals.LLMServer, "_start_engine"),
         # `OpenAIEngine` and `RolloutEngine` override the first two and call the last one.
         (ray_internals.VLLMEngine, "start"),
         (ray_internals.VLLMEngine, "_start_async_llm_engine"),
