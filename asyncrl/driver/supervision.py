@@ -330,9 +330,10 @@ class ReplicaChanges(NamedTuple):
 class ReplicaWatch:
     """Tracks every replica by its name since the run began.
 
-    A replica that leaves as planned marks its last report. If a replica joins while enough others report, it is
-    either the successor of one that will leave (its node is drained), or of one that has just ended without a word. It
-    counts as a replacement once one of them is silent.
+    A replica that leaves as planned marks its last report, unless it still starts when Serve ends it because the run
+    wants fewer than before. If a replica joins while enough others report, it is either the successor of one that will
+    leave (its node is drained), or of one that has just ended without a word. It counts as a replacement once one of
+    them is silent.
     """
 
     num_replicas: int | None
@@ -351,6 +352,9 @@ class ReplicaWatch:
     _presumed_gone: dict[str, ReplicaReport] = field(default_factory=dict, init=False)
     """Last report of each replica that a new one seems to have replaced, but that may only be unresponsive."""
     _starting: dict[str, Restart] = field(default_factory=dict, init=False)
+    _wanted_before: int = field(default=0, init=False)
+    _num_unneeded: int = field(default=0, init=False)
+    """Replicas that Serve may still end because the run has wanted fewer."""
     _unresponsive_since: dict[str, float] = field(default_factory=dict, init=False)
     _missing: set[str] = field(default_factory=set, init=False)
 
@@ -363,6 +367,9 @@ class ReplicaWatch:
             now: when the store sent them.
             store_since: when the store's process started to receive reports; silence counts from then at the earliest.
         """
+        wanted = self.num_replicas or 0
+        self._num_unneeded += max(0, self._wanted_before - wanted)
+        self._wanted_before = wanted
         recovered: list[Restart] = []
         for report in sorted(reports, key=lambda report: report.reported_at):
             name = report.replica
@@ -382,6 +389,8 @@ class ReplicaWatch:
             if report.phase == "serving" and name in self._starting:
                 recovered.append(replace(self._starting.pop(name), recovered_at=report.reported_at))
         replaced = tuple(self._replacements(now, store_since))
+        if not self._is_surplus() and all(report.phase != "starting" for report in self._present.values()):
+            self._num_unneeded = 0
         unresponsive, missing = self._silent(now, store_since)
         return ReplicaChanges(replaced, tuple(recovered), unresponsive, missing)
 
@@ -393,7 +402,10 @@ class ReplicaWatch:
             old = self._most_silent()
             if old is not None and (old.phase == "broken" or now - max(old.reported_at, store_since) > QUIET_S):
                 del self._joined[name]
-                yield self._replace(old, name)
+                if old.phase == "starting" and self._num_unneeded:
+                    self._forget(old.replica)
+                else:
+                    yield self._replace(old, name)
             elif self.num_replicas is None and now - joined_at > self.limit_s:
                 del self._joined[name]
 
@@ -449,6 +461,8 @@ class ReplicaWatch:
 
     def _forget(self, name: str) -> None:
         """Remove a replica that has left as planned."""
+        if name not in self._gone:
+            self._num_unneeded = max(0, self._num_unneeded - 1)
         self._gone.add(name)
         for held in (self._present, self._presumed_gone, self._starting, self._joined):
             held.pop(name, None)

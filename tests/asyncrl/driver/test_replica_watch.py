@@ -68,6 +68,23 @@ def test_a_report_of_a_replica_presumed_dead_means_that_another_one_died(watch: 
         assert {one.replica for one in seen.unresponsive} <= {"b"}
 
 
+@pytest.mark.parametrize("fewer", [True, False])
+def test_a_starting_replica_that_serve_ends_as_planned_is_no_failure(watch: ReplicaWatch, *, fewer: bool) -> None:
+    """The run wants one replica instead of two and two again, before the second one has started."""
+    watch.update([report("a", 1.0), report("b", 1.0, "starting")], 1.0)
+    if fewer:
+        watch.num_replicas = 1
+    ended = report("b", 3.0, "starting")
+    assert watch.update([report("a", 3.0), ended], 3.0) == NOTHING
+    watch.num_replicas = 2
+    assert watch.update([report("a", 9.0), ended], 9.0) == NOTHING
+    replaced = watch.update([report("a", 20.0), ended, report("c", 20.0, "starting")], 20.0).replaced
+    assert len(replaced) == (0 if fewer else 1)
+    # A later failure counts.
+    watch.update([report("a", 30.0), report("c", 30.0)], 30.0)
+    assert len(watch.update([report("a", 40.0), report("c", 30.0), report("d", 40.0)], 40.0).replaced) == 1
+
+
 def test_a_replica_that_is_replaced_at_once_counts_when_it_is_silent(watch: ReplicaWatch) -> None:
     watch.update([report("a", 1.0), report("b", 1.5)], 1.5)
     replaced = []
