@@ -3,7 +3,7 @@
 Every decision is the one of a run, by the same code:
 
     permits, over-sampling, eviction of stale samples, sample counts    `asyncrl.queue.operations`, `core.staleness`
-    sizes of leases, rows of each step, due versions and validations    `trainer.schedule`, `config.plan`
+    sizes of leases, rows of each step, due versions and validations    `trainer.schedule`, `config.resources.plan`
     the replica of a call                                               `rollouter.serving.balancing`
     the number of replicas                                              `asyncrl.core.autoscaling`
 

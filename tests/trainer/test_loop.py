@@ -199,7 +199,7 @@ async def test_a_partial_last_batch_is_given_back_with_drop(num_fed: int, traine
 
 @pytest.mark.parametrize("num_samples", range(1, 13))
 async def test_a_partial_last_batch_is_trained_in_every_pass(num_samples: int) -> None:
-    """The run has the steps that `config.plan` counts. Pacing admits no more samples, but the stream stays open."""
+    """The run has the steps that `training_steps` counts. Pacing admits no more samples, but the stream stays open."""
     rig = TrainerRig(
         total_samples=num_samples, total_steps=2 * math.ceil(num_samples / 2), ppo_epochs=2, samples_per_lease=4,
         samples_per_version=8,
