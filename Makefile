@@ -68,7 +68,7 @@ test: setup ## run the test suite
 	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 slow: setup ## run the tests that take minutes each
-	@$(PY) -m pytest -m slow -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+	@$(PY) -m pytest -m slow -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_ARGS)
 
 lint: setup ## run ruff, mypy and the import contracts; check that docs/architecture.md is current
 	@$(VENV)/bin/ruff check .

@@ -30,10 +30,12 @@ from skip import SkipManager
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Runs the tests of a file in one process, and all tests that start engines one after another."""
+    """Runs the tests of a file in one process. Of a suite with other tests, those that start engines run one after
+    another; in the slow round, two launches share the machine, because each leaves cores idle while it starts."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+        starts_engines = nodeid.startswith("tests/e2e/") and self.config.option.markexpr != "slow"
+        return "tests/e2e" if starts_engines else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
