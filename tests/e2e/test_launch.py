@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -116,17 +117,19 @@ def test_an_engine_that_cannot_start_fails_the_run(tmp_path: Path) -> None:
 def test_a_full_disk_fails_the_run_and_is_named_in_its_summary(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode != 0:
         pytest.skip("mounting a small file system is not permitted here")
     try:
-        # The checkpoint does not fit on the disk.
         run = start(tmp_path, *SHORT, "logging.sinks=[jsonl]", run_dir=disk / "run")
+        run.wait_for("step 1/")
+        # The checkpoint does not fit on the disk any more.
+        (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - (2 << 20)))
         assert run.wait() == 1, run.output()
         summary = run.summary()
         assert (summary["status"], summary["error"]["type"]) == ("failed", "DiskFullError")
         assert run.survivors() == []
-        subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
+        (disk / "other").unlink()
         again = start(tmp_path, *SHORT, "logging.sinks=[jsonl]", "resume=auto", run_dir=disk / "run")
         assert again.wait() == 0, again.output()
         assert (again.summary()["step"], again.summary()["samples"]["trained"]) == (4, 64)
