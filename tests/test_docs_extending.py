@@ -177,6 +177,8 @@ def not_finite(log_probs, ref_log_probs):
 def frozen(log_probs, old_log_probs, advantages, rows, algorithm):
     return -advantages * log_probs.detach()
 number = 3
+def one_weight(counts):
+    return counts.row_tokens[:1]
 def few(prompts, epoch, seed):
     return range(len(prompts) - 1)
 def random_order(prompts, epoch, seed):
@@ -201,6 +203,8 @@ class Unfinished:
     def put(self, chunk): raise OSError("no room")
 class Raises(Silent):
     async def score(self, prompt, trajectories): raise KeyError("lost")
+def no_rows(split):
+    return 3
 """
 
 
@@ -209,18 +213,20 @@ class Raises(Silent):
     [
         ("algorithm.kl_loss_type", "raises", "mine.py:4: NameError: name 'missing' is not defined"),
         ("algorithm.kl_loss_type", "takes_one", "mine.py:5: it is called with (log_probs, ref_log_probs): takes_one"),
-        ("algorithm.kl_loss_type", "wrong_shape", "wrong_shape returned a tensor of shape (1,); expected one estimate"),
-        ("algorithm.kl_loss_type", "not_finite", "returned numbers that are not finite"),
-        ("algorithm.policy_loss", "frozen", "without a gradient in log_probs"),
+        ("algorithm.kl_loss_type", "wrong_shape", "mine.py:7: mine.py:wrong_shape returned a tensor of shape (1,); "),
+        ("algorithm.kl_loss_type", "not_finite", "mine.py:9: mine.py:not_finite returned numbers that are not finite"),
+        ("algorithm.policy_loss", "frozen", "mine.py:11: mine.py:frozen returned a loss without a gradient"),
+        ("algorithm.loss_agg_mode", "one_weight", "expected a number or a tensor of shape (4,)"),
         ("algorithm.policy_loss", "number", "mine.py:number is a int, not a function"),
         ("data.sampler", "few", "expected 8 prompt numbers from 0 to 7"),
         ("data.sampler", "random_order", "two calls for the same epoch returned different orders"),
         ("reward.manager", "Silent", "it needs `async def score"),
         ("reward.manager", "Raises", "KeyError: 'lost'"),
-        ("weight_sync.backend", "Loses", "get returned another tensor 'a'"),
+        ("weight_sync.backend", "Loses", "mine.py:26: get returned another tensor 'a'"),
         ("weight_sync.backend", "Unfinished", "it has no method get"),
         ("weight_sync.backend", "Widens", "get returned another tensor 'a'"),
         ("weight_sync.backend", "Unborn", "ValueError: no bucket"),
+        ("data.dataset", "no_rows", "mine.py:40: it returned 3 for 'train'; expected a sequence of rows"),
         ("data.dataset", "no_prompt", "mine.py:no_prompt train, row 0: there is no field 'prompt'"),
     ],
 )

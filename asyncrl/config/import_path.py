@@ -133,6 +133,16 @@ def defined_at(function: Callable[..., Any]) -> str:
         return repr(function)
 
 
+def placed(message: str, function: Callable[..., Any] | None) -> str:
+    """Return a message about a function of the user's with `file:line` of its definition, unless it names the file.
+
+    None: there is no function, because it could not be loaded.
+    """
+    if function is None or source_of(function) in message:
+        return message
+    return f"{defined_at(function)}: {message}"
+
+
 def raised_at(error: BaseException, file: str) -> str:
     """Return `file:line` of the last frame of `error` in `file`; empty if it has none there."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -157,8 +167,8 @@ def call_problem(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str
     except TypeError as error:
         name = getattr(function, "__qualname__", repr(function))
         unknown = [one for one in kwargs if one not in signature.parameters]
-        hint = nearest(unknown[0], list(signature.parameters)) if unknown else ""
-        return f"{name}{signature}: {error}{hint}"
+        near = difflib.get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
+        return f"{name}{signature}: {error}" + (f"; did you mean {near[0]!r}?" if near else "")
     return ""
 
 

@@ -125,7 +125,8 @@ def check_transport(config: Config) -> Iterator[ConfigProblem]:
         for name, array in chunk.items():
             found = read.get(name) if isinstance(read, Mapping) else None
             if found is None or found.dtype != array.dtype or not np.array_equal(found, array):
-                raise UserCodeError(f"{backend}: get returned another tensor {name!r} than put had stored")
+                place = backend if backend == "disk" else defined_at(type(_transport(backend)))
+                raise UserCodeError(f"{place}: get returned another tensor {name!r} than put had stored")
     except (OSError, ValueError) as error:
         fix = "give a directory or URL that this machine and all nodes with engines can read and write"
         yield ConfigProblem("weight_sync.dir", directory, f"weights cannot be stored there: {error}", fix)

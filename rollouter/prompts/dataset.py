@@ -72,7 +72,8 @@ class OwnRows:
         if rows is None and split != "train":
             return None
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-            raise ConfigError(f"{key}: {name} returned {shown(rows)} for {split!r}; expected a sequence of rows")
+            place = defined_at(function)
+            raise ConfigError(f"{key}: {place}: it returned {shown(rows)} for {split!r}; expected a sequence of rows")
         return cls(f"{name} {split}", rows)
 
     def __len__(self) -> int:

@@ -12,13 +12,15 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 import anyio
 import numpy as np
 
 from asyncrl.config.environment import local_path
+from asyncrl.config.import_path import placed
 from asyncrl.config.problems import ConfigProblem, Severity, warning
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import is_remote
@@ -132,7 +134,7 @@ def check_rewards(config: Config, *, limit_s: float = 0.0) -> Iterator[ConfigPro
     turn = Turn(ids, np.zeros(4, np.float32), (Span(0, 0),), FinishReason.STOP)
     trajectory = single_turn(prompt, turn)
     for section, entry in _own_functions(config).items():
-        key = f"{section}.function"
+        key, function = f"{section}.function", None
         try:
             function = load_reward_function(entry, section)
             count = config.rollout.n if function.batch else 1
@@ -140,13 +142,15 @@ def check_rewards(config: Config, *, limit_s: float = 0.0) -> Iterator[ConfigPro
             for score in listed(result, lambda: "it", length=count) if function.batch else [result]:
                 score_of(score, lambda: "it", num_turns=1)
         except Exception as error:  # noqa: BLE001  user code may raise anything
-            yield _problem(config, key, entry.function, error, where)
+            yield _problem(config, key, entry.function, error, where, None if function is None else function.call)
 
 
-def _problem(config: Config, key: str, name: str, error: Exception, where: str) -> ConfigProblem:
+def _problem(
+    config: Config, key: str, name: str, error: Exception, where: str, function: Callable[..., Any] | None
+) -> ConfigProblem:
     original = error.__cause__ if isinstance(error, AsyncRLError) and isinstance(error.__cause__, Exception) else error
     if isinstance(original, AsyncRLError):
-        message = original.message.removeprefix(f"{key}: ").removeprefix(f"{name} ")
+        message = placed(original.message.removeprefix(f"{key}: ").removeprefix(f"{name} "), function)
         return ConfigProblem(key, name, message, f"correct the function; it was called for {where}")
     fix = f"correct the function; it was called for {where} with the response {DUMMY!r}"
     if isinstance(original, ModuleNotFoundError):

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 from anyio import to_process, to_thread
 
-from asyncrl.config.import_path import call_problem, load_registered, signature_of
+from asyncrl.config.import_path import call_problem, defined_at, load_registered, signature_of
 from asyncrl.config.interpolation import reveal
 from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
@@ -293,8 +293,9 @@ def load_reward_function(config: RewardConfig | RewardFunctionConfig, key: str =
         if given in names:
             raise ConfigError(f"{key}.kwargs.{given}: each call sets this argument; leave it out")
     if problem := call_problem(target, **dict.fromkeys(names), **kwargs):
+        subject = name if name in BUILT_IN else f"{defined_at(target)}: it"
         raise ConfigError(
-            f"{key}.function: {name} cannot be called with {', '.join(names)} (by name, since {key}.batch is "
+            f"{key}.function: {subject} cannot be called with {', '.join(names)} (by name, since {key}.batch is "
             f"{str(function.batch).lower()}) and {key}.kwargs ({', '.join(kwargs) or 'none'}): {problem}. Write "
             f"def {getattr(target, '__name__', 'score')}({', '.join([*names, *kwargs])}): ... (docs/rewards.md)"
         )

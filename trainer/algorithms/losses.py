@@ -224,7 +224,11 @@ def policy_terms(
 
 def shape_of(value: object) -> str:
     """Describe a value of the wrong type or shape."""
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a value of type {type(value).__name__}"
+    )
 
 
 class ValueTerms(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from asyncrl.config.import_path import call_problem, defined_at, load_function
+from asyncrl.config.import_path import call_problem, load_function, placed
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
@@ -33,13 +33,14 @@ def check_own_functions(config: Config) -> Iterator[ConfigProblem]:
     a toy batch, or returns something that cannot be used."""
     for key, name in own_functions(config).items():
         arguments, call = _CALLS[key.removeprefix("algorithm.")]
+        function = None
         try:
             function = load_function(name, key, {})
             if problem := call_problem(function, *arguments):
-                raise UserCodeError(f"{defined_at(function)}: it is called with ({', '.join(arguments)}): {problem}")
+                raise UserCodeError(f"it is called with ({', '.join(arguments)}): {problem}")
             _check_numbers(call(config, name), name)
         except AsyncRLError as error:
-            yield ConfigProblem(key, name, error.message.removeprefix(f"{key}: "), _FIX)
+            yield ConfigProblem(key, name, placed(error.message.removeprefix(f"{key}: "), function), _FIX)
 
 
 def _check_numbers(values: Any, name: str) -> None:

@@ -42,13 +42,13 @@ def test_functions_that_work_have_no_problem(tmp_path: Path, body: str, changes:
 @pytest.mark.parametrize(
     ("body", "changes", "consequence"),
     [
-        ("def score(a):\n    return 1.0", {}, "cannot be called with data_source, solution_str"),
+        ("def score(a):\n    return 1.0", {}, ".py:1: it cannot be called with data_source, solution_str"),
         (
             "def score(completions, **kwargs):\n    return [1.0]",
             {},
             "Write def score(data_source, solution_str, ground_truth, extra_info): ... (docs/rewards.md)",
         ),
-        ("def score(**row):\n    return 'x'", {}, "it returned 'x'; expected a finite number"),
+        ("def score(**row):\n    return 'x'", {}, ".py:1: it returned 'x'; expected a finite number"),
         ("def score(**rows):\n    return [1.0]", {"reward.batch": True}, "expected a list of 8 scores"),
         ("import no_such_package_\ndef score(**row):\n    return 1", {}, "ModuleNotFoundError: No module named"),
         ("def score(**row):\n    return row['nothing']", {}, "line 2, in score: return row['nothing'])"),

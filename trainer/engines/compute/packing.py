@@ -148,15 +148,18 @@ def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: str,
         UserCodeError: the user's function raised, or returned something else.
     """
     key, trained = "algorithm.loss_agg_mode", _trajectory_tokens(batch)
-    weights = load_function(agg_mode, key, AGGREGATIONS)(LossCounts(trained, *totals, scale))
+    found = load_function(agg_mode, key, AGGREGATIONS)(LossCounts(trained, *totals, scale))
     try:
-        return torch.as_tensor(weights, dtype=trained.dtype).expand(trained.shape)
+        weights = torch.as_tensor(found, dtype=trained.dtype)
+        if weights.shape not in ((), trained.shape):
+            raise ValueError(f"a shape of {tuple(weights.shape)}")
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserCodeError.wrap(
-            f"{key}: {agg_mode} returned {weights!r}; expected a number or a tensor of shape {tuple(trained.shape)}, "
+            f"{key}: {agg_mode} returned {found!r}; expected a number or a tensor of shape {tuple(trained.shape)}, "
             "the weight of each token of a row",
             error,
         ) from error
+    return weights.expand(trained.shape)
 
 
 def trajectory_share(batch: TensorDict) -> Tensor:
