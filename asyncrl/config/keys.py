@@ -298,6 +298,8 @@ def _type_problem(detail: Any) -> ConfigProblem:
         return ConfigProblem(name, None, "it is required here and was not given", f"give {key.kind}: {key.doc}")
     # Validators of sections raise "consequence; fix".
     message, _, fix = detail["msg"].removeprefix("Value error, ").partition("; ")
+    if detail["type"] == "literal_error":  # of a union, pydantic names the values of the first branch
+        message = "there is no such value"
     default = "" if key.section or key.default is ... else f" (default {json.dumps(key.default)})"
     fix = fix or _valid_value(key.kind, given, is_list=detail["type"] == "tuple_type")
     return ConfigProblem(name, given, f"it cannot be used: {message[0].lower()}{message[1:]}", fix + default)

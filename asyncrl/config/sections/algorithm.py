@@ -46,6 +46,33 @@ def _one_name(value: object) -> object:
     return value
 
 
+def _listed(value: object) -> object:
+    """Refuse verl's chain of statistics, which is one text."""
+    if isinstance(value, str) and "," in value:
+        raise ValueError(f"a chain of statistics is a list here; write [{value}], and a list of thresholds")
+    return value
+
+
+def _own_bounds(value: object) -> object:
+    """Refuse verl's thresholds of `rollout_rs`: `low_high` is a range of a ratio, and a chain of them is one text."""
+    if isinstance(value, str) and ("_" in value or "," in value):
+        raise ValueError(
+            "verl's low_high are bounds of a ratio, and here k1 is bounded in nats; write what `asyncrl migrate` makes "
+            "of both keys (docs/algorithms/corrections.md)"
+        )
+    return value
+
+
+def _one_bound(value: object) -> object:
+    """Refuse verl's range of importance weights."""
+    if isinstance(value, str) and len(bounds := value.split("_")) == 2:
+        raise ValueError(
+            f"verl's low_high is IcePop, which has three keys here; write {bounds[1]}, with "
+            f"rollout_is_threshold_low={bounds[0]} and rollout_is_mode=mask"
+        )
+    return value
+
+
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "abs"]
 StraightThrough = Literal["k1+", "k3+", "low_var_kl+", "abs+"]
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -113,18 +140,20 @@ class RolloutCorrectionConfig(ConfigSection):
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
     """`truncate` cuts weights to the upper threshold (TIS); `mask` sets weights outside the thresholds to 0 (MIS,
     IcePop)."""
-    rollout_is_threshold: Annotated[float, Field(gt=0)] = 2.0
+    rollout_is_threshold: Annotated[float, Field(gt=0), BeforeValidator(_one_bound)] = 2.0
     """Upper threshold of a weight."""
     rollout_is_threshold_low: Annotated[float, Field(ge=0)] = 0.0
     """Lower threshold of a weight, with `rollout_is_mode: mask`; 0: none. IcePop uses 0.5, and 5 as the upper
     threshold."""
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean over the lease; needs `bypass_mode: false`."""
-    rollout_rs: Literal["none"] | Rejection | ImportPath | tuple[Rejection | ImportPath, ...] = "none"
+    rollout_rs: Annotated[
+        Literal["none"] | Rejection | ImportPath | tuple[Rejection | ImportPath, ...], BeforeValidator(_listed)
+    ] = "none"
     """Rejection: leave out tokens, or whole responses, whose divergence between behaviour and proximal policy is out
     of bounds. `geometric` rejects responses by the geometric mean of their token ratios. Your own function gets the log
     ratios and returns a statistic of each token. A list leaves out what any of its entries rejects."""
-    rollout_rs_threshold: Bound | tuple[Bound, ...] | None = None
+    rollout_rs_threshold: Annotated[Bound | tuple[Bound, ...] | None, BeforeValidator(_own_bounds)] = None
     """Upper bound, or a list with one for each entry of `rollout_rs`. For `geometric` it is a ratio, and null means
     1.001; otherwise it bounds the statistic (k1, k2 or k3 in nats) and is required."""
     rollout_rs_threshold_low: LowBound | tuple[LowBound, ...] = 0.0

@@ -39,6 +39,9 @@ def rows(tmp_path: Path) -> str:
     return write(tmp_path / "rows.jsonl", '{"prompt": "1+1"}\n' * 100)
 
 
+CORRECTION = "algorithm.rollout_correction"
+
+
 def only_problem(*overrides: str, source: str | None = None) -> ConfigProblem:
     return single(check_config(source, overrides).problems)
 
@@ -220,6 +223,10 @@ def test_an_unknown_key_is_reported_with_the_key_that_means_it(override: str, ke
         ("trainer.optim.betas=[0.9,1.0]", "less than 1"),
         ("rollout.sampling.top_k=0", "no token could be drawn"),
         ("rollout.val.top_k=-2", "no token could be drawn"),
+        (f"{CORRECTION}.rollout_rs='token_k1,seq_mean_k3'", "write [token_k1,seq_mean_k3], and a list of thresholds"),
+        (f"{CORRECTION}.rollout_rs=token_k9", "there is no such value"),
+        (f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'", "bounds of a ratio, and here k1 is bounded in nats"),
+        (f"{CORRECTION}.rollout_is_threshold='0.5_5.0'", "write 5.0, with rollout_is_threshold_low=0.5"),
         ("trainer.test_freq=0", "no number of steps"),
         ("trainer.save_freq=-2", "no number of steps"),
         ("rollout.n=4,8", "one run"),
