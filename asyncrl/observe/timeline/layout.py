@@ -121,13 +121,14 @@ class TrackPlace(NamedTuple):
 
 @cache
 def place_of(part: str, event: str) -> TrackPlace:
-    """Return the place of an event recorded by `part`; an unknown event has a group with its name."""
+    """Return the place of an event recorded by `part`. An event of the user's code has a group with its name."""
     if event == "trajectory":
         return TrackPlace(TRAJECTORIES, "conversations", STATE["sample"])
     if event in _SAMPLE_GROUPS:
         part, (group, state) = SAMPLES, _SAMPLE_GROUPS[event]
     else:
-        group, state = _PART_GROUPS.get(event, (event, "other"))
+        own = f"{event} (own)" if event in _GROUP_ORDER else event
+        group, state = _PART_GROUPS.get(event, (own, "other"))
     return TrackPlace(part, group, STATE[state])
 
 

@@ -185,6 +185,23 @@ def test_the_users_code_records_under_names_of_its_own(tmp_path: Path) -> None:
     assert lines[1]["duration_s"] < 0.1
 
 
+def test_the_example_of_the_page_records_its_events(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "profiling.md", "exec"), names)
+    profile.configure("rollouter", ProfilerSettings("summary", tmp_path))
+    try:
+        anyio.run(names["search"], "two words")
+    finally:
+        profile.close()
+    lines = [json.loads(line) for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
+    assert [(line["event"], line.get("words"), line.get("hits")) for line in lines] == [
+        ("index.lookup", 2, 3),
+        ("index.done", None, None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "problem"),
     [

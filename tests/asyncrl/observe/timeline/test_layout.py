@@ -211,8 +211,9 @@ def test_blocks_are_sorted_by_part_and_number() -> None:
     assert sorted(names, key=block_order) == ordered
 
 
-def test_an_unknown_event_has_a_group_with_its_name() -> None:
+def test_an_event_of_the_users_code_has_a_group_with_its_name() -> None:
     assert place_of("rollouter", "something.new") == ("rollouter", "something.new", STATE["other"])
+    assert place_of("queue", "commits").group == "commits (own)" != place_of("queue", "queue.commit").group
     assert place_of("trainer", "sample.dropped").block == "samples"
 
 
