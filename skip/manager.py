@@ -170,8 +170,9 @@ class SkipManager:
         instance = cls.skip_instances.get(role)
         if instance is None or _suspended.get() or not instance.is_enabled():
             return None
-        # verl's batches mark validation like this.
-        marks = (getattr(value, "meta_info", None) for value in (*args, *kwargs.values()))
+        # verl's batches mark validation like this, a DataProto in the first and a TensorDict in the second.
+        names = ("meta_info", "non_tensor_data")
+        marks = (getattr(value, name, None) for value in (*args, *kwargs.values()) for name in names)
         is_validation = any(isinstance(mark, Mapping) and mark.get("validate") for mark in marks)
         return None if is_validation else instance.active
 

@@ -163,7 +163,7 @@ async def test_validation_is_neither_loaded_nor_dumped(tmp_path: Path, stage: Nu
         await stage(1, role)
     SkipManager.set_step(1)
     validation, training = (SimpleNamespace(meta_info={"validate": value}) for value in (True, False))
-    stage.plain(role, 1, batch=validation)
+    stage.plain(role, 1, batch=SimpleNamespace(non_tensor_data={"validate": True}))
     assert SkipManager.status() == {role: {}} and os.listdir(tmp_path) == []
     stage.plain(role, 1, batch=training)
     stage.plain(role, 1, batch=validation)
