@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
@@ -37,6 +37,12 @@ from asyncrl.queue.sample_queue import LocalSampleQueue
 from asyncrl.storage.checkpoint_claim import read_run_id
 from asyncrl.storage.checkpoint_manifest import HF_DIRECTORY, NO_REWINDS, Progress, find_latest, run_identity
 from asyncrl.storage.remote_checkpoints import remote_checkpoints
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    from rollouter.prompts.demonstrations import LoadedDemonstrations
+    from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints
+    from trainer.schedule import RowOrder
+    from trainer.workers.worker import RoleGroup
 
 TICK_S = 1.0
 _PATIENCE_S = 10.0
@@ -76,62 +82,23 @@ async def _sft(config: Config, run: OpenedRun) -> int:
 
 async def _train(config: Config, run: OpenedRun, records: SupervisedRecords, interrupts: Interrupts) -> None:
     """Read the rows, start the ranks and train. The first interrupt stops after the current step, with a checkpoint."""
-    from rollouter.prompts.chat_template import load_tokenizer
-    from rollouter.prompts.demonstrations import load_demonstrations
-    from trainer.algorithms.objective import SupervisedLoss
-    from trainer.checkpoints import CheckpointDirectory, HfExportSettings, RoleCheckpoints
-    from trainer.schedule import RowOrder
     from trainer.supervised import SupervisedLoop
     from trainer.workers.group import TrainerGroups
 
-    view, run_dir, resume, trainer = run.view, run.run_dir, run.resume, config.trainer
+    view, resume, trainer = run.view, run.resume, config.trainer
     view.phase("reading the rows")
-    tokenizer = await to_thread.run_sync(load_tokenizer, config.model)
-    train = await to_thread.run_sync(load_demonstrations, config, tokenizer, "train")
-    validation = await to_thread.run_sync(load_demonstrations, config, tokenizer, "val")
-    if train is None:
-        raise ConfigError("data.train_files: empty, so there is nothing to learn; set it, or data.dataset")
-    order = RowOrder.from_config(config, len(train.rows))
-    if not order.total_steps:
-        raise ConfigError(
-            f"trainer.ppo_mini_batch_size={order.batch_rows}: {len(train.rows)} rows do not fill a step; lower it, or "
-            "set trainer.partial_final_batch=train"
-        )
+    train, validation, order = await to_thread.run_sync(_read_rows, config)
     progress = replace(resume.manifest.progress) if resume is not None else Progress()
     records.begin(order.total_steps, progress, train, validation)
-    history = resume.history if resume is not None else NO_REWINDS
-    files = CheckpointDirectory(
-        run_dir.checkpoints,
-        identity=run_identity(config),
-        keep=trainer.max_checkpoints_to_keep,
-        history=history,
-        run_id=None if run_dir.checkpoint_dir is None else read_run_id(run_dir.path),
-        remote=await to_thread.run_sync(remote_checkpoints, run_dir),
-    )
+    files = await to_thread.run_sync(_checkpoint_directory, config, run)
     view.phase(f"loading {config.model.path} into {trainer.num_workers} rank(s)")
-    groups = await TrainerGroups.start(config, run_dir=run_dir.path)
+    groups = await TrainerGroups.start(config, run_dir=run.run_dir.path)
     try:
         actor = groups.roles["actor"]
-        await actor.set_loss_fn(SupervisedLoss())
-        if resume is not None:
-            await to_thread.run_sync(files.set_abandoned_aside)
-        if resume is not None and resume.checkpoint is not None:
-            await actor.load_checkpoint(resume.checkpoint / "actor")
-        await actor.plan(order.total_steps)
-        checkpoints = RoleCheckpoints(
-            files,
-            {"actor": actor},
-            # Checkpoints contain sample counts; there are no samples.
-            LocalSampleQueue(QueueOptions(1, Pacing(1, 0.0))),
-            step=progress.step,
-            save_freq=trainer.save_freq,
-            export=HfExportSettings.from_config(config),
-            call_limit_s=config.timeouts.train_s,
-            waits=WaitBoard(),
-        )
+        await _prepare(actor, files, run, order.total_steps)
         loop = SupervisedLoop(
             actor,
-            checkpoints,
+            _checkpoints(config, files, actor, progress),
             rows=train.rows,
             order=order,
             validation=validation.rows if validation is not None else (),
@@ -152,6 +119,71 @@ async def _train(config: Config, run: OpenedRun, records: SupervisedRecords, int
             tasks.cancel_scope.cancel()
     finally:
         await groups.close()
+
+
+def _read_rows(config: Config) -> tuple[LoadedDemonstrations, LoadedDemonstrations | None, RowOrder]:
+    """Return the rows of training and validation, and the order of the training rows. Blocking.
+
+    Raises:
+        ConfigError: the rows cannot be used, or do not fill a step.
+    """
+    from rollouter.prompts.chat_template import load_tokenizer
+    from rollouter.prompts.demonstrations import load_demonstrations
+    from trainer.schedule import RowOrder
+
+    tokenizer = load_tokenizer(config.model)
+    train, validation = (load_demonstrations(config, tokenizer, split) for split in ("train", "val"))
+    if train is None:
+        raise ConfigError("data.train_files: empty, so there is nothing to learn; set it, or data.dataset")
+    order = RowOrder.from_config(config, len(train.rows))
+    if not order.total_steps:
+        raise ConfigError(
+            f"trainer.ppo_mini_batch_size={order.batch_rows}: {len(train.rows)} rows do not fill a step; lower it, or "
+            "set trainer.partial_final_batch=train"
+        )
+    return train, validation, order
+
+
+def _checkpoint_directory(config: Config, run: OpenedRun) -> CheckpointDirectory:
+    from trainer.checkpoints import CheckpointDirectory
+
+    run_dir, resume = run.run_dir, run.resume
+    return CheckpointDirectory(
+        run_dir.checkpoints,
+        identity=run_identity(config),
+        keep=config.trainer.max_checkpoints_to_keep,
+        history=resume.history if resume is not None else NO_REWINDS,
+        run_id=None if run_dir.checkpoint_dir is None else read_run_id(run_dir.path),
+        remote=remote_checkpoints(run_dir),
+    )
+
+
+async def _prepare(actor: RoleGroup, files: CheckpointDirectory, run: OpenedRun, total_steps: int) -> None:
+    """Set the loss and the schedule of the ranks, and load the checkpoint from which the run continues."""
+    from trainer.algorithms.objective import SupervisedLoss
+
+    await actor.set_loss_fn(SupervisedLoss())
+    if run.resume is not None:
+        await to_thread.run_sync(files.set_abandoned_aside)
+        if run.resume.checkpoint is not None:
+            await actor.load_checkpoint(run.resume.checkpoint / "actor")
+    await actor.plan(total_steps)
+
+
+def _checkpoints(config: Config, files: CheckpointDirectory, actor: RoleGroup, progress: Progress) -> RoleCheckpoints:
+    from trainer.checkpoints import HfExportSettings, RoleCheckpoints
+
+    return RoleCheckpoints(
+        files,
+        {"actor": actor},
+        # Checkpoints contain sample counts; there are no samples.
+        LocalSampleQueue(QueueOptions(1, Pacing(1, 0.0))),
+        step=progress.step,
+        save_freq=config.trainer.save_freq,
+        export=HfExportSettings.from_config(config),
+        call_limit_s=config.timeouts.train_s,
+        waits=WaitBoard(),
+    )
 
 
 class SupervisedRecords:

@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl.config.environment import local_path
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
 from asyncrl.core.types import Demonstration
 from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.chat_template import encode_text, end_token_ids, render
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
+_CHECKED_ROWS = 100
+"""Rows of the user's function that are checked before a run."""
 
 
 class LoadedDemonstrations(NamedTuple):
@@ -209,10 +211,17 @@ def _demonstration(ids: list[int], mask: list[bool]) -> Demonstration:
 def check_demonstrations(
     config: Config, *, limit_s: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[ConfigProblem]:
-    """Yield a problem for the first row of each data file that is no demonstration, among the rows that can be read
-    within `limit_s`: without a tokenizer and a cache. Files that are not on this machine are skipped."""
-    until = clock() + limit_s
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+    """Yield a problem for the first row of each data file that is no demonstration, among the rows that the run uses
+    and that can be read within `limit_s`: without a tokenizer and a cache. Files that are not on this machine are
+    skipped. Of the user's `data.dataset`, the first rows are checked."""
+    until, data = clock() + limit_s, config.data
+    if data.dataset is not None:
+        yield from _check_own_rows(config, data.dataset)
+        return
+    for key, files, left in (
+        ("data.train_files", data.train_files, data.max_train_samples),
+        ("data.val_files", data.val_files, data.max_val_samples),
+    ):
         for name in files:
             path = local_path(name)
             if path is None or not path.is_file():
@@ -222,10 +231,23 @@ def check_demonstrations(
                 for row, where in rows_of(name, path):
                     if clock() > until:
                         return
-                    empty = False
+                    if left == 0:
+                        break
+                    empty, left = False, None if left is None else left - 1
                     conversation(row, where, config)
-                if empty:
+                if empty and left != 0:
                     yield ConfigProblem(key, name, "the file is empty: it has no rows", "give a file with rows")
             except DataError as error:
                 consequence, fix = consequence_and_fix(error)
                 yield ConfigProblem(key, name, consequence, f"{fix} (docs/sft.md)")
+
+
+def _check_own_rows(config: Config, name: str) -> Iterator[ConfigProblem]:
+    try:
+        for split in ("train", "val"):
+            if (rows := OwnRows.load(config.data, split)) is not None:
+                for index in range(min(len(rows), _CHECKED_ROWS)):
+                    conversation(rows.row(index), rows.where(index), config)
+    except AsyncRLError as error:
+        fix = "correct the function; docs/sft.md says what a row is"
+        yield ConfigProblem("data.dataset", name, error.message.removeprefix("data.dataset: "), fix)

@@ -165,6 +165,28 @@ def test_a_wrong_row_is_found_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train_files: .*line 2"):
         load_demonstrations(config, TOKENIZER, "train")
     assert list(check_demonstrations(config, limit_s=-1.0)) == []
+    one_row = config.model_copy(update={"data": config.data.model_copy(update={"max_train_samples": 1})})
+    assert list(check_demonstrations(one_row, limit_s=5.0)) == [], "the run does not use the second row"
     (tmp_path / "rows.jsonl").write_text("")
     (problem,) = check_demonstrations(config, limit_s=5.0)
     assert "the file is empty" in problem.consequence
+
+
+@pytest.mark.parametrize(
+    ("code", "consequence"),
+    [
+        ("def rows(split):\n    return [{'prompt': '1+2=', 'response': '#3'}]\n", ""),
+        ("def rows(split):\n    return [{'prompt': '1+2='}]\n", "mine.py:rows train, row 0: there is neither a field"),
+        ("def rows(split):\n    return missing\n", "mine.py:2: NameError: name 'missing' is not defined"),
+        ("def rows():\n    return []\n", "mine.py:1: it is called with (split, **dataset_kwargs)"),
+    ],
+)
+def test_a_data_set_of_the_users_is_called_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, consequence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(code)
+    own = {"train_files": [], "val_files": [], "dataset": "mine.py:rows"}
+    problems = list(check_demonstrations(Config.model_validate({"mode": "sft", "data": own}), limit_s=5.0))
+    assert [one.key for one in problems] == ["data.dataset"] * bool(consequence)
+    assert all(consequence in one.consequence for one in problems), problems
