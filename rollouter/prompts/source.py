@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.import_path import call_problem, defined_at, load_function
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import DataConfig
 from asyncrl.config.sections.rollout import SamplingConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from asyncrl.core.types import Prompt, SampleId
@@ -250,29 +251,7 @@ def load_prompts(
             )
         except DataError as error:
             raise ConfigError(f"{key}: {error.message}", error.cause) from error
-        if prompts.num_overlong:
-            logger.warning(
-                "%s: %d of %d prompts are longer than data.max_prompt_length = %d (overlong_prompts: %s)",
-                key,
-                prompts.num_overlong,
-                len(encoded),
-                data.max_prompt_length,
-                data.overlong_prompts,
-            )
-        missing, first = prompts.lacks_tools_kwargs
-        if missing:
-            logger.warning(
-                "%s: %d rows, the first one %s, set extra_info.need_tools_kwargs and have no extra_info.tools_kwargs: "
-                "their tools get no arguments from the row",
-                key,
-                missing,
-                first,
-            )
-        if not len(prompts):
-            raise ConfigError(
-                f"{key}: no prompt is left of {len(encoded)} rows, so the run has nothing to do. Raise "
-                f"data.max_prompt_length = {data.max_prompt_length}, or check the files"
-            )
+        _check_prompts(prompts, len(encoded), key, data)
         return prompts
 
     train = None if config.validates_only else load("train", data.max_train_samples)
@@ -288,6 +267,33 @@ def load_prompts(
         num_filtered=train.num_filtered,
         num_val_filtered=val.num_filtered if val else 0,
     )
+
+
+def _check_prompts(prompts: PromptSet, num_rows: int, key: str, data: DataConfig) -> None:
+    """Warn of rows that are not used as they are. Raises `ConfigError`: no prompt is left of `num_rows`."""
+    if prompts.num_overlong:
+        logger.warning(
+            "%s: %d of %d prompts are longer than data.max_prompt_length = %d (overlong_prompts: %s)",
+            key,
+            prompts.num_overlong,
+            num_rows,
+            data.max_prompt_length,
+            data.overlong_prompts,
+        )
+    missing, first = prompts.lacks_tools_kwargs
+    if missing:
+        logger.warning(
+            "%s: %d rows, the first one %s, set extra_info.need_tools_kwargs and have no extra_info.tools_kwargs: "
+            "their tools get no arguments from the row",
+            key,
+            missing,
+            first,
+        )
+    if not len(prompts):
+        raise ConfigError(
+            f"{key}: no prompt is left of {num_rows} rows, so the run has nothing to do. Raise "
+            f"data.max_prompt_length = {data.max_prompt_length}, or check the files"
+        )
 
 
 def _rows(config: Config, split: str, cache: DataCache, report: Report) -> RowSource | None:
