@@ -144,6 +144,11 @@ class VerlRun:
         return int(self.number("trainer.nnodes", 1) * self.number("trainer.n_gpus_per_node", 8))
 
     @property
+    def num_workers(self) -> int:
+        """Training ranks of asyncrl: verl's GPUs for training, or half of those that training and generation share."""
+        return self.gpus if self.asynchronous else max(1, self.gpus // 2)
+
+    @property
     def num_replicas(self) -> int:
         """Engines of asyncrl: verl's GPUs for generation, or half of those that training and generation share."""
         size = max(1, int(self.number(f"{ROLLOUT}.tensor_model_parallel_size", 2)))
@@ -220,7 +225,9 @@ def _positive(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 
 
 @_derivation
-def _none(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
+def _importance_weights(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
+    if value and run.get(f"{_CORRECTION}.bypass_mode") and run.get(f"{_CORRECTION}.loss_type") != "reinforce":
+        raise NoCounterpart("in bypass mode the ratio of verl's ppo_clip is the weight, and these are only measured")
     return {_to(name): value or "none"}
 
 
@@ -322,7 +329,14 @@ def _rollout_steps(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 
 @_derivation
 def _trainer_gpus(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
-    return {name: value} if run.asynchronous else {"trainer.num_workers": max(1, run.gpus // 2)}
+    return {name: value} if run.asynchronous else {"trainer.num_workers": run.num_workers}
+
+
+@_derivation
+def _fsdp_size(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
+    if value <= 0 or value >= run.num_workers:
+        raise NoCounterpart(f"all ranks share the model, as by asyncrl's default of {_to(name)}")
+    return {_to(name): value}
 
 
 @_derivation
@@ -381,7 +395,8 @@ def _bypass_loss(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 def _filter_limit(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
     if value <= 0:
         raise NoCounterpart("there is no limit in verl; asyncrl's default stops a run that no longer learns")
-    return {_to(name): int(value * run.number("data.train_batch_size", 1024))}
+    batch = run.mini_batch * run.batches_per_lease if run.asynchronous else run.number("data.train_batch_size", 1024)
+    return {_to(name): int(value * batch)}
 
 
 @_derivation

@@ -195,6 +195,7 @@ def test_a_conversation_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = values(migration)
     assert found["rollout.multi_turn.enable"] is True
     assert found["rollout.multi_turn.max_assistant_turns"] == 5
+    assert found["rollout.multi_turn.max_parallel_calls"] == 1, "verl's default"
     schema = {"type": "function", "function": {"name": "calc_gsm8k_reward"}}
     own = {"function": "functions.py:calc"}
     assert found["rollout.multi_turn.tools"] == [{"class_name": "gsm8k", "tool_schema": schema}, own]
@@ -233,6 +234,34 @@ def test_a_conversation_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_one_key(override: str, name: str, value: Any, how: str) -> None:
     found = migrate(None, [*GSM8K, override]).keys.get(name)
     assert (found.value, found.how) == (value, how) if found else value is None
+
+
+BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.rollout_rs=null")
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "expected"),
+    [
+        (GSM8K, ["actor_rollout_ref.actor.use_kl_loss=true"], {"algorithm.kl_loss_type": "low_var_kl"}),
+        (MEGATRON, ["actor_rollout_ref.actor.kl_loss_type=k3"], {"algorithm.kl_loss_type": "low_var_kl"}),
+        (MEGATRON, ["actor_rollout_ref.actor.kl_loss_type=k3+"], {"algorithm.kl_loss_type": "low_var_kl+"}),
+        (MEGATRON, ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2"], {"trainer.fsdp_size": 2}),
+        (MEGATRON, ["actor_rollout_ref.actor.fsdp_config.fsdp_size=8"], {"trainer.fsdp_size": None}),
+        (MEGATRON, ["actor_rollout_ref.actor.fsdp_config.fsdp_size=-1"], {"trainer.fsdp_size": None}),
+        (MEGATRON, ["+actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=4096"],
+         {"rollout.max_model_len": 4096}),
+        (FULLY_ASYNC, ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=10"],
+         {"algorithm.filter_groups.max_consecutive": 10 * 4 * 32}),
+        (FULLY_ASYNC, BYPASS, {"algorithm.rollout_correction.rollout_is": None}),
+        (FULLY_ASYNC, [*BYPASS, "algorithm.rollout_correction.loss_type=reinforce"],
+         {"algorithm.rollout_correction.rollout_is": "token", "algorithm.policy_loss": "reinforce"}),
+    ],
+)  # fmt: skip
+def test_values_that_depend_on_other_keys(
+    base: Sequence[str], overrides: Sequence[str], expected: Mapping[str, Any]
+) -> None:
+    found = values(migrated([*base, *overrides]))
+    assert {name: found.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
