@@ -26,6 +26,7 @@ from asyncrl.queue.actor import QueueClient
 from asyncrl.queue.payloads import make_payloads
 from asyncrl.queue.turn_log import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
+from rollouter.agent.parsing import AUTO
 from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
 from rollouter.gateway.external import ExternalAgent
 from rollouter.gateway.protocol import GatewayResponse
@@ -68,11 +69,12 @@ class RolloutActor:
         self._links: list[ActorLink] = []
         self._health = ProcessMonitor("rollouter") if ray.is_initialized() else None
 
-    async def prepare(self, run_dir: str) -> Mapping[str, int]:
+    async def prepare(self, run_dir: str) -> Mapping[str, Any]:
         """Load data, tokenizer and reward functions. This needs no engine, so it can run while the engines start.
 
         Returns:
-            `num_prompts` per epoch, `num_val_prompts`, `num_filtered` and `num_val_filtered` (over-length prompts).
+            `num_prompts` per epoch, `num_val_prompts`, `num_filtered` and `num_val_filtered` (over-length prompts), and
+            `call_format`: the parser of tool calls that `rollout.multi_turn.format: auto` has found, or "".
 
         Raises:
             ConfigError, DataError, UserCodeError: the data, the tokenizer or a reward function is unusable.
@@ -85,11 +87,13 @@ class RolloutActor:
                 tasks.start_soon(link.load)
             task = await to_thread.run_sync(load_task, self._config, None, self._report)
         self._task, self._run_dir, self._loading = task, Path(run_dir), ""
+        finds_format = self._config.rollout.multi_turn.format == AUTO
         return {
             "num_prompts": len(task.prompts),
             "num_val_prompts": len(task.val_prompts) if task.val_prompts is not None else 0,
             "num_filtered": task.num_filtered,
             "num_val_filtered": task.num_val_filtered,
+            "call_format": task.agent.call_format if task.agent is not None and finds_format else "",
         }
 
     def _report(self, progress: str) -> None:

@@ -181,7 +181,7 @@ class SupervisedRollouter(_SupervisedActor):
     rollout_start: Callable[[], RolloutStart]
     """Returns the start values of the next process, such as what it validates first."""
     name: PartName = field(default="rollouter", init=False)
-    prepared: Mapping[str, int] = field(default_factory=dict, init=False)
+    prepared: Mapping[str, Any] = field(default_factory=dict, init=False)
     """The answer of `RolloutActor.prepare`."""
 
     def _list_processes(self, status: ActorStatus) -> list[ProcessInfo]:

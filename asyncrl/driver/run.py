@@ -197,6 +197,8 @@ class Run:
             self._view.message("warning", message)
         if filtered := prepared["num_filtered"] + prepared["num_val_filtered"]:
             self._view.message("warning", f"{filtered} prompts over data.max_prompt_length were left out")
+        if parser := prepared["call_format"]:
+            self._view.message("", f"the parser of tool calls: {parser} (rollout.multi_turn.format=auto)")
         with attribute_failure_to("queue"):
             await self._start_queue(prepared["num_prompts"])
         group.start_soon(self._services.probe_queue)

@@ -120,6 +120,11 @@ class BuiltInAgent:
             if self._tools is not None:
                 await self._tools.__aexit__(kind, error, trace)
 
+    @property
+    def call_format(self) -> str:
+        """The name of the parser of tool calls."""
+        return self.parser.format
+
     def chat_of(self, prompt: Prompt) -> ChatTokenizer:
         """Return the chat template with the tools of a row."""
         schemas = {str(schema["function"]["name"]): schema for schema in self.schemas}

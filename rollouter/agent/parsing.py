@@ -75,6 +75,7 @@ class ToolCallParser:
         Raises:
             ConfigError: there is no parser of that name, or it needs another tokenizer.
         """
+        self.format = format
         self._tokenizer = tokenizer
         self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id})
         """Tokens that are omitted at the end of a turn."""

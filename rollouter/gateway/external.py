@@ -60,6 +60,11 @@ class ExternalAgent:
         self.gateway = AgentGateway()
         self._waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
+    @property
+    def call_format(self) -> str:
+        """The name of the parser of tool calls."""
+        return self._cache.format
+
     def serve_at(self, base_url: str, incarnation: int) -> None:
         """Set the URL of the endpoint and the Rollouter's incarnation; to be called before any trajectory."""
         self._base_url = base_url

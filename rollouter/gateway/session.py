@@ -124,7 +124,7 @@ class ChatCache:
         If the parser does not fit the tokenizer, requests with tools fail, but not this call: a run may have no tools.
         """
         self._tokenizer = tokenizer
-        self._format = format
+        self.format = format
         self._template_kwargs = template_kwargs
         self._end_ids = end_ids
         self._known: OrderedDict[str, ChatFormat] = OrderedDict()
@@ -171,7 +171,7 @@ class ChatCache:
     def _make(self, request: ChatRequest) -> ChatFormat:
         if request.parse_calls and self._unfit is not None:
             raise self._unfit
-        format = self._format if request.parse_calls else NO_TOOLS
+        format = self.format if request.parse_calls else NO_TOOLS
         try:
             chat = ChatTokenizer(
                 self._tokenizer,

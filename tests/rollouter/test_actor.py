@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
+from asyncrl.config.compose import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.config.sections.reward import RewardConfig
@@ -221,10 +222,19 @@ async def test_prepare_counts_prompts_and_a_run_without_prepare_is_a_bug(tmp_pat
     assert (await actor.status())["loading"] == "tokenizing data.train_files: 3 of 4 rows"
     counts = await actor.prepare(str(tmp_path / "run"))
     assert "loading" not in await actor.status()
-    assert counts == {"num_prompts": 6, "num_val_prompts": 2, "num_filtered": 1, "num_val_filtered": 0}
+    assert counts == {
+        "num_prompts": 6, "num_val_prompts": 2, "num_filtered": 1, "num_val_filtered": 0, "call_format": "",
+    }  # fmt: skip
     profile.note("sample.ready")
     profile.flush()
     assert (tmp_path / "run" / "events" / "step_000000" / "rollouter.jsonl").exists()
+
+
+async def test_prepare_returns_the_parser_that_auto_finds(tmp_path: Path) -> None:
+    files = ["data.max_train_samples=1", "data.val_files=[]", f"data.cache_dir={tmp_path / 'cache'}"]
+    config = load_config("calculator", ["rollout.multi_turn.format=auto", *files])
+    prepared = await RolloutActor(config).prepare(str(tmp_path / "run"))
+    assert prepared["call_format"] == "hermes"
 
 
 def test_a_bad_reward_function_fails_before_data_is_read(tmp_path: Path) -> None:

@@ -85,7 +85,9 @@ class Parts:
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
                 rollouter, trainer = self._rollouter_part, self._trainer_part
-                rollouter.prepared = {"num_prompts": 64, "num_filtered": 0, "num_val_filtered": 0}
+                rollouter.prepared = {
+                    "num_prompts": 64, "num_filtered": 0, "num_val_filtered": 0, "call_format": "hermes",
+                }  # fmt: skip
                 rollouter.start, trainer.start = AsyncMock(), parts._start  # type: ignore[method-assign]
                 rollouter.run, trainer.run = parts._generate, parts._train  # type: ignore[method-assign]
                 rollouter.kill = trainer.kill = rollouter.stop = AsyncMock()  # type: ignore[method-assign]
@@ -360,6 +362,13 @@ def test_without_a_journal_all_records_have_the_counts_of_the_queues_last_answer
     state = parts.actor._queue.state
     assert counts == counts_of(state.counts(), generated=parts.tokens, trained=state.trained_tokens)
     assert counts.samples["fed"] > 0
+
+
+def test_the_parser_that_auto_has_found_is_shown(
+    parts: Parts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch_module.launch(config_of(tmp_path))
+    assert "the parser of tool calls: hermes (rollout.multi_turn.format=auto)" in capsys.readouterr().out
 
 
 def test_a_queue_without_a_journal_that_is_gone_has_the_counts_of_its_previous_answer(
