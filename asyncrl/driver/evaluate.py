@@ -128,7 +128,8 @@ def _of_checkpoint(path: Path, checkpoint: str) -> EvaluatedModel:
     if not (path / HF_DIRECTORY / "config.json").is_file():
         raise ConfigError(
             f"checkpoint={checkpoint}: {path / HF_DIRECTORY} has no model in Hugging Face format, which engines load: "
-            "the checkpoint is incomplete, or was written without it. Give another checkpoint"
+            "the checkpoint is incomplete, or was written without it (trainer.hf_export=last or never). Give another "
+            "checkpoint, or continue the run with resume=auto: it writes the model at its end, unless it is never"
         )
     run_dir = next((one for one in path.parents[:2] if (one / "config.yaml").is_file()), None)
     return EvaluatedModel(str(path / HF_DIRECTORY), run_dir)
@@ -399,6 +400,8 @@ async def _answer(
         prepared = await call("rollouter", rollouter.prepare.remote(str(directory)), limit_s, doing="reading the data")
         if filtered := prepared["num_val_filtered"]:
             view.message("warning", f"{filtered} prompts over data.max_prompt_length were left out")
+        if parser := prepared["call_format"]:
+            view.message("", f"the parser of tool calls: {parser} (rollout.multi_turn.format=auto)")
 
     async def stop() -> None:
         view.phase("stopping; Ctrl-C again stops at once")
