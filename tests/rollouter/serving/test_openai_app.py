@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import anyio
 import openai
 import pytest
 import ray
@@ -156,6 +157,17 @@ def test_failures_of_engines_show_no_internals(failure: Any, status: int, code: 
     answer = client(Replica(failure)).post("/v1/chat/completions", json=QUESTION)
     assert error_of(answer, status) | {"message": ""} == {
         "message": "", "type": "server_error", "param": None, "code": code}  # fmt: skip
+
+
+def test_an_answer_that_takes_too_long_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Replica):
+        async def remote(self, body: Any, info: Any) -> AsyncIterator[Any]:
+            await anyio.sleep(30)
+            yield chat_answer()
+
+    monkeypatch.setattr("ray.llm._internal.serve.core.ingress.ingress.DEFAULT_LLM_ROUTER_HTTP_TIMEOUT", 0.1)
+    error = error_of(client(Slow()).post("/v1/chat/completions", json=QUESTION), 408)
+    assert (error["code"], error["message"]) == ("timeout", "the request took too long")
 
 
 def test_a_stream_that_fails_ends_with_an_error_event() -> None:
