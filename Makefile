@@ -24,10 +24,10 @@ STAMP := $(VENV)/.set-up-for
 # Checksum of the lock file, pyproject.toml and GPU: if it changes, the environment is out of date.
 WANTED := $(shell { echo "gpu=$(GPU)"; cat $(LOCK) pyproject.toml; } | cksum | tr -d ' ')
 
-.PHONY: help setup demo test slow lint format lock docs clean
+.PHONY: help setup bench-setup demo test slow lint format lock docs clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /|/' | awk -F '|' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /|/' | awk -F '|' '{ printf "  make %-11s %s\n", $$1, $$2 }'
 
 setup: ## create or update .venv (about 3 minutes the first time; GPU=1 on a machine with NVIDIA GPUs)
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" = "$(WANTED)" ] && [ -x $(VENV)/bin/asyncrl ]; then exit 0; fi
@@ -60,6 +60,19 @@ setup: ## create or update .venv (about 3 minutes the first time; GPU=1 on a mac
 	fi
 	echo "$(WANTED)" > $(STAMP)
 	echo "setup: done"
+
+bench-setup: setup ## create .bench/, an environment for each peer of python -m benchmarks.compare (about 8 minutes)
+	@for list in benchmarks/compare/requirements-*.txt; do
+	  peer=$${list##*requirements-}; venv=.bench/$${peer%.txt}; wanted=$$(cat $(LOCK) $$list | cksum | tr -d ' ')
+	  if [ "$$(cat $$venv/.set-up-for 2>/dev/null)" = "$$wanted" ]; then continue; fi
+	  echo "bench-setup: installing $$list into $$venv"
+	  $(PY) -m venv --clear $$venv
+	  install="$$venv/bin/python -m pip --disable-pip-version-check install --quiet --no-deps"
+	  $$install 'torch==$(TORCH)+cpu' 2>/dev/null || $$install --index-url $(TORCH_INDEX) 'torch==$(TORCH)+cpu'
+	  $$install -r $(LOCK)
+	  # A peer that cannot be installed does not stop the others: the comparison lists it with its error.
+	  if $$install -r $$list 2> >(tee $$venv/install.err >&2); then echo "$$wanted" > $$venv/.set-up-for; fi
+	done
 
 demo: setup ## train the included model: asyncrl launch fully_async
 	@$(VENV)/bin/asyncrl launch fully_async

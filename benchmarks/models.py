@@ -47,7 +47,7 @@ def make_llama(directory: Path, shape: TransformerShape) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        **_dimensions(shape),
+        **dimensions(shape),
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -69,7 +69,7 @@ def make_qwen(directory: Path, shape: TransformerShape) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(**_dimensions(shape))
+    config = Qwen2Config(**dimensions(shape))
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     save_tokenizer(directory, shape.vocab_size)
     return directory
@@ -86,7 +86,7 @@ def save_tokenizer(directory: Path, vocab_size: int) -> None:
     (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def _dimensions(shape: TransformerShape) -> dict[str, Any]:
+def dimensions(shape: TransformerShape) -> dict[str, Any]:
     """Return the config values of transformers, with tied embeddings."""
     return {
         "vocab_size": shape.vocab_size,

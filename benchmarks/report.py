@@ -37,7 +37,7 @@ def arguments(description: str | None, name: str, *, json_to_stdout: bool = Fals
     )
     optional: dict[str, Any] = {"nargs": "?", "const": STDOUT} if json_to_stdout else {}
     text = "also write the result as JSON" + "; without FILE, print JSON instead of the tables" * json_to_stdout
-    parser.add_argument("--json", type=_output_file, metavar="FILE", help=text, **optional)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help=text, **optional)
     return parser
 
 
@@ -48,7 +48,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def _output_file(text: str) -> Path:
+def output_file(text: str) -> Path:
     """Fail before the measurement if the file cannot be written."""
     path = Path(text)
     if path == STDOUT:
