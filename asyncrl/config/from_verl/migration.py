@@ -25,6 +25,8 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import commented_yaml, inline
 
 _TOOLS = "rollout.multi_turn.tools"
+_MISSPELT = 0.965
+"""Similarity above which a key that only a pattern matches is taken for a misspelt one: verl has many similar keys."""
 How = Literal["same", "renamed", "derived", "default"]
 
 
@@ -141,6 +143,13 @@ def _schema_order(name: str) -> tuple[int, ...]:
     return tuple(order.get(".".join(parts[: end + 1]), len(order)) for end in range(len(parts)))
 
 
+def _hint(name: str, cutoff: float) -> str:
+    """Return the end of a sentence about a key that may be a misspelt one of verl; empty if none is similar."""
+    known = [key.name for key in foreign_keys() if key.system == VERL and not key.is_pattern]
+    close = get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 @dataclass
 class _Translation:
     """What a run of verl has been translated into so far."""
@@ -155,16 +164,14 @@ class _Translation:
         if entry is None and name in all_keys():
             entry = ForeignKey(VERL, name, (name,))
         if entry is None:
-            known = [key.name for key in foreign_keys() if key.system == VERL and not key.is_pattern]
-            close = get_close_matches(name, known, n=1, cutoff=0.85)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            self.left_out.append((name, value, f"it is no documented key of verl{hint}"))
+            self.left_out.append((name, value, f"it is no documented key of verl{_hint(name, 0.85)}"))
             return
         try:
             values = translate(entry, self.run, name)
         except NoCounterpart as reason:
             if how is None:
-                self.left_out.append((name, value, str(reason)))
+                hint = _hint(name, _MISSPELT) if entry.is_pattern else ""
+                self.left_out.append((name, value, f"{reason}{hint}"))
             return
         for ours, translated in values.items():
             before = self.keys.get(ours)

@@ -284,8 +284,15 @@ def test_bounds_of_a_ratio_become_bounds_of_its_logarithm(kind: str, bounds: str
 
 
 def test_a_misspelt_key_of_verl_is_named() -> None:
-    left_out = {name: reason for name, _, reason in migrate(None, [*GSM8K, "critics.modle.path=x"]).left_out}
+    misspelt = [
+        "critics.modle.path=x",
+        "actor_rollout_ref.rollot.n=3",
+        "+actor_rollout_ref.actor.megatron.grad_offload=1",
+    ]
+    left_out = {name: reason for name, _, reason in migrate(None, [*GSM8K, *misspelt]).left_out}
     assert left_out["critics.modle.path"] == "it is no documented key of verl; did you mean critic.model.path?"
+    assert left_out["actor_rollout_ref.rollot.n"].endswith("did you mean actor_rollout_ref.rollout.n?")
+    assert "did you mean" not in left_out["actor_rollout_ref.actor.megatron.grad_offload"], "it is a key of verl"
 
 
 def test_each_key_has_a_comment(cli: CommandLine, tmp_path: Path) -> None:
