@@ -12,12 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import fsspec
 from fsspec.callbacks import Callback
@@ -135,8 +138,21 @@ def first_url(name: str, key: str) -> str:
     """Return the URL of the first file of a remote name. Asks the hub. Raises as `find_files`."""
     if not name.startswith(HUB):
         return name
+    hub = HubName.parse(name, key)
     with remote_errors(name, key):
-        return _resolve(HubName.parse(name, key), key)[0]
+        _connect_to_hub()
+        return _resolve(hub, key)[0]
+
+
+def _connect_to_hub() -> None:
+    """Raise `OSError` if the hub cannot be reached. Its client would try again for half a minute, and print that."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    if constants.is_offline_mode() or {address.scheme, "all"} & getproxies().keys():
+        return
+    port = address.port or (80 if address.scheme == "http" else 443)
+    socket.create_connection((address.hostname, port), timeout=CONNECT_S).close()
 
 
 def has_copy(name: str, cache: DataCache) -> bool:

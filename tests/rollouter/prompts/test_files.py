@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -211,7 +212,7 @@ def test_a_server_that_does_not_answer_delays_the_check_no_longer_than_its_limit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(check_module, "_first_rows", lambda *_: answers.wait())
+    monkeypatch.setattr(check_module, "_first_rows", lambda *_: answers.wait() and ())
     data = DataConfig(train_files=("s3://bucket/a.jsonl",), val_files=("s3://bucket/b.parquet",))
     found = list(check_data(Config(data=data), limit_s=0.2))
     answers.set()
@@ -327,6 +328,22 @@ configs:
     assert again == whole, "the hub cannot be reached any more"
     assert other.startswith("InfraError: data.x: hub:lab/sums:main/test cannot be read: ")
     assert other.endswith("Check the network of this machine, or give a local copy")
+
+
+def test_a_hub_that_cannot_be_reached_is_named_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("rollouter.prompts.files.getproxies", dict)
+    data = DataConfig(train_files=("hub:openai/gsm8k:main/train",), cache_dir=str(tmp_path / "cache"))
+    began = time.monotonic()
+    (problem,) = check_data(Config(data=data, reward=NO_REWARD), limit_s=30)
+    assert time.monotonic() - began < 20, "the hub's client is not asked, which tries again and again"
+    assert (problem.key, problem.severity) == (KEY, "error")
+    assert "cannot be read: ConnectionRefusedError" in problem.consequence
+    assert problem.fix == "Check the network of this machine, or give a local copy"
+    assert "Retrying" not in caplog.text
 
 
 def test_validation_on_the_hub_needs_a_split() -> None:
