@@ -42,7 +42,15 @@ def measure(options: argparse.Namespace) -> dict[str, Table]:
         from benchmarks.scale.glue import GlueWork, measure_glue
 
         works = [
-            GlueWork(options.samples, options.group, options.tokens, options.concurrent, replicas, workers)
+            GlueWork(
+                options.samples,
+                options.group,
+                options.tokens,
+                options.concurrent,
+                replicas,
+                workers,
+                options.worker_share,
+            )
             for replicas in options.replicas
             for workers in options.workers
         ]
@@ -74,6 +82,14 @@ def _parser() -> argparse.ArgumentParser:
         "--workers", type=_counts, default=(0,), metavar="N,…", help="values of rollout.num_workers (default 0)"
     )
     parser.add_argument(
+        "--worker-share",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="share of the time for which each worker may run: with 0.1 a machine with two cores shows how 4 workers "
+        "scale, because they are the limit, not the cores (default 1)",
+    )
+    parser.add_argument(
         "--simulated", type=_numbers, default=(16, 1024), metavar="N,…", help="those of `dispatch` (default 16,1024)"
     )
     parser.add_argument("--rounds", type=positive, default=3, help="rounds of `queue` (default 3)")
@@ -90,6 +106,13 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(0 if number == "0" else positive(number) for number in text.split(","))
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return share
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from asyncrl.weights.object_store import start_store
 from benchmarks.report import Table
 from benchmarks.running import local_ray, print_progress
 from benchmarks.scale.engines import start_instant_app
+from benchmarks.scale.throttle import throttled
 from rollouter.weight_updates import RolloutStart
 
 LEASE = 16
@@ -49,6 +50,8 @@ class GlueWork:
     replicas: int = 1
     workers: int = 0
     """`rollout.num_workers`."""
+    worker_share: float = 1.0
+    """Share of the time for which each worker may run."""
 
     @property
     def warm_up(self) -> int:
@@ -110,9 +113,10 @@ async def _measure(work: GlueWork, directory: Path, namespace: str) -> dict[str,
             "replicas": replicas,
             "queue": [(await queue.status()).pid],
         }
-        before, started = _cpu_seconds(parts), time.perf_counter()
-        await _take(queue, work.warm_up, total)
-        seconds, after = time.perf_counter() - started, _cpu_seconds(parts)
+        with throttled(parts["workers"] if work.worker_share < 1 else (), work.worker_share):
+            before, started = _cpu_seconds(parts), time.perf_counter()
+            await _take(queue, work.warm_up, total)
+            seconds, after = time.perf_counter() - started, _cpu_seconds(parts)
         # Samples that were complete but not leased at the start have cost their time before.
         responses = (total - status["samples_done"]) * work.group
         found["responses/s"] = responses / seconds
