@@ -68,14 +68,19 @@ class Fsdp2Engine(TorchEngine):
             raise first
 
     def _enable_packing(self, model: PreTrainedModel) -> bool:
-        """Gather no more than one layer at a time."""
-        if not isinstance(model, FSDPModule) or self._frugal:
+        """Gather no more than one layer at a time, and leave all of them sharded, as the optimizer has to get them."""
+        units = _units(model)
+        if not isinstance(model, FSDPModule):
             return super()._enable_packing(model)
-        model.set_reshard_after_forward(True)
+        if not self._frugal:
+            model.set_reshard_after_forward(True)
         try:
             return super()._enable_packing(model)
         finally:
-            model.set_reshard_after_forward(False)
+            if not self._frugal:
+                model.set_reshard_after_forward(False)
+            for unit in units:
+                unit.reshard()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh, dtype = self._split(model), self._compute_dtype()

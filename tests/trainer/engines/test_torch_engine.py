@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import _flat_param, _runtime_utils
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -199,6 +200,18 @@ def test_offloaded_state_returns_to_the_device_for_collectives(
         engine.finish_save()
         here = engine.device
         assert [(places["model"], places["optimizer"]) for places in seen] == [(here, away), (here, here)]
+    finally:
+        engine.close()
+
+
+def test_the_optimizer_has_the_sharded_parameters(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several GPUs, a forward pass leaves embeddings, last norm and head gathered."""
+    monkeypatch.setattr(Fsdp2Engine, "_frugal", True)
+    engine = Fsdp2Engine(make_spec(path, strategy="fsdp2"))
+    try:
+        (group,) = engine.optimizer.param_groups
+        assert {id(one) for one in group["params"]} == {id(one) for one in engine.model.parameters()}
+        assert all(isinstance(one, DTensor) for one in group["params"])
     finally:
         engine.close()
 
