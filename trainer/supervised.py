@@ -115,9 +115,8 @@ class SupervisedLoop:
             progress.trained_samples += len(rows)
             progress.trained_tokens += int(batch["loss_mask"].sum())
         duration_s = time.perf_counter() - started
-        tokens, loss = result.pop("tokens"), result.pop("loss")
+        tokens = result.pop("tokens")
         return role_metrics("actor", result) | {
-            "sft/loss": loss,
             "sft/tokens_per_s": tokens / duration_s,
             "tokens/trained": tokens,
             "timing/step_s": duration_s,

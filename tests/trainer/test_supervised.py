@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.core.records import Metrics
@@ -23,7 +23,7 @@ from asyncrl.queue.core import QueueOptions
 from asyncrl.queue.sample_queue import LocalSampleQueue
 from asyncrl.storage.checkpoint_manifest import Progress, checkpoint_steps, load_manifest
 from tests.fakes.inline_group import InlineGroup
-from tests.fakes.trainer_model import VOCAB, make_spec, write_model
+from tests.fakes.trainer_model import SHAPE, VOCAB, make_spec, write_model
 from trainer.algorithms.objective import SupervisedLoss
 from trainer.checkpoints import EXPORT_EVERY, CheckpointDirectory, HfExportSettings, RoleCheckpoints
 from trainer.schedule import RowOrder
@@ -155,6 +155,25 @@ def loop_of(
         progress=progress,
         test_freq=4,
     )
+
+
+async def test_experts_are_balanced_and_the_reported_loss_is_the_cross_entropy(tmp_path: Path) -> None:
+    shape = SHAPE | {"num_hidden_layers": 1}
+    MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4)).save_pretrained(tmp_path / "model")
+    rows, found = Records(), {}
+    for coef in (0.0, 0.5):
+        actor = await InlineGroup.start(replace(make_spec(tmp_path / "model"), router_aux_loss_coef=coef))
+        await actor.set_loss_fn(SupervisedLoss())
+        await actor.plan(10)
+        await loop_of(actor, tmp_path / str(coef), Progress(), steps=1).run(rows.put)
+        await actor.close()
+        found[coef] = next(metrics for kind, _, metrics in rows.rows[::-1] if kind == "step")
+    plain, balanced = found[0.0], found[0.5]
+    assert balanced["sft/loss"] == pytest.approx(plain["sft/loss"]) == pytest.approx(plain["actor/loss"])
+    weighted = 0.5 * balanced["actor/router_aux_loss"]
+    assert balanced["actor/loss"] == pytest.approx(balanced["sft/loss"] + weighted)
+    assert balanced["actor/grad_norm"] != plain["actor/grad_norm"]
+    assert "actor/router_aux_loss" not in plain
 
 
 async def start(path: Path) -> InlineGroup:

@@ -149,7 +149,8 @@ class SupervisedLoss:
         return batch["loss_mask"].any(dim=1)
 
     def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
-        return LossParts(-(scores.log_probs * tokens.weight).sum(), {}, {"actor/entropy": scores.entropy.detach()})
+        loss = -(scores.log_probs * tokens.weight).sum()
+        return LossParts(loss, {"sft/loss": loss.detach()}, {"actor/entropy": scores.entropy.detach()})
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -39,6 +39,9 @@ class EngineSpec:
     seed: int = 0
     float64: bool = False
     """Weights and arithmetic in float64, for comparisons."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of experts, which is added to every loss (`trainer.engines.compute.experts`);
+    0: none."""
     adapters_only: bool = False
     """Whether versions for the engines of generation consist of the LoRA adapters."""
     bfloat16_on_gpu: bool = False
@@ -129,6 +132,8 @@ class BaseEngine(ABC):
 
     model_types: ClassVar[tuple[ModelType, ...]] = get_args(ModelType)
     """Types of models that it runs."""
+    balances_experts: ClassVar[bool] = False
+    """Whether it has the load-balancing loss (`EngineSpec.router_aux_loss_coef`)."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

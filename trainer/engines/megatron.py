@@ -48,6 +48,7 @@ class MegatronEngine(DdpEngine):
     """
 
     model_types: ClassVar[tuple[ModelType, ...]] = ("language_model",)
+    balances_experts: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
         with warnings.catch_warnings():

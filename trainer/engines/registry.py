@@ -58,4 +58,9 @@ def new_engine(spec: EngineSpec) -> BaseEngine:
             f"trainer.strategy={spec.engine.strategy}: it does not run a {spec.model_type}, only "
             f"{', '.join(engine.model_types)}; choose another strategy"
         )
+    if spec.router_aux_loss_coef and not engine.balances_experts:
+        raise ConfigError(
+            f"trainer.router_aux_loss_coef={spec.router_aux_loss_coef:g}: strategy {spec.engine.strategy} has no "
+            "load-balancing loss; set it to 0, or use fsdp2"
+        )
     return engine(spec)

@@ -30,6 +30,7 @@ from trainer.engines import dist
 from trainer.engines.base import BaseEngine, EngineSpec, Layout, Loss, StepOutcome
 from trainer.engines.compute import lora
 from trainer.engines.compute.attention import enable_packing, make_mesh
+from trainer.engines.compute.experts import Routers
 from trainer.engines.compute.flops import ModelShape, Utilization, peak_flops
 from trainer.engines.compute.media import MediaEncoder
 from trainer.engines.compute.micro_batches import MetricSums, MicroBatches
@@ -70,6 +71,7 @@ class TorchEngine(BaseEngine, abstract=True):
     """Whether a rank holds a part of each gradient instead of the whole gradient."""
     has_meshes: ClassVar[bool] = False
     """Whether the engine has `trainer.fsdp_size` and `trainer.tensor_parallel_size`."""
+    balances_experts: ClassVar[bool] = True
     averages: ClassVar[bool] = False
     """Whether the wrapper divides gradients by the number of ranks, which `gradient_scale` undoes."""
 
@@ -162,18 +164,21 @@ class TorchEngine(BaseEngine, abstract=True):
                 raise DataError("a batch without a single trained token: loss_mask is False everywhere; no step taken")
             weights = token_weights(batch, totals, loss.agg_mode, loss.agg_scale)
             trained = batch["loss_mask"].any(dim=1)
-            learns = trained & loss.needs_gradient(batch)
+            learns = trained if self.spec.router_aux_loss_coef else trained & loss.needs_gradient(batch)
             sums = MetricSums(self.device)
             with_gradient = passes.cut(batch, learns)
+            balancing = passes.balancing(batch, with_gradient)
             for number, rows in enumerate(with_gradient, start=1):
                 with self._sync(number == len(with_gradient)):
-                    passes.train(batch, rows, weights, loss, sums)
+                    passes.train(batch, rows, weights, loss, sums, balancing)
             with torch.no_grad():
                 for rows in passes.cut(batch, trained & ~learns):
                     passes.train(batch, rows, weights, loss, sums)
             self._count(batch, learns, backward=True)
             self._count(batch, trained & ~learns, backward=False)
             summed = sums.over_ranks(dist.all_sum, num_tokens=totals[0], counts=counts)
+            if balancing is not None:
+                summed |= {"loss": summed["loss"] + balancing.value, **balancing.metrics()}
         self._accumulated = True
         return summed | {"tokens": totals[0]}
 
@@ -346,10 +351,13 @@ class TorchEngine(BaseEngine, abstract=True):
         torch.manual_seed(spec.seed)
         self._step, self._accumulated = 0, False
         hf = self._load()
+        if spec.float64:
+            hf.set_experts_implementation("eager")  # grouped products have no float64
         if spec.optim is None:
             hf.requires_grad_(False)
         else:
             lora.add_lora(hf, spec.model)
+        routers = Routers(hf, spec.router_aux_loss_coef) if spec.router_aux_loss_coef else None
         self._meter = _meter(hf, spec, self.device)
         empty = is_empty(hf)
         packed = spec.engine.use_remove_padding and not empty and self._enable_packing(hf)
@@ -374,6 +382,7 @@ class TorchEngine(BaseEngine, abstract=True):
             packed=packed,
             sp_group=self._mesh.get_group("sequence") if self._mesh is not None else None,
             media_encoder=MediaEncoder(hf, spec.model, spec.path_key) if spec.model_type == "language_model" else None,
+            routers=routers,
         )
         passes = MicroBatches(
             scorer,

@@ -30,6 +30,7 @@ class TorchtitanEngine(Fsdp2Engine):
     """
 
     model_types: ClassVar[tuple[ModelType, ...]] = ("language_model",)
+    balances_experts: ClassVar[bool] = False
     has_meshes: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:

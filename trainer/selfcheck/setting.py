@@ -22,10 +22,16 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    PretrainedConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.data import ModelConfig
@@ -52,15 +58,25 @@ SHAPE = {
 }
 
 
+_EXPERTS: dict[str, Any] = {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS: dict[str, tuple[Any, PretrainedConfig]] = {
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_EXPERTS, head_dim=8)),
+    "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig(**_EXPERTS, shared_expert_intermediate_size=16)),
+}
+"""Mixtures of experts by the name of their directory."""
+
+
 def write_models(directory: Path) -> dict[ModelType, Path]:
-    """Write two-layer Llamas of a few thousand parameters, and a Qwen 3, which has norms of attention heads, as
-    `with_norms`. A value model starts from the language model's files."""
+    """Write two-layer Llamas of a few thousand parameters; a Qwen 3, which has norms of attention heads, as
+    `with_norms`; and mixtures of experts, as in `EXPERTS`. A value model starts from the language model's files."""
     torch.manual_seed(0)
     language, reward = directory / "language_model", directory / "reward_model"
     with quiet():
         LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(language)
         Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).save_pretrained(directory / "with_norms")
         LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)).save_pretrained(reward)
+        for name, (model, config) in EXPERTS.items():
+            model(config).save_pretrained(directory / name)
     return model_paths(directory)
 
 
@@ -100,7 +116,7 @@ def make_batch(num_rows: int, seed: int) -> TensorDict:
 
 
 class Reference:
-    """One model in float64 with AdamW, trained with a loss row by row."""
+    """One model in float64 with AdamW, trained with a loss row by row, and with the load-balancing loss of all rows."""
 
     def __init__(self, spec: EngineSpec, loss: Loss) -> None:
         assert spec.optim is not None, "the reference is trained"
@@ -117,14 +133,32 @@ class Reference:
     def step(self, *batches: TensorDict) -> tuple[float, float]:
         """Take one optimizer step on the sum of the batches' losses. Return that sum, and the gradient's norm."""
         loss = torch.stack([part for batch in batches for part in self._losses(batch)]).sum()
+        if coef := self._spec.router_aux_loss_coef:
+            loss = loss + coef * torch.stack([self.balance(batch) for batch in batches]).sum()
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._optim.clip_grad)
         self._optimizer.step()
         return loss.item(), norm.item()
 
+    def balance(self, batch: TensorDict) -> Tensor:
+        """Return the load-balancing loss of the rows with a trained token."""
+        top_k, logits = self.model.config.num_experts_per_tok, []
+        for row, trained in zip(batch, batch["loss_mask"].any(dim=1), strict=True):
+            if trained:  # the last token predicts nothing, so engines do not compute it
+                ids = row["input_ids"][None, : int(row["prompt_lens"] + row["response_lens"]) - 1]
+                logits.append(self.model(input_ids=ids, output_router_logits=True).router_logits)
+        losses = []
+        for layer in zip(*logits, strict=True):
+            probabilities = torch.cat(layer).softmax(dim=1)
+            chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k).indices, 1.0)
+            losses.append(probabilities.shape[1] * (chosen.mean(dim=0) * probabilities.mean(dim=0)).sum())
+        return torch.stack(losses).mean()
+
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        """Return the weights by their names in files."""
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return dict(revert_weight_conversion(self.model, weights))
 
     def _losses(self, batch: TensorDict) -> Iterator[Tensor]:
         """Yield the weighted loss of each row with a trained token."""
@@ -152,7 +186,9 @@ def plain_model(path: Path, model_type: ModelType, dtype: torch.dtype) -> PreTra
     """Load a model as transformers does, in eval mode. The head of a value model is 0."""
     with quiet():
         if model_type == "language_model":
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+            model.set_experts_implementation("eager")  # grouped products have no float64
+            return model
         if model_type == "reward_model":
             return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval()
         model = AutoModelForTokenClassification.from_pretrained(path, dtype=dtype, num_labels=1).eval()

@@ -98,6 +98,7 @@ def plan_groups(config: Config) -> list[GroupPlan]:
         config.trainer.optim,
         temperature=config.rollout.sampling.temperature,
         seed=config.seed,
+        router_aux_loss_coef=config.trainer.router_aux_loss_coef,
         adapters_only=config.syncs_adapters,
         collective_s=config.timeouts.collective_s,
     )
@@ -140,6 +141,7 @@ def _spec(config: Config, row: RoleRow, actor: EngineSpec) -> EngineSpec:
         model=config.model.model_copy(update=changes),
         engine=_engine(row, actor.engine),
         optim=row.optim,
+        router_aux_loss_coef=0.0,
         adapters_only=False,
         bfloat16_on_gpu=row.optim is None and row.settings.dtype is None,
         path_key="model.path" if row.path is None else f"{row.role}.path",

@@ -59,10 +59,10 @@ _ENGINE_LAYERS = frozenset(
     ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 )
 """Names of the layers whose adapters engines load (`weight_sync.lora=adapter`)."""
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys in config.json of mixtures of experts."""
 _WITHOUT_ENGINE_ADAPTERS = {
-    "num_experts": "it is a mixture of experts",
-    "num_local_experts": "it is a mixture of experts",
-    "n_routed_experts": "it is a mixture of experts",
+    **dict.fromkeys(NUM_EXPERTS, "it is a mixture of experts"),
     "kv_lora_rank": "it has latent attention (MLA)",
     "vision_config": "it has a vision tower",
     "audio_config": "it has an audio tower",

@@ -30,7 +30,7 @@ from asyncrl.config.problems import (
     warning,
 )
 from asyncrl.config.sections.base import ConfigSection, Dtype, NodePool, NonNegative, Positive, Share, Threads
-from asyncrl.config.sections.data import num_prompts
+from asyncrl.config.sections.data import NUM_EXPERTS, num_prompts
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -220,6 +220,9 @@ class TrainerConfig(EngineConfig, NodePool):
     ppo_epochs: Positive = 1
     """Passes over each lease; every mini-batch of every pass is one optimizer step."""
     optim: OptimConfig = OptimConfig()
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the load-balancing loss that is added to the loss of a mixture of experts (docs/training.md); 0: none.
+    Models were pretrained with values around 0.001."""
     val_before_train: bool = True
     """Validate version 0, the initial model."""
     test_freq: Frequency = -1
@@ -533,6 +536,16 @@ def _sequence_parallel(config: Config) -> Iterator[ConfigProblem]:
     yield ConfigProblem("trainer.ulysses_sequence_parallel_size", size, "; and ".join(consequences), fix)
 
 
+def _experts(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the model has experts to balance."""
+    coef, settings = config.trainer.router_aux_loss_coef, model_config(config.model.path)
+    described = {**settings, **(settings.get("text_config") or {})}
+    if coef and settings and not any(described.get(key) for key in NUM_EXPERTS):
+        keys = ", ".join(NUM_EXPERTS)
+        consequence = f"the model at {config.model.path} has no experts: its config.json sets none of {keys}"
+        yield ConfigProblem("trainer.router_aux_loss_coef", coef, consequence, "leave this key out")
+
+
 def _meshes(config: Config) -> Iterator[ConfigProblem]:
     """Check the sizes of the groups among which fsdp2 divides the ranks."""
     trainer = config.trainer
@@ -614,6 +627,9 @@ RULES: tuple[RuleFunction, ...] = (
                lambda c: c.trainer.tensor_parallel_size > 1 and c.model.lora_rank > 0,
                "layers with adapters (model.lora_rank={c.model.lora_rank}) cannot be shared",
                "set it to 1, or model.lora_rank=0"),
+    ConfigRule("trainer.router_aux_loss_coef",
+               lambda c: c.trainer.router_aux_loss_coef and c.trainer.strategy in _ENGINE_LIBRARIES,
+               "trainer.strategy={c.trainer.strategy} does not have this loss", "set it to 0, or use fsdp2"),
     ConfigRule("trainer.attn_implementation",
                lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and c.trainer.attn_implementation != "sdpa",
                "sequences are split across ranks in packed form, and only sdpa packs them",
@@ -641,7 +657,7 @@ RULES: tuple[RuleFunction, ...] = (
 )  # fmt: skip
 
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (_length, _other_models, _engine_libraries, _attention, _gpus)
+ENVIRONMENT: tuple[RuleFunction, ...] = (_length, _other_models, _experts, _engine_libraries, _attention, _gpus)
 DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_strategies, _sequence_parallel)
 
 

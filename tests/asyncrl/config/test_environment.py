@@ -594,6 +594,28 @@ def test_a_checkpoint_dir_that_cannot_be_used_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("settings", "has_experts"),
+    [
+        ({}, False),
+        ({"num_experts": 0}, False),
+        ({"num_local_experts": 4}, True),
+        ({"text_config": {"num_experts": 4}}, True),
+    ],
+)
+def test_a_model_without_experts_has_none_to_balance(
+    tmp_path: Path, settings: dict[str, Any], has_experts: bool
+) -> None:
+    changes = {"model.path": write_model(tmp_path / "model", {"model_type": "own", **settings}, {"w": (1,)})}
+    assert machine_problems(changes) == []
+    problems = machine_problems(changes | {"trainer.router_aux_loss_coef": 0.001})
+    if has_experts:
+        assert problems == []
+    else:
+        problem = single(problems)
+        assert problem.key == "trainer.router_aux_loss_coef" and "has no experts" in problem.consequence
+
+
+@pytest.mark.parametrize(
     ("settings", "layers", "targets", "key", "consequence", "fix"),
     [
         ({}, ("self_attn.q_proj", "mlp.down_proj"), "all-linear", "", "", ""),

@@ -119,6 +119,8 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("trainer.attn_implementation",
      {"trainer.attn_implementation": "eager", "trainer.num_workers": 2, "trainer.ulysses_sequence_parallel_size": 2},
      "only sdpa packs them"),
+    ("trainer.router_aux_loss_coef",
+     {"trainer.router_aux_loss_coef": 0.001, "trainer.strategy": "torchtitan"}, "does not have this loss"),
     ("critic.dtype", GAE | {"critic.dtype": "float16"}, "underflow"),
     ("trainer.num_workers", {"trainer.num_workers": 2, "trainer.strategy": "local"}, "one process"),
     ("critic.strategy", GAE | {"critic.strategy": "local", "trainer.num_workers": 2, "trainer.strategy": "ddp"},

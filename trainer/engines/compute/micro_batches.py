@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +19,15 @@ from asyncrl.core.failures import DataError
 from asyncrl.profiling import profile
 from trainer.engines import dist
 from trainer.engines.base import EngineSpec, Loss, LossParts, ModelType
-from trainer.engines.compute.packing import cut_rows, input_lengths, select_tokens, trajectory_share, unpack
+from trainer.engines.compute.experts import BalancingLoss
+from trainer.engines.compute.packing import (
+    MicroBatch,
+    cut_rows,
+    input_lengths,
+    select_tokens,
+    trajectory_share,
+    unpack,
+)
 from trainer.engines.compute.scorer import Scorer
 
 CPU_MICRO_BATCH_TOKENS = 2048
@@ -109,24 +118,58 @@ class MicroBatches:
             parts = cut(num_parts=most)
         return [[numbers[index] for index in part] for part in parts] + [[]] * (most - len(parts))
 
-    def train(self, batch: TensorDict, rows: list[int], weights: Tensor, loss: Loss, sums: MetricSums) -> None:
+    def balancing(self, batch: TensorDict, parts: list[list[int]]) -> BalancingLoss | None:
+        """Return the load-balancing loss of a batch, of which each micro-batch has the rows of one of `parts`; None if
+        it is off. Collective."""
+        coef, began = self._spec.router_aux_loss_coef, _now()
+        if not coef:
+            return None
+        balancing = BalancingLoss(coef, self._spec.engine.tensor_parallel_size)
+        if len(parts) > 1:
+            nothing = torch.zeros_like(batch["loss_mask"])
+            with torch.no_grad():
+                micros = (self._lay_out(batch, rows, nothing) for rows in parts)
+                balancing.count([self._scorer.with_experts(micro)[1] for micro in micros])
+        self._forward_s += _now() - began
+        return balancing
+
+    def _lay_out(self, batch: TensorDict, rows: list[int], mask: Tensor) -> MicroBatch:
+        """Lay out rows. Without rows, lay out the first one, none of whose positions is real."""
+        micro = self._scorer.lay_out(batch, rows or [0], mask)
+        return micro if rows else replace(micro, real=torch.zeros_like(micro.real))
+
+    def train(
+        self,
+        batch: TensorDict,
+        rows: list[int],
+        weights: Tensor,
+        loss: Loss,
+        sums: MetricSums,
+        balancing: BalancingLoss | None = None,
+    ) -> None:
         """Run the forward pass and, if gradients are on, the backward pass. Without rows, this rank only joins the
         collective operations of the others."""
         mask = batch["loss_mask"]
         real = bool(rows)
         if not real:
-            rows, mask = [0], torch.zeros_like(mask).index_fill_(1, torch.tensor([0]), True)
-        micro = self._scorer.lay_out(batch, rows, mask)
+            mask = torch.zeros_like(mask).index_fill_(1, torch.tensor([0]), True)
+        micro = self._lay_out(batch, rows, mask)
         tokens = select_tokens(batch, micro, weights * real, device=self._device, dtype=self._dtype)
         if not real:  # untrained tokens may have any values, and 0 · inf would be NaN
             tokens = tokens._replace(fields={key: torch.zeros_like(field) for key, field in tokens.fields.items()})
         began = _now()
         with self._activations():
-            parts = loss(self._scorer(micro, entropy_gradient=loss.entropy_gradient), tokens)
+            if balancing is None:
+                parts = loss(self._scorer(micro, entropy_gradient=loss.entropy_gradient), tokens)
+                total = parts.loss
+            else:
+                scores, load = self._scorer.with_experts(micro, entropy_gradient=loss.entropy_gradient)
+                parts = loss(scores, tokens)
+                total = parts.loss + balancing.part(load)
         passed = _now()
         self._forward_s += passed - began
         if torch.is_grad_enabled():
-            (parts.loss * self._gradient_scale).backward()
+            (total * self._gradient_scale).backward()
             self._backward_s += _now() - passed
         sums.add(parts, real=real)
 

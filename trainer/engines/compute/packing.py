@@ -48,6 +48,8 @@ class MicroBatch:
     """int64 `[N]`: each scored token's row, as an index into `rows`."""
     offset: Tensor
     """int64 `[N]`: each scored token's index within its response."""
+    real: Tensor
+    """bool `[B, T]`, packed `[1, T]`: False for padding and for the filler."""
     media: tuple[tuple[Media, ...], ...] | None = None
     """Padded only: images and videos of each row; None: no row of the batch has any."""
     prompt_lens: Tensor | None = None
@@ -190,13 +192,14 @@ def _lay_out(
     scored = prompts[row] + offset
     targets, read = ids[row, scored], scored - int(not last)
     if not packed:
-        return MicroBatch(tokens, None, (), row * width + read, targets, rows, row, offset)
+        return MicroBatch(tokens, None, (), row * width + read, targets, rows, row, offset, real)
     starts = lengths.cumsum(0) - lengths
     filler = -int(lengths.sum()) % multiple
     input_ids = torch.cat([tokens[real], tokens.new_zeros(filler)])
     position_ids = torch.cat([places[real], torch.arange(filler)])
     parts = (*lengths.tolist(), *([filler] if filler else []))
-    return MicroBatch(input_ids[None], position_ids[None], parts, starts[row] + read, targets, rows, row, offset)
+    read, is_real = starts[row] + read, torch.arange(input_ids.shape[0]) < int(lengths.sum())
+    return MicroBatch(input_ids[None], position_ids[None], parts, read, targets, rows, row, offset, is_real[None])
 
 
 QUADRATIC_COST = 1 / 12288

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from asyncrl.core.failures import ConfigError, DataError
 from trainer.engines.base import ModelType, TokenScores
 from trainer.engines.compute.attention import KEY, Packing, Shard, check_heads, gather_scores
+from trainer.engines.compute.experts import ExpertLoad, Routers
 from trainer.engines.compute.media import MediaEncoder, embedded
 from trainer.engines.compute.packing import MicroBatch, lay_out, lay_out_ends
 from trainer.engines.models import head_of
@@ -49,6 +50,7 @@ class Scorer:
         packed: lay out sequences without padding. Requires that `attention.enable_packing(model)` has returned True.
         sp_group: ranks that share each sequence (`trainer.engines.compute.attention`); needs `packed`.
         media_encoder: computes features of images and videos; None: rows with media are refused.
+        routers: those of the model, for `with_experts`.
 
     Raises:
         ConfigError: the model has no head for `model_type`, or the ranks of `sp_group` cannot share its sequences.
@@ -66,6 +68,7 @@ class Scorer:
         packed: bool = False,
         sp_group: dist.ProcessGroup | None = None,
         media_encoder: MediaEncoder | None = None,
+        routers: Routers | None = None,
     ) -> None:
         if sp_group is not None:
             _check_shareable(model, packed, dist.get_world_size(sp_group))
@@ -77,6 +80,7 @@ class Scorer:
         self._temperature = temperature
         self._sp_group = sp_group
         self._media_encoder = media_encoder
+        self._routers = routers
         self._embedding = model.get_input_embeddings()
         self._pass: _ForwardPass | None = None
         if model_type == "language_model":
@@ -98,6 +102,8 @@ class Scorer:
         """Remove the hooks. The scorer cannot be used afterwards."""
         for hook in self._hooks:
             hook.remove()
+        if self._routers is not None:
+            self._routers.detach()
 
     def lay_out(self, batch: TensorDict, rows: Sequence[int], mask: Tensor) -> MicroBatch:
         """Lay out rows for one pass (`packing.lay_out`). A reward model ignores `mask` and scores each response once.
@@ -125,6 +131,25 @@ class Scorer:
         scores; its backward pass computes its part of the gradient, and the parts add up to the whole gradient
         (`gather_scores`).
         """
+        return self._run(micro, entropy_gradient, temperature)[0]
+
+    def with_experts(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> tuple[TokenScores, ExpertLoad]:
+        """Run one forward pass, as a call does, and also return the load of the experts. With sequence parallelism it
+        is that of this rank's positions."""
+        assert self._routers is not None, "an engine without the load-balancing loss does not ask for it"
+        with self._routers.recording() as logits:
+            scores, (rows, width) = self._run(micro, entropy_gradient)
+        real = micro.real
+        if self._sp_group is not None:
+            real = Shard(real.shape[1], self._sp_group).cut(real)
+        # With media, there may be another row, for a blank image.
+        real = torch.nn.functional.pad(real, (0, width - real.shape[1], 0, rows - real.shape[0]))
+        return scores, self._routers.load(logits, real.to(self._device))
+
+    def _run(
+        self, micro: MicroBatch, entropy_gradient: bool, temperature: float | None = None
+    ) -> tuple[TokenScores, torch.Size]:
+        """Return the scores, and the shape of the model's input, `[B, T]`."""
         inputs, positions, targets, counts = self._inputs(micro)
         sampled = inputs.pop("sampled", None)
         shape, temperature = inputs["input_ids"].shape[:2], self._temperature if temperature is None else temperature
@@ -143,7 +168,7 @@ class Scorer:
         if counts is not None and self._sp_group is not None:
             scores = gather_scores(scores, counts, self._sp_group)
         log_probs, entropy = scores
-        return TokenScores(log_probs, entropy if entropy_gradient else entropy.detach())
+        return TokenScores(log_probs, entropy if entropy_gradient else entropy.detach()), shape
 
     def _inputs(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor, Tensor, list[int] | None]:
         """Return the model's keyword arguments, this rank's scored positions and targets, and, with sequence
