@@ -47,3 +47,8 @@ def test_norm_and_clipping_are_those_of_torch(max_norm: float) -> None:
     torch.testing.assert_close(ours[0].grad, theirs[0].grad, rtol=1e-12, atol=0)
     assert ours[1].grad is not None and not ours[1].grad.any(), "a missing gradient is replaced by zeros"
     assert frozen.grad is None
+
+
+@pytest.mark.parametrize("parts", [[], [torch.zeros(0)]])
+def test_a_rank_without_trained_elements_adds_nothing_to_the_norm(parts: list[torch.Tensor]) -> None:
+    assert float(squared_norm(parts)) == 0.0

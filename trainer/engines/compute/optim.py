@@ -59,10 +59,10 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def squared_norm(parts: Iterable[Tensor]) -> Tensor:
     """Return the sum of squares of all elements, a float64 scalar."""
-    norms = torch._foreach_norm([part for part in parts if part.numel()])
-    if not norms:
+    filled = [part for part in parts if part.numel()]
+    if not filled:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+    return torch.stack([norm.double() for norm in torch._foreach_norm(filled)]).square().sum()
 
 
 def clip_(parts: list[Tensor], norm: float, max_norm: float) -> None:
