@@ -21,7 +21,7 @@ import anyio
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.core.ports import Accepted, EngineCrashed, GenerateRequest, TurnFinished, TurnProgress
+from asyncrl.core.ports import Accepted, EngineCrashed, GenerateRequest, TurnFinished, TurnProgress, WantedReplicas
 from asyncrl.weights.object_store import ServedRun, start_store
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, positive, report
@@ -123,14 +123,14 @@ async def _measure(path: Path, options: Any) -> list[dict[str, Any]]:
         async with anyio.create_task_group() as group:
             for _ in range(options.callers):
                 group.start_soon(load.call)
-            for wanted in (1, options.replicas):
+            for decision, wanted in enumerate((1, options.replicas)):
                 load.now = ""
-                await _reach(store, wanted)
+                await _reach(store, decision, wanted)
                 load.now = f"constant, {wanted}"
                 await anyio.sleep(options.hold)
             load.now = changing
             for number in range(options.changes):
-                await _reach(store, options.replicas if number % 2 else 1)
+                await _reach(store, 2 + number, options.replicas if number % 2 else 1)
                 await anyio.sleep(options.hold)
             group.cancel_scope.cancel()
     rows = [
@@ -140,10 +140,10 @@ async def _measure(path: Path, options: Any) -> list[dict[str, Any]]:
     return [*rows, _row("of these, moved", [one for one in load.done if one.moved])]
 
 
-async def _reach(store: Any, wanted: int) -> None:
-    """Change the number of replicas, and wait until exactly so many serve."""
+async def _reach(store: Any, decision: int, wanted: int) -> None:
+    """Change the number of replicas with a numbered decision, and wait until exactly so many serve."""
     print_progress(f"{wanted} replicas are wanted")
-    await store.want_replicas.remote(wanted)
+    await store.want_replicas.remote(WantedReplicas(decision, wanted))
     while True:
         status = await store.status.remote()
         fresh = [one for one in status.replicas if status.at - one.reported_at < FRESH_S]

@@ -94,14 +94,15 @@ class ReplicaAutoscaler:
         """Return the wanted number after the load since the last observation, at `now_s` (monotonic).
 
         Args:
-            serving: the number of replicas that serve requests. A change of this number starts a new period, and no
-                further replica is wanted before all wanted ones serve.
+            serving: the number of replicas that serve requests. A change of this number starts a new period. No
+                further replica is wanted before all wanted ones serve, and the wanted number stays as it is while more
+                serve, because what the last decision achieves is not known yet.
         """
         policy = self.policy
         self.wanted = policy.bounded(self.wanted)
         seconds = 0.0 if self._last_s is None else min(now_s - self._last_s, GAP_S)
         self._last_s = now_s
-        if serving != self._serving:
+        if serving != self._serving or serving > self.wanted:
             self._serving = serving
             self._observed.clear()
             return self.wanted
@@ -111,7 +112,7 @@ class ReplicaAutoscaler:
         if serving >= wanted and (mean := self._mean(policy.up_after_s)) is not None:
             wanted, self.load = policy.more(wanted, mean), mean
         if wanted == self.wanted and serving and (mean := self._mean(policy.down_after_s)) is not None:
-            wanted, self.load = policy.fewer(wanted, mean, serving=min(serving, wanted)), mean
+            wanted, self.load = policy.fewer(wanted, mean, serving=serving), mean
         if wanted != self.wanted:
             self.wanted = wanted
             self._observed.clear()

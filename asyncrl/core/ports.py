@@ -283,6 +283,14 @@ class ReplicaReport:
     load: EngineLoad | None = None
 
 
+class WantedReplicas(NamedTuple):
+    """A decision of the driver about the number of replicas. Later decisions compare greater."""
+
+    decision: int
+    """Number of the decision, from 0 for the number at the start of the run."""
+    num_replicas: int
+
+
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
     """The weight store's state."""
@@ -299,9 +307,8 @@ class StoreStatus:
     `asyncrl.weights.object_store`."""
     health: ProcessHealth | None = None
     """Health of the store's process."""
-    wanted_replicas: int | None = None
-    """The number of replicas that the driver wants, as it last reported to the store; None: it has not, see
-    `rollout.autoscaling`."""
+    wanted_replicas: WantedReplicas | None = None
+    """The driver's last decision that has reached the store; None: there is none, see `rollout.autoscaling`."""
 
 
 # ------------------------------------------------------------------------------------------------ generation

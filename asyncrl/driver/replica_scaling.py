@@ -7,7 +7,6 @@ says so, and the number is sent again.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import anyio
 from asyncrl.config.schema import Config
 from asyncrl.core.autoscaling import ReplicaAutoscaler, ReplicaLoad
 from asyncrl.core.failures import InfraError
+from asyncrl.core.ports import WantedReplicas
 from asyncrl.driver.actors import call
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.supervision import QUIET_S, TICK_S
@@ -35,6 +35,7 @@ class ReplicaScaling:
     def __init__(self, config: Config, status: RunStatus, view: View, expect_replicas: Callable[[int], None]) -> None:
         """`expect_replicas` is called with each new number before it reaches Serve."""
         self._scaler = ReplicaAutoscaler(config.rollout.autoscaling.policy, config.rollout.num_replicas)
+        self._wanted = WantedReplicas(0, self._scaler.wanted)
         self._call_s = config.timeouts.call_s
         self._status = status
         self._view = view
@@ -43,11 +44,11 @@ class ReplicaScaling:
     async def run(self, store: Any) -> None:
         """Decide once a second, until cancelled. `store`: the handle of the weight store."""
         while True:
-            self.decide(time.monotonic())
+            self.decide(anyio.current_time())
             known = self._status.store
-            if known is not None and known.wanted_replicas != self._scaler.wanted:
+            if known is not None and known.wanted_replicas != self._wanted:
                 try:
-                    answer = store.want_replicas.remote(self._scaler.wanted)
+                    answer = store.want_replicas.remote(self._wanted)
                     await call("weight store", answer, self._call_s, doing="taking the wanted number of replicas")
                 except InfraError as error:  # its probe deals with the store; the next status says what it knows
                     logger.debug("the wanted number of replicas is sent again: %s", error.brief)
@@ -73,6 +74,7 @@ class ReplicaScaling:
         )
         if (wanted := scaler.observe(now_s, load, serving=len(serving))) == before:
             return
+        self._wanted = WantedReplicas(self._wanted.decision + 1, wanted)
         self._expect_replicas(wanted)
         measured = scaler.load
         profile.note("replicas.wanted", replicas=wanted, before=before, **measured._asdict())

@@ -24,7 +24,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.run import BUCKET_BYTES
 from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedError, InfraError
-from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightBucket, WeightsProbe, WeightsVersion
+from asyncrl.core.ports import (
+    Publication,
+    ReplicaReport,
+    StoreStatus,
+    WantedReplicas,
+    WeightBucket,
+    WeightsProbe,
+    WeightsVersion,
+)
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.weights.checksums import WeightChecksums
@@ -84,7 +92,7 @@ class WeightStoreActor:
         self._knows_newest = not ray.get_runtime_context().was_current_actor_reconstructed
         """Whether an empty store means that nothing was published, which is unknown after a restart."""
         self._replicas = ReplicaReports()
-        self._wanted_replicas: int | None = None
+        self._wanted_replicas: WantedReplicas | None = None
 
     async def served_run(self) -> ServedRun:
         """Return the run to which this store belongs."""
@@ -196,15 +204,15 @@ class WeightStoreActor:
             raise InfraError(f"the weight store does not hold version {_name(weights_version)} (it holds: {held})")
         return self._versions[weights_version][1]
 
-    async def report(self, report: ReplicaReport) -> int | None:
-        """Record a replica's report about itself. Return the number of replicas that the run wants, if it decides about
-        it (`want_replicas`)."""
+    async def report(self, report: ReplicaReport) -> WantedReplicas | None:
+        """Record a replica's report about itself. Return the driver's last decision about the number of replicas
+        (`want_replicas`); None: there is none."""
         self._replicas.add(report, self._wall_clock())
         return self._wanted_replicas
 
-    async def want_replicas(self, num_replicas: int) -> None:
-        """Answer this number to the replicas' reports from now on."""
-        self._wanted_replicas = num_replicas
+    async def want_replicas(self, wanted: WantedReplicas) -> None:
+        """Answer this decision to the replicas' reports from now on."""
+        self._wanted_replicas = wanted
 
     async def status(self) -> StoreStatus:
         now = self._wall_clock()

@@ -16,7 +16,7 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.core.ports import Accepted, EngineCrashed, GenerationEvent, ReplicaReport
+from asyncrl.core.ports import Accepted, EngineCrashed, GenerationEvent, ReplicaReport, WantedReplicas
 from asyncrl.core.types import FinishReason, Turn, versions_per_token
 from tests.e2e.conftest import EngineProcess
 from tests.e2e.launches import LaunchedRun, balanced, start, trained_once
@@ -94,12 +94,12 @@ async def test_requests_of_a_leaving_replica_go_on_elsewhere_and_a_joining_one_h
         for _ in range(CALLERS):
             group.start_soon(load.call)
         (first,) = await update()
-        await engine.store.want_replicas.remote(2)
+        await engine.store.want_replicas.remote(WantedReplicas(1, 2))
         both = await until(engine, lambda reports: len(busy(reports)) == 2)
         assert {one.version for one in both} == {engine.version}, "the second replica joins with the newest version"
         assert {one.replica for one in await update()} == {one.replica for one in both}
 
-        await engine.store.want_replicas.remote(1)
+        await engine.store.want_replicas.remote(WantedReplicas(2, 1))
         (left,) = [
             one.replica
             for one in await until(engine, lambda reports: any(one.phase == "leaving" for one in reports))

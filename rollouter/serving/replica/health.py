@@ -22,7 +22,7 @@ import ray
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from asyncrl.core.ports import ReplicaPhase, ReplicaReport, WeightsVersion
+from asyncrl.core.ports import ReplicaPhase, ReplicaReport, WantedReplicas, WeightsVersion
 from asyncrl.profiling.process_usage import ProcessMeter, ProcessMonitor
 from rollouter.serving.replica.engine import OpenAIEngine
 from rollouter.serving.replica.liveness import EngineLiveness
@@ -51,8 +51,8 @@ class StatusReporter:
 
     def __init__(self, describe: Callable[[], ReplicaReport]) -> None:
         """`describe` is called in the reporter's thread."""
-        self.wanted_replicas: int | None = None
-        """The number of replicas that the run wants, as the store last answered."""
+        self.wanted_replicas: WantedReplicas | None = None
+        """The driver's decision about the number of replicas, as the store last answered."""
         self._describe = describe
         self._changed = threading.Event()
         threading.Thread(target=self._run, name="reporter", daemon=True).start()
@@ -131,8 +131,8 @@ class ReplicaHealth:
             self._reporter.report_soon()
 
     @property
-    def wanted_replicas(self) -> int | None:
-        """The number of replicas that the run wants, or None if the run does not decide about it."""
+    def wanted_replicas(self) -> WantedReplicas | None:
+        """The driver's decision about the number of replicas, or None if it does not decide about it."""
         return self._reporter.wanted_replicas
 
     @property

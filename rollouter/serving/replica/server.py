@@ -26,7 +26,7 @@ from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publicati
 from asyncrl.profiling import profile
 from asyncrl.storage.media import restrict_formats
 from asyncrl.weights.object_store import ServedRun, attached_run
-from rollouter.serving.autoscaling import WANTED_REPLICAS
+from rollouter.serving.autoscaling import replica_metrics
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.http_metrics import engine_metrics
 from rollouter.serving.options import ReplicaFacts, ServingOptions, app_namespace
@@ -172,8 +172,7 @@ class RolloutServer(LLMServer):
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what `rollouter.serving.autoscaling` needs in Serve's controller. Serve calls this method."""
-        wanted = self._health.wanted_replicas
-        return {} if wanted is None else {WANTED_REPLICAS: float(wanted)}
+        return replica_metrics(self._health.wanted_replicas)
 
     async def check_health(self) -> None:
         """Raise if the replica must be replaced. Serve calls this method, and replaces the replica if it raises."""

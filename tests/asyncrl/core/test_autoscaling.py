@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.core.autoscaling import AutoscalingPolicy, ReplicaAutoscaler, ReplicaLoad
@@ -68,14 +68,16 @@ def test_the_choice_is_monotone_in_the_load(
     assert policy.fewer(replicas, high, serving=replicas) <= replicas <= policy.more(replicas, low)
 
 
-@given(policies(), st.integers(1, 12), st.floats(0.05, 20.0))
-def test_the_number_does_not_flap(policy: AutoscalingPolicy, start: int, needed: float) -> None:
+@given(policies(), st.integers(1, 12), st.floats(0.05, 20.0), st.integers(0, 30))
+@example(QUICK, 8, 3.0, 30)
+def test_the_number_does_not_flap(policy: AutoscalingPolicy, start: int, needed: float, delay: int) -> None:
+    """Serve carries out each decision after `delay` seconds."""
     scaler = ReplicaAutoscaler(policy, start)
-    now, serving, found = 0.0, policy.bounded(start), []
+    now, serving, found = 0.0, policy.bounded(start), [policy.bounded(start)] * (delay + 1)
     for _ in range(600):
         now += 1.0
-        serving = scaler.observe(now, load_of(serving, needed), serving=serving)
-        found.append(serving)
+        serving = found[-1 - delay]
+        found.append(scaler.observe(now, load_of(serving, needed), serving=serving))
     changes = [after - before for before, after in pairwise(found) if after != before]
     assert all(change > 0 for change in changes) or all(change < 0 for change in changes), found
     load = load_of(serving, needed)

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.core.ports import ReplicaPhase, ReplicaReport, StoreStatus
+from asyncrl.core.ports import ReplicaPhase, ReplicaReport, StoreStatus, WantedReplicas
 from asyncrl.core.waits import Wait
 from asyncrl.driver import replica_scaling as module
 from asyncrl.driver.replica_scaling import ReplicaScaling
@@ -93,9 +93,9 @@ def test_time_in_which_a_part_is_replaced_does_not_count(rig: Rig) -> None:
 
 
 async def test_a_restarted_store_gets_the_number_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    received: list[int] = []
+    received: list[WantedReplicas] = []
 
-    async def answer(number: int) -> None:
+    async def answer(number: WantedReplicas) -> None:
         received.append(number)
         assert rig.status.store is not None
         rig.status.store = StoreStatus(1, None, rig.status.store.replicas, at=rig.now, wanted_replicas=number)
@@ -109,8 +109,12 @@ async def test_a_restarted_store_gets_the_number_again(rig: Rig, monkeypatch: py
     rig.spend(1, replicas=[7])
     with anyio.move_on_after(0.2):
         await rig.scaling.run(store)
-    assert received == [1]
+    assert received == [(0, 1)]
     rig.spend(1, replicas=[7])
     with anyio.move_on_after(0.2):
         await rig.scaling.run(store)
-    assert received == [1, 1]
+    assert received == [(0, 1), (0, 1)]
+    rig.spend(11, trainer="samples", replicas=[7])
+    with anyio.move_on_after(0.2):
+        await rig.scaling.run(store)
+    assert received[-1] == (1, 2), "a decision has a higher number than the one before"
