@@ -5,6 +5,9 @@
                                                                        a replacement with a new name
     wanted fewer, or its node is drained: serving ─▶ leaving, hands its calls back ─▶ ended
 
+With `rollout.autoscaling`, the number of replicas is that of the real policy on what the replicas push, as in Serve's
+controller.
+
 Each process of the Rollouter has its own fleet. Tokens are numbered and never repeat, so a check can tell whether a
 response contains all tokens that the Rollouter accepted.
 """
@@ -23,6 +26,7 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 from ray.exceptions import ActorUnavailableError
+from ray.serve._private.common import TimeStampedValue
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError, ReplicaLeftError
@@ -34,6 +38,7 @@ from asyncrl.core.ports import (
     Publication,
     ReplicaPhase,
     ReplicaReport,
+    WantedReplicas,
     WeightsVersion,
 )
 from asyncrl.core.types import FinishReason, Span, Turn
@@ -41,6 +46,7 @@ from asyncrl.weights import object_store
 from asyncrl.weights.object_store import ObjectStoreFeed
 from benchmarks.chaos.watch import CallWatch
 from rollouter.serving import fleet as serving
+from rollouter.serving.autoscaling import replica_metrics, wanted_replicas
 from rollouter.serving.client import Delta, ReplicaStream
 from rollouter.serving.options import rollout_app
 from rollouter.serving.replica.weights import OTHER_WEIGHTS
@@ -49,6 +55,12 @@ from tests.fuzz.setup import MAX_REPLICAS
 from tests.fuzz.world import FuzzWorld
 
 REPORT_S = 1.0
+RECORD_SHARE = 0.6
+"""Serve records metrics every 6 s and pushes them every 10 s."""
+LOOK_BACK_S = 30.0
+"""The age up to which Serve pushes metrics (`look_back_period_s`)."""
+POLICY_S = 0.1
+"""Period in which Serve's controller calls the policy."""
 LEAVE_S = 10.0
 """Seconds after which Serve kills a replica that should leave."""
 SERVE_S = 20.0
@@ -124,6 +136,12 @@ class FuzzReplica:
         """See `WeightUpdates.join`."""
         self.joining = anyio.Lock()
         self.generated_tokens = 0
+        self.wanted_replicas: WantedReplicas | None = None
+        """See `StatusReporter.wanted_replicas`."""
+        self.recorded: dict[str, list[TimeStampedValue]] = {}
+        """The metrics that Serve has recorded in the replica, by name."""
+        self.pushed: dict[str, list[TimeStampedValue]] = {}
+        """Those that have reached Serve's controller."""
 
     async def sleep(self, seconds: float) -> None:
         """Sleep. Raises `InfraError` if the replica ends meanwhile."""
@@ -180,13 +198,54 @@ class Engines:
         self._restart_s = world.rng.uniform(0.1, 3.0)
         self._changed = anyio.Event()
         self.wanted = world.setup.num_replicas
-        """The number of replicas that the driver wants, and that Serve keeps up."""
+        """The number of replicas that Serve keeps up."""
+        self._surplus = 0
+        """Replicas that have ended and get no successor, because fewer are wanted."""
         FLEETS[rollout_app(self._config, namespace).name] = self
 
     def start(self, group: TaskGroup) -> None:
         self._group = group
         for _ in range(self.wanted):
             group.start_soon(self._keep_one)
+        if self._world.setup.autoscales:
+            group.start_soon(self._follow_policy)
+
+    async def _follow_policy(self) -> None:
+        """Call the policy as Serve's controller does, with the metrics of the running replicas."""
+        state: dict[str, Any] = {}
+        while True:
+            await anyio.sleep(POLICY_S)
+            metrics: dict[str, dict[str, list[TimeStampedValue]]] = {}
+            for replica in self.up():
+                if not replica.leaving:
+                    for name, series in replica.pushed.items():
+                        metrics.setdefault(name, {})[replica.name] = series
+            context: Any = SimpleNamespace(
+                raw_metrics=metrics, target_num_replicas=self.wanted, policy_state=state, current_time=0.0
+            )
+            wanted, state = wanted_replicas(context)
+            if wanted != self.wanted:
+                self._scale_to(wanted)
+
+    def _scale_to(self, number: int) -> None:
+        """Start replicas, or end some as Serve does: first those that still start, which end without a report."""
+        self._world.log(f"Serve runs {number} replicas instead of {self.wanted}")
+        more, self.wanted = number - self.wanted, number
+        for _ in range(more):
+            if self._surplus > 0:
+                self._surplus -= 1
+            else:
+                self._group.start_soon(self._keep_one)
+        stay = [replica for replica in self.replicas if not replica.leaving and not replica.ended]
+        self._world.rng.shuffle(stay)
+        stay.sort(key=lambda replica: replica.phase != "starting")
+        for replica in stay[: max(0, -more)]:
+            if replica.phase == "starting":
+                replica.leaving = True
+                self.crash(replica, "it is not needed any more")
+            else:
+                self._group.start_soon(self._leave, replica)
+        self._surplus += max(0, -more - len(stay))
 
     def change(self, kind: str) -> None:
         """Let a replica join or leave, or replace one whose node is drained."""
@@ -206,7 +265,7 @@ class Engines:
         with anyio.move_on_after(LEAVE_S):
             while len(self.up()) <= self.wanted:
                 await self._changed.wait()
-        if replica.ended:  # its place is taken already, so one of the others is too many
+        if replica.ended or replica.leaving:  # its place is taken already, so one of the others is too many
             others = [one for one in self.replicas if not one.leaving and not one.ended]
             if len(others) <= self.wanted:
                 return
@@ -286,6 +345,9 @@ class Engines:
             if replica.leaving:
                 return
             await anyio.sleep(self._restart_s)
+            if self._surplus > 0:
+                self._surplus -= 1
+                return
 
     async def _live(self, replica: FuzzReplica) -> None:
         await replica.sleep(0.01)
@@ -293,15 +355,36 @@ class Engines:
         # Serve does not know the replica yet.
         await replica.sleep(self._world.some(0.05))
         self._phase(replica, "serving")
+        if self._world.setup.autoscales:
+            self._group.start_soon(self._record_metrics, replica)
+            self._group.start_soon(self._push_metrics, replica)
         number = int(replica.name.partition("-")[2])
         while True:
             if (host := self._store) is not None:
                 store = host.handle(replica.gate)
                 with suppress(InfraError):  # the store is being restarted
-                    await object_store._ask(
+                    replica.wanted_replicas = await object_store._ask(
                         lambda _, store=store: store.report.remote(replica.report(number)), 5.0, "reporting"
                     )
             await replica.sleep(REPORT_S)
+
+    async def _record_metrics(self, replica: FuzzReplica) -> None:
+        with suppress(InfraError):
+            while True:
+                now = anyio.current_time()
+                for name, value in replica_metrics(replica.wanted_replicas).items():
+                    replica.recorded.setdefault(name, []).append(TimeStampedValue(now, value))
+                await replica.sleep(self._world.setup.push_s * RECORD_SHARE)
+
+    async def _push_metrics(self, replica: FuzzReplica) -> None:
+        with suppress(InfraError):
+            while True:
+                since = anyio.current_time() - LOOK_BACK_S
+                replica.pushed = {
+                    name: [point for point in series if point.timestamp >= since]
+                    for name, series in replica.recorded.items()
+                }
+                await replica.sleep(self._world.setup.push_s)
 
     async def _catch_up(self, replica: FuzzReplica) -> None:
         """See `WeightUpdates._catch_up`."""

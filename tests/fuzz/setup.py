@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rollout import OverSampleConfig
+from asyncrl.config.sections.rollout import AutoscalingConfig, OverSampleConfig
 from asyncrl.config.sections.skip import AsyncRolloutSkipConfig
 from tests.fakes.configurations import config_with
 
@@ -25,6 +25,8 @@ FAULTS: tuple[FaultKind, ...] = (
 Faults that are listed more than once are drawn more often. `record` is drawn for runs with records only. `join`,
 `leave` and `drain` are no faults but planned changes of the replicas; `drain` starts a successor first."""
 PLANNED: tuple[FaultKind, ...] = ("join", "leave", "drain")
+SERVE_PUSH_S = 10.0
+"""Serve's default period (`metrics_interval_s`)."""
 MAX_REPLICAS = 4
 """No replica joins beyond this number, and the last one does not leave."""
 LONG_S = 1000.0
@@ -74,11 +76,18 @@ class FuzzSetup:
     """Whether every turn starts another row."""
     num_recorded: int | None = None
     """The number of samples that an earlier run has recorded; None: samples are neither recorded nor replayed."""
+    push_s: float = SERVE_PUSH_S
+    """Period in which replicas push metrics to Serve, with `rollout.autoscaling`."""
 
     @property
     def attaches(self) -> bool:
         """Whether all launches use the replicas of one separately deployed application (`rollout.attach`)."""
         return self.config.rollout.attach is not None
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether the driver decides how many replicas there are (`rollout.autoscaling`)."""
+        return self.config.rollout.autoscaling.enable
 
     @property
     def unplanned(self) -> list[Fault]:
@@ -97,7 +106,8 @@ class FuzzSetup:
             f"over-sampled {self.config.rollout.over_sample}, "
             f"{self.max_turns} turns{' in rows' if self.forks else ''}, "
             f"{'no' if self.num_recorded is None else self.num_recorded} records, "
-            f"{self.num_replicas} replicas{', attached' if self.attaches else ''}, "
+            f"{self.num_replicas} replicas{', attached' if self.attaches else ''}"
+            f"{f', autoscaled with {self.config.rollout.autoscaling}' if self.autoscales else ''}, "
             f"{self.config.rollout.num_workers} workers, "
             f"calls of {self.call_s:g} s, poison {self.poison}, validation every "
             f"{training.test_freq if self.config.has_validation else 'never'}; {faults}"
@@ -136,6 +146,7 @@ def draw(seed: int) -> FuzzSetup:
     changed = [
         Fault(scaling.expovariate(1 / 1.5), scaling.choice(PLANNED)) for _ in range(scaling.choice([0, 0, 1, 2, 4, 8]))
     ]
+    attach = "servers" if random.Random(f"attach {seed}").random() < 0.2 else None
     changes: dict[str, dict[str, Any]] = {
         "skip": {"async_rollout": skip},
         "rollout": {
@@ -144,7 +155,7 @@ def draw(seed: int) -> FuzzSetup:
             "max_concurrent_samples": rng.randint(1, 6),
             "response_length": 8,
             "num_workers": random.Random(f"workers {seed}").choice([0, 0, 1, 2]),
-            "attach": "servers" if random.Random(f"attach {seed}").random() < 0.2 else None,
+            "attach": attach,
         },
         "async_training": {
             "staleness_threshold": threshold,
@@ -169,7 +180,7 @@ def draw(seed: int) -> FuzzSetup:
         "timeouts": {"call_s": call_s},
         "recovery": {"max_crashes": rng.choice([1, 2]) if poison is not None else 1000},
     }
-    return FuzzSetup(
+    setup = FuzzSetup(
         seed=seed,
         mode=mode,
         config=_with(_base(), changes),
@@ -195,6 +206,40 @@ def draw(seed: int) -> FuzzSetup:
                 key=lambda fault: fault.at_s,
             )
         ),
+    )
+    return setup if attach is not None else _autoscaled(setup)
+
+
+def _autoscaled(setup: FuzzSetup) -> FuzzSetup:
+    """Return the setup with `rollout.autoscaling` in a share of the seeds, otherwise the same setup.
+
+    Such a run is longer, because decisions take seconds, and no replica joins or leaves without a decision.
+    """
+    rng = random.Random(f"autoscaling {setup.seed}")
+    if rng.random() >= 0.1:
+        return setup
+    low = rng.randint(1, 2)
+    high = rng.randint(low + 1, MAX_REPLICAS)
+    num_replicas = rng.randint(low, high)
+    policy = AutoscalingConfig(
+        enable=True,
+        min_replicas=low,
+        max_replicas=high,
+        target_trainer_wait=rng.choice([0.0, 0.1, 0.3]),
+        spare_capacity=rng.choice([0.0, 0.1, 0.3]),
+        up_after_s=rng.choice([1.0, 2.0, 4.0]),
+        down_after_s=rng.choice([1.0, 3.0, 6.0]),
+    )
+    changes = {
+        "rollout": {"autoscaling": policy, "num_replicas": num_replicas},
+        "trainer": {"total_training_steps": rng.randint(10, 40)},
+    }
+    return replace(
+        setup,
+        config=_with(setup.config, changes),
+        num_replicas=num_replicas,
+        push_s=rng.choice([1.0, SERVE_PUSH_S]),
+        faults=tuple(fault for fault in setup.faults if fault.kind not in ("join", "leave")),
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 
+from asyncrl.core.autoscaling import AutoscalingPolicy, ReplicaAutoscaler, ReplicaLoad
 from asyncrl.core.types import SampleId
 from asyncrl.driver import supervision
 from asyncrl.driver.stall_watchdog import Watchdog
@@ -29,8 +30,10 @@ from asyncrl.queue.core import QueueCore
 from asyncrl.queue.operations import CommitSamples, RewindTraining, SetAppliedVersion
 from asyncrl.queue.state import QueueState
 from asyncrl.storage import array_bytes
+from asyncrl.weights.object_store import WeightStoreActor
 from rollouter.crash_isolation import CrashBlame, ReplicaCrash
 from rollouter.serving import client
+from rollouter.serving.autoscaling import WANTED_REPLICAS
 from rollouter.weight_updates import WeightUpdateLoop
 from skip import RecordSkip
 from skip.record import TENSORS
@@ -79,6 +82,12 @@ def test_the_seeds_cover_every_fault_in_every_mode() -> None:
     assert set(met) == {(mode, kind) for mode in "abcd" for kind in get_args(FaultKind)}
 
 
+def test_the_seeds_cover_decisions_about_replicas() -> None:
+    runs = [play(seed) for seed in SEEDS[:100] if draw(seed).autoscales]
+    changes = [change for run in runs for change in run.decisions]
+    assert min(changes) < 0 < max(changes)
+
+
 def test_a_seed_reproduces_its_run() -> None:
     assert digest(23) == digest(23) != digest(24)
 
@@ -110,10 +119,12 @@ def digest(seed: int) -> str:
 # ------------------------------------------------------------------------------------------------ planted bugs
 
 
-def found(*kinds: FaultKind, most_seeds: int = MOST_SEEDS) -> str:
-    """Return the message of the first seed that fails; with `kinds`, play only seeds with one of these faults."""
+def found(*kinds: FaultKind, most_seeds: int = MOST_SEEDS, autoscaled: bool = False) -> str:
+    """Return the message of the first seed that fails; with `kinds`, play only seeds with one of these faults, and with
+    `autoscaled`, only those with `rollout.autoscaling`."""
     for seed in range(most_seeds):
-        if kinds and not any(fault.kind in kinds for fault in draw(seed).faults):
+        setup = draw(seed)
+        if (kinds and not any(fault.kind in kinds for fault in setup.faults)) or autoscaled > setup.autoscales:
             continue
         try:
             play(seed)
@@ -126,6 +137,7 @@ def found(*kinds: FaultKind, most_seeds: int = MOST_SEEDS) -> str:
 _release, _set_applied = QueueState.release, SetAppliedVersion.perform
 _resubmission, _assess, _start_store = client._resubmission, CrashBlame.assess, FuzzStore.__init__
 _start_client = QueueClient.__init__
+_observe, _load = ReplicaAutoscaler.observe, ReplicaLoad.now
 
 
 def lose_one(self: QueueState, sample_ids: Iterable[SampleId]) -> None:
@@ -170,6 +182,26 @@ async def ask_without_limit(self: watch.DriverWatch, ask: Callable[[], Awaitable
     return await ask()
 
 
+def follow_last_report(context: Any) -> tuple[int, dict[str, Any]]:
+    numbers = context.raw_metrics.get(WANTED_REPLICAS, {})
+    points = [point for series in numbers.values() for point in series]
+    return int(max(points, key=lambda point: point.timestamp).value) if points else context.target_num_replicas, {}
+
+
+def observe_at_once(self: ReplicaAutoscaler, now_s: float, load: ReplicaLoad, *, serving: int) -> int:
+    return _observe(self, now_s, load, serving=min(serving, self.wanted))
+
+
+def load_without_pacing(*, trainer_waits: bool, pacing_shut: bool, idle_replicas: float) -> ReplicaLoad:
+    return _load(trainer_waits=trainer_waits, pacing_shut=True, idle_replicas=idle_replicas)
+
+
+def load_of_a_long_tail(*, trainer_waits: bool, pacing_shut: bool, idle_replicas: float) -> ReplicaLoad:
+    return _load(
+        trainer_waits=trainer_waits, pacing_shut=pacing_shut and not trainer_waits, idle_replicas=idle_replicas
+    )
+
+
 class PlantedBug(NamedTuple):
     patches: tuple[tuple[Any, str, Any], ...]
     symptoms: tuple[str, ...]
@@ -177,6 +209,8 @@ class PlantedBug(NamedTuple):
     kinds: tuple[FaultKind, ...] = ()
     """Only seeds with one of these faults are played, or all seeds if there are none."""
     most_seeds: int = MOST_SEEDS
+    autoscaled: bool = False
+    """Only seeds with `rollout.autoscaling` are played."""
 
 
 PLANTED = {
@@ -268,10 +302,39 @@ PLANTED = {
         ("was replayed with other tokens than were recorded",),
         ("record",),
     ),
+    "a decision exceeds the maximum of replicas": PlantedBug(
+        ((AutoscalingPolicy, "bounded", lambda self, number: max(number, self.min_replicas)),),
+        ("outside of the bounds",),
+        autoscaled=True,
+    ),
+    "a decision does not reach Serve": PlantedBug(
+        ((WeightStoreActor, "want_replicas", do_nothing),), ("has not reached Serve after",), autoscaled=True
+    ),
+    # The number of the replica that has reported last, which may not know the latest decision yet.
+    "Serve follows the last report": PlantedBug(
+        ((fleet, "wanted_replicas", follow_last_report),), ("which is not one of the decisions",),
+        most_seeds=1000, autoscaled=True,
+    ),
+    "a decision rests on a moment": PlantedBug(
+        ((ReplicaAutoscaler, "_mean", lambda self, period_s: self._observed[-1].load),),
+        ("with a constant number of replicas",),
+        autoscaled=True,
+    ),
+    "a decision does not wait for the one before": PlantedBug(
+        ((ReplicaAutoscaler, "observe", observe_at_once),), ("so the last decision has not been carried out",),
+        autoscaled=True,
+    ),
+    "replicas leave while pacing is open": PlantedBug(
+        ((ReplicaLoad, "now", load_without_pacing),), ("although pacing kept",), autoscaled=True
+    ),
+    "replicas join while pacing is shut": PlantedBug(
+        ((ReplicaLoad, "now", load_of_a_long_tail),), ("although the Trainer waited",), most_seeds=1000,
+        autoscaled=True,
+    ),
     # The callers of a hung process wait for it, and so does the driver that probes it.
     **{
         f"calls have no deadline ({hangs})": PlantedBug(
-            ((QueueClient, "__init__", wait_forever), (watch.DriverWatch, "_asked", ask_without_limit)),
+            ((QueueClient, "__init__", wait_forever), (watch.DriverWatch, "asked", ask_without_limit)),
             ("no progress",),
             (hangs,),
         )
@@ -286,8 +349,8 @@ QUICK = (
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=() if bug in QUICK else pytest.mark.slow) for bug in PLANTED])
 def test_the_fuzz_finds_a_planted_bug(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    patches, symptoms, kinds, most_seeds = PLANTED[bug]
+    patches, symptoms, kinds, most_seeds, autoscaled = PLANTED[bug]
     for owner, name, replacement in patches:
         monkeypatch.setattr(owner, name, replacement)
-    message = found(*kinds, most_seeds=most_seeds)
+    message = found(*kinds, most_seeds=most_seeds, autoscaled=autoscaled)
     assert any(symptom in message for symptom in symptoms)

@@ -21,6 +21,7 @@ from asyncrl.weights.object_store import on_clock
 from tests.fuzz.fleet import SERVE_S
 from tests.fuzz.parts import FuzzPart
 from tests.fuzz.process import Process
+from tests.fuzz.scaling import ScalingWatch
 from tests.fuzz.setup import PROBE_S, START_S, WATCHDOG_S
 
 if TYPE_CHECKING:
@@ -43,17 +44,29 @@ class DriverWatch:
         self._watchdog = Watchdog(WATCHDOG_S, start_s=START_S)
         # A replica that hangs is unknown to a new store, and Serve replaces it only after SERVE_S.
         self._replicas = ReplicaWatch(launch.engines.wanted, 2 * PROBE_S, SERVE_S + START_S)
+        self._scaling = ScalingWatch(launch, self) if launch.setup.autoscales else None
 
     def start(self, group: TaskGroup) -> None:
         for task in (self._probe_queue, self._probe_store, self._keep_store_informed, self._watch):
             group.start_soon(task)
         for supervisor in (self._launch.rollouter, self._launch.trainer):
             group.start_soon(self._probe_part, supervisor)
+        if self._scaling is not None:
+            self._scaling.start(group)
 
     @property
     def queue_number(self) -> int | None:
         """The number of the queue's process that answered last."""
         return self._queue.pid if self._queue is not None else None
+
+    @property
+    def is_awake(self) -> bool:
+        return self._awake.is_set()
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that the driver expects."""
+        return self._scaling.expected if self._scaling is not None else self._launch.engines.wanted
 
     async def awake(self) -> None:
         """Wait until the driver is not stopped."""
@@ -72,6 +85,8 @@ class DriverWatch:
             await self._awake.wait()
             if self._store is not None:
                 self._watch_replicas(self._store)
+            if self._scaling is not None:
+                self._scaling.follow(self._state(), self._store)
             self._watchdog.observe(anyio.current_time(), self._state())
             await anyio.sleep(TICK_S)
 
@@ -93,7 +108,7 @@ class DriverWatch:
             queue=self._queue,
             counts=self._queue.counts if self._queue is not None else SampleCounts(),
             replicas=self._store.replicas if self._store is not None else (),
-            num_replicas=launch.engines.wanted,
+            num_replicas=self.num_replicas,
             waits={part: waits for part, (_, waits) in self._answers.items()},
             restarting={
                 each.part.name: each.replacing_since for each in supervisors if each.replacing_since is not None
@@ -102,7 +117,7 @@ class DriverWatch:
 
     # ------------------------------------------------------------------------------------------------ probes
 
-    async def _asked(self, ask: Callable[[], Awaitable[Answer]], limit_s: float) -> Answer:
+    async def asked(self, ask: Callable[[], Awaitable[Answer]], limit_s: float) -> Answer:
         """Return the answer of `ask`, or raise `DeadlineError`, as a driver that may be stopped does.
 
         While the driver is stopped, the answer may arrive and the deadline may pass. When the driver continues, it may
@@ -141,7 +156,7 @@ class DriverWatch:
                     self._world.broken.append(f"the {part.name} was healthy but was killed")
                 supervisor.replace_unresponsive(error)
 
-        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=answered, on_timeout=missed)
+        await probe(lambda limit_s: self.asked(status, limit_s), PROBE_S, on_answer=answered, on_timeout=missed)
 
     async def _probe_queue(self) -> None:
         launch = self._launch
@@ -155,7 +170,7 @@ class DriverWatch:
                 self._world.broken.append("the queue was healthy but was killed")
 
         async def ask(limit_s: float) -> QueueStatus:
-            return await self._asked(QueueClient(handle, limit_s).status, limit_s)
+            return await self.asked(QueueClient(handle, limit_s).status, limit_s)
 
         await probe(ask, PROBE_S, on_answer=answered, on_timeout=missed)
 
@@ -181,7 +196,7 @@ class DriverWatch:
             if self._store is not None and self._launch.store_host.end_known(self._store.pid, 0.5) is not None:
                 self._world.broken.append("the store was healthy but was killed")
 
-        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=answered, on_timeout=missed)
+        await probe(lambda limit_s: self.asked(status, limit_s), PROBE_S, on_answer=answered, on_timeout=missed)
 
     async def _keep_store_informed(self) -> None:
         while True:
@@ -194,7 +209,7 @@ class DriverWatch:
 
     def _watch_replicas(self, store: StoreStatus) -> None:
         engines = self._launch.engines
-        self._replicas.num_replicas = None if self._world.setup.attaches else engines.wanted
+        self._replicas.num_replicas = None if self._world.setup.attaches else self.num_replicas
         changes = self._replicas.update(store.replicas, store.at, store_since=self._store_since)
         if changes.replaced and not self._world.setup.unplanned and self._world.setup.poison is None:
             self._world.broken.append(f"a planned change is recorded as a restart: {changes.replaced[0]}")

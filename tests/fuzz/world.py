@@ -2,7 +2,8 @@
 
     real   Rollouter (dispatcher, versions, validation, isolation), ServeFleet and its client, WeightStoreActor and its
            clients, TrainLoop and BatchSource, QueueClient, QueueActor over LocalSampleQueue and QueueState, operations
-           as rows, the Supervisors, probes, Watchdog and ReplicaWatch, records of samples and their files
+           as rows, the Supervisors, probes, Watchdog and ReplicaWatch, ReplicaScaling and Serve's policy,
+           records of samples and their files
     fake   engines and replicas, ranks, checkpoints, payload and turn files, processes and the network between them
 
 `launch` plays the driver, `parts` are the processes that it replaces, and `files` are the files that survive all of
@@ -65,6 +66,8 @@ class FuzzWorld:
         self._stragglers: set[SampleId] = set()
         """Unfinished samples with a session that never continues."""
         self._dropped_in_a_row = 0
+        self.decisions: list[int] = []
+        """By how many replicas each decision about their number has changed it."""
         self.broken: list[str] = []
         """Promises that were broken during the run."""
 
