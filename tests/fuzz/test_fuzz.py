@@ -47,7 +47,7 @@ from tests.fuzz.setup import FaultKind, draw
 from tests.fuzz.store import FuzzStore
 
 SEEDS = range(*map(int, os.environ.get("ASYNCRL_FUZZ_SEEDS", "0-1000").split("-")))
-BATCHES = 4
+BATCHES = 8
 MANY = range(100_000, 120_000)
 MOST_SEEDS = 200
 """The number of seeds within which the fuzz has to find a planted bug."""
