@@ -28,6 +28,9 @@ _ROLES = {
 }
 """Roles of the peers' processes by a part of the command line, besides those of `role_of`."""
 
+_UNNAMED = ("other", "idle worker", "rollout worker")
+"""Roles of processes that may still get a name: Ray's workers, and engines of vLLM."""
+
 
 class PeerFailedError(Exception):
     """The peer did not finish its job; the message is the end of its own output."""
@@ -90,7 +93,7 @@ def _sample(pid: int, usage: Usage, seen: dict[int, psutil.Process], shared: int
         for process in (parent, *parent.children(recursive=True)):
             with suppress(psutil.Error), process.oneshot():
                 key = hash(process)
-                if usage.roles.get(key) in (None, "other", "idle worker"):  # Ray renames the workers that get a role
+                if usage.roles.get(key) in (None, *_UNNAMED):
                     usage.roles[key] = _role(" ".join(process.cmdline()))
                 times, memory = process.cpu_times(), process.memory_info()
                 now = time.monotonic()

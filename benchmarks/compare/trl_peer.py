@@ -19,14 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.compare.reward import share_of_digits
-from benchmarks.compare.trl_on_cpu import FileTransfer, use_plain_attention, use_plain_linear_layers, vllm_server
+from benchmarks.compare.trl_on_cpu import (
+    FileTransfer,
+    use_plain_attention,
+    use_plain_float32,
+    use_plain_linear_layers,
+    vllm_server,
+)
 
 GENERATED = "ASYNCRL_COMPARE_GENERATED"
 """Environment variable with the file that the reward function writes; TRL's async trainer scores in another process."""
+
+RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {"content": {"close_pattern": "<eos>", "content": "text"}},
+}
+"""How the async trainer reads a response of the quickstart's chat template, which TRL does not know."""
 
 
 def digits_reward(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -97,13 +110,18 @@ def main(job_file: str) -> None:
             from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
             use_plain_attention()
+            tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
+            tokenizer.response_template = RESPONSES
             # A budget of 0 makes a micro-batch a number of responses, so that a step has as many as the others' steps.
             options = AsyncGRPOConfig(**arguments(job), vllm_server_base_url=url, token_budget=0)
-            trainer = AsyncGRPOTrainer(args=options, weight_transfer=FileTransfer(url), **common)
+            trainer = AsyncGRPOTrainer(
+                args=options, weight_transfer=FileTransfer(url), processing_class=tokenizer, **common
+            )
         else:
             vllm: dict[str, Any] = {}
             if job["peer"] == "trl-vllm":
                 use_plain_linear_layers()
+                use_plain_float32()
                 vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": length}
             options = GRPOConfig(**arguments(job), shuffle_dataset=False, **vllm)
             trainer = GRPOTrainer(args=options, **common)

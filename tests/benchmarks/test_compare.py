@@ -189,7 +189,7 @@ def test_a_peer_that_trains_other_work_fails(job: Job) -> None:
 
 
 def test_the_reward_is_the_share_of_digits() -> None:
-    assert [share_of_digits(text) for text in ("", "12", "1a", "²")] == [0.0, 1.0, 0.5, 0.0]
+    assert [share_of_digits(text) for text in ("", "12", "1a", "²", "<pad>1")] == [0.0, 1.0, 0.5, 0.0, 1.0]
 
 
 def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
