@@ -99,7 +99,7 @@ def run_peer(peer: Peer, job: Job) -> Figures:
 
 def check_work(workload: Workload, job: Job, run: Figures) -> None:
     """Raise `PeerFailedError` if a step of `equal` responses did not have all their tokens."""
-    wanted, found = job.samples * job.group * job.max_tokens, run.trained_tokens_s * run.step_s
+    wanted, found = job.samples * job.group * job.max_tokens, run.step_tokens
     if workload.lengths == "equal" and abs(found / wanted - 1) > SAME_WORK:
         raise PeerFailedError(f"trained {found:.0f} tokens a step instead of {wanted}, which is other work")
 

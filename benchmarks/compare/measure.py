@@ -74,7 +74,7 @@ def run_measured(command: Sequence[str], environment: Mapping[str, str], directo
         )
         try:
             while process.poll() is None and time.monotonic() < usage.started_s + LIMIT_S:
-                _sample(process.pid, usage, seen, shared)
+                sample(process.pid, usage, seen, shared)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(EVERY_S)
         finally:
@@ -86,7 +86,11 @@ def run_measured(command: Sequence[str], environment: Mapping[str, str], directo
     return usage
 
 
-def _sample(pid: int, usage: Usage, seen: dict[int, psutil.Process], shared: int) -> None:
+def sample(pid: int, usage: Usage, seen: dict[int, psutil.Process], shared: int) -> None:
+    """Add what a process and its descendants use now to `usage`, and the processes to `seen`.
+
+    `shared` is the machine's shared memory in bytes before the run.
+    """
     own = 0
     with suppress(psutil.Error):
         parent = psutil.Process(pid)

@@ -61,6 +61,11 @@ class Figures:
     rewards: list[tuple[float, float]]
     """Time since the start, and reward, of each step."""
 
+    @property
+    def step_tokens(self) -> float:
+        """Trained tokens of a step."""
+        return self.trained_tokens_s * self.step_s
+
 
 def read_progress(file: Path) -> Progress:
     """Read what a peer wrote: `{"steps": [[end_s, reward, tokens], …], "generated": [[at_s, tokens], …]}`."""
@@ -156,6 +161,7 @@ def _row(workload: str, peer: str, runs: Sequence[Figures], ours: Sequence[Figur
         "workload": workload,
         "system": peer,
         "s/step": spread("step_s"),
+        "tokens/step": spread("step_tokens"),
         "trained tokens/s": spread("trained_tokens_s"),
         "generated tokens/s": spread("generated_tokens_s"),
         "first step after s": spread("cold_start_s"),

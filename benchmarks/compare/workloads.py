@@ -17,7 +17,8 @@ LEARNING_RATE = 5e-4
 PROMPT_TOKENS = 64
 LENGTHS = ("equal", "long")
 EOS = 2
-NEVER = 1e-12
+NEVER = -2000.0
+"""Log-odds of ending a response after a token. Training shrinks them, to a tenth within 40 steps."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Workload:
     def prepare(self, directory: Path) -> None:
         """Write the model and the prompts, which all peers read."""
         size = SIZES[self.size]
-        make_model(directory / "model", size.shape, NEVER if self.lengths == "equal" else 1 / size.tokens)
+        log_odds = NEVER if self.lengths == "equal" else -math.log(size.tokens - 1)
+        make_model(directory / "model", size.shape, log_odds)
         rows = Path(resolve("asyncrl://quickstart/train.jsonl")).read_text(encoding="utf-8").splitlines()
         text = "\n".join(islice(cycle(rows), self.steps * size.prompts))
         (directory / "prompts.jsonl").write_text(text + "\n", encoding="utf-8")
@@ -115,12 +117,12 @@ class Workload:
         )
 
 
-def make_model(directory: Path, shape: TransformerShape, end: float) -> None:
-    """Save a random Qwen 2 in float32 that ends a response after each token with about the probability `end`.
+def make_model(directory: Path, shape: TransformerShape, log_odds: float) -> None:
+    """Save a random Qwen 2 in float32 that ends a response after each token with about the given log-odds.
 
-    The files alone decide how long responses are, so no system needs an option or a patch for that. No layer writes
-    into the first element of the residual stream, so it has the same sign at every position, and the logit of the
-    end-of-sequence token is a multiple of it alone.
+    The files alone decide how long responses are, so no system needs an option or a patch for that. The first element
+    of the residual stream is a constant which no layer reads or writes and which training changes slowly, because it is
+    large, and the logit of the end-of-sequence token is a multiple of it alone.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -129,15 +131,16 @@ def make_model(directory: Path, shape: TransformerShape, end: float) -> None:
     model = Qwen2ForCausalLM(Qwen2Config(**dimensions(shape), bos_token_id=1, eos_token_id=EOS, pad_token_id=0)).eval()
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
-        embedding[:, 0] = embedding.std()
+        embedding[:, 0] = 4 * embedding.std() * math.sqrt(shape.hidden_size)
         embedding[EOS] = 0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = 0
             layer.mlp.down_proj.weight[0] = 0
+            layer.input_layernorm.weight[0] = 0
+            layer.post_attention_layernorm.weight[0] = 0
         states = model.model(torch.randint(3, shape.vocab_size, (8, 64))).last_hidden_state.flatten(0, 1)
         logits = states @ embedding.T
         logits[:, EOS] = -torch.inf
-        wanted = logits.logsumexp(-1).mean() + math.log(end / (1 - end))
-        embedding[EOS, 0] = wanted / states[:, 0].mean()
+        embedding[EOS, 0] = (logits.logsumexp(-1).mean() + log_odds) / states[:, 0].mean()
     model.save_pretrained(directory)
     save_tokenizer(directory, shape.vocab_size)

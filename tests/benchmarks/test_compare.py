@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import __main__ as program
-from benchmarks.compare.measure import PeerFailedError, Usage
+from benchmarks.compare.measure import PeerFailedError, Usage, sample
 from benchmarks.compare.peers import PEERS, Peer, threads
 from benchmarks.compare.plot import draw
 from benchmarks.compare.results import (
@@ -24,7 +25,7 @@ from benchmarks.compare.results import (
     read_progress,
 )
 from benchmarks.compare.reward import share_of_digits
-from benchmarks.compare.workloads import SIZES, Job, Workload
+from benchmarks.compare.workloads import EOS, LEARNING_RATE, LENGTHS, SIZES, Job, Workload
 
 EQUAL = Workload("0.9M", "equal", steps=3)
 
@@ -39,6 +40,34 @@ def test_long_responses_may_be_four_times_as_long_as_equal_ones(tmp_path: Path) 
     assert [job.max_tokens for job in jobs] == [128, 512]
     assert all(job.group * job.samples == 64 and job.steps == 5 and job.cores == 4 for job in jobs)
     assert all(8 * size.prompts % size.micro_batch == 0 for size in SIZES.values()), "micro-batches of whole steps"
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_the_model_decides_how_long_responses_are_and_training_hardly_changes_it(tmp_path: Path, lengths: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    workload = Workload("0.9M", lengths, steps=3)
+    workload.prepare(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    prompts = torch.randint(3, 103, (16, 8), generator=torch.Generator().manual_seed(0))
+
+    def ending() -> torch.Tensor:
+        rows = model.generate(prompts, do_sample=True, top_k=0, max_new_tokens=64, eos_token_id=None, pad_token_id=0)
+        log_probs = model(rows).logits[:, 8:].log_softmax(-1)
+        liked = log_probs[..., 3:13].logsumexp(-1).mean()
+        optimizer.zero_grad()
+        (-liked).backward()
+        optimizer.step()
+        return log_probs.detach()[..., EOS].exp()
+
+    ends = torch.stack([ending() for _ in range(6)])
+    if lengths == "equal":
+        assert ends.max() == 0
+    else:
+        assert ends[0].mean() == pytest.approx(1 / 64, rel=0.05) and ends[0].std() < 0.1 / 64
+        assert 0.5 / 64 < ends[-1].mean() < 1.5 / 64
 
 
 def test_asyncrl_gets_the_numbers_of_the_job(job: Job) -> None:
@@ -170,6 +199,23 @@ def test_a_peer_that_fails_is_listed_with_its_own_error(
     assert "this system needs a GPU" in shown.out and "0.9M equal: verl exited with 3" in shown.err
     assert shown.err.count("exited with 3") == 1, "it is not tried again"
     assert files["compare.png"].stat().st_size > 0
+
+
+def test_an_engine_that_started_as_an_unnamed_process_gets_its_role() -> None:
+    name = "'VLLM::Engine' 'Core'"  # in two parts, so that the command line does not have it
+    script = f"import setproctitle; print(input()); setproctitle.setproctitle({name}); print('named'); input()"
+    usage = Usage(0.0)
+    with subprocess.Popen(
+        [sys.executable, "-uc", script, "spawn_main"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        sample(engine.pid, usage, {}, 0)
+        assert list(usage.roles.values()) == ["rollout worker"]
+        print("go", file=engine.stdin, flush=True)
+        assert (engine.stdout.readline(), engine.stdout.readline()) == ("go\n", "named\n")
+        sample(engine.pid, usage, {}, 0)
+        assert list(usage.roles.values()) == ["engine"]
+        print(file=engine.stdin, flush=True)
 
 
 def test_a_peer_without_a_whole_result_fails(job: Job) -> None:
