@@ -13,7 +13,6 @@ from benchmarks.models import SHAPES, TransformerShape, dimensions, save_tokeniz
 
 GROUP = 8
 """Responses of a prompt."""
-LEARNING_RATE = 5e-4
 PROMPT_TOKENS = 64
 LENGTHS = ("equal", "long")
 EOS = 2
@@ -33,15 +32,16 @@ class Size:
     steps: int
     micro_batch: int
     """Responses of a micro-batch, so that the logits of a large vocabulary fit into memory."""
+    learning_rate: float = 5e-4
 
 
 SIZES = {
     "0.9M": Size(TransformerShape(128, 4, 4, 4, 384, 103, 1024), prompts=8, tokens=64, steps=40, micro_batch=64),
     "8M": Size(TransformerShape(320, 6, 5, 5, 960, 103, 1024), prompts=8, tokens=128, steps=12, micro_batch=64),
-    "135M": Size(SHAPES["135M"], prompts=4, tokens=64, steps=6, micro_batch=16),
+    "135M": Size(SHAPES["135M"], prompts=4, tokens=64, steps=6, micro_batch=16, learning_rate=5e-5),
 }
 """`135M` has the shape of SmolLM2-135M. Its weights are random, too: speed does not depend on them, and responses have
-the same lengths in every system."""
+the same lengths in every system, which a larger learning rate would change within three steps."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Workload:
             max_tokens=self.max_tokens,
             micro_batch=size.micro_batch,
             steps=self.steps,
-            learning_rate=LEARNING_RATE,
+            learning_rate=size.learning_rate,
             cores=cores,
         )
 

@@ -25,7 +25,7 @@ from benchmarks.compare.results import (
     read_progress,
 )
 from benchmarks.compare.reward import share_of_digits
-from benchmarks.compare.workloads import EOS, LEARNING_RATE, LENGTHS, SIZES, Job, Workload
+from benchmarks.compare.workloads import EOS, LENGTHS, SIZES, Job, Workload
 
 EQUAL = Workload("0.9M", "equal", steps=3)
 
@@ -50,7 +50,7 @@ def test_the_model_decides_how_long_responses_are_and_training_hardly_changes_it
     workload = Workload("0.9M", lengths, steps=3)
     workload.prepare(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SIZES["0.9M"].learning_rate)
     prompts = torch.randint(3, 103, (16, 8), generator=torch.Generator().manual_seed(0))
 
     def ending() -> torch.Tensor:
