@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for lengths in options.lengths
     ]
     for comparison in compare(workloads, {name: PEERS[name] for name in (OURS, *options.peers)}, options.rounds):
-        if options.json is not None:  # after each round, so that an interrupted comparison is not lost
+        if options.json is not None:  # after each run, so that an interrupted comparison is not lost
             steps = {workload.name: workload.steps for workload in workloads}
             write_json(options.json, {"name": "compare", "steps": steps, **comparison.as_json(), "machine": machine()})
     tables = {"systems": comparison.rows(), "failures": comparison.failures()}
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(workloads: Sequence[Workload], peers: Mapping[str, Peer], rounds: int) -> Iterator[Comparison]:
-    """Run every peer on every workload in each round; yield the runs so far after each round."""
+    """Run every peer on every workload in each round; yield the runs so far after each one."""
     runs: dict[str, dict[str, list[Figures]]] = {workload.name: {peer: [] for peer in peers} for workload in workloads}
     errors: dict[tuple[str, str], str] = {}
     cores = len(os.sched_getaffinity(0))
@@ -81,7 +81,7 @@ def compare(workloads: Sequence[Workload], peers: Mapping[str, Peer], rounds: in
                     else:
                         runs[workload.name][name].append(run)
                         print_progress(f"round {number + 1}: {workload.name}: {name} {run.step_s:.2f} s/step")
-            yield Comparison(runs, errors)
+                    yield Comparison(runs, errors)
 
 
 def run_peer(peer: Peer, job: Job) -> Figures:

@@ -76,7 +76,11 @@ def _trl(job: Job) -> list[str]:
 
 
 def _verl(job: Job) -> list[str]:
-    """Run verl's trainer. It has platforms for NVIDIA, AMD and Ascend only, so on CPU this shows its own error."""
+    """Run verl's trainer. It has platforms for NVIDIA, AMD and Ascend only, so on CPU this shows its own error.
+
+    Its queue reserves eight CPUs of Ray and waits forever for those that Ray does not have, so Ray gets more than there
+    are cores.
+    """
     model = "actor_rollout_ref"
     return [
         *(_python("verl"), "-m", "verl.trainer.main_ppo", f"{model}.model.path={job.model}"),
@@ -91,6 +95,7 @@ def _verl(job: Job) -> list[str]:
         *(f"reward.custom_reward_function.path={ROOT}/benchmarks/compare/reward.py", "trainer.device=cpu"),
         *("trainer.n_gpus_per_node=1", f"trainer.total_training_steps={job.steps}", "trainer.val_before_train=false"),
         *("algorithm.adv_estimator=grpo", "trainer.logger=[console]", f"trainer.default_local_dir={job.directory}"),
+        "ray_kwargs.ray_init.num_cpus=16",
     ]  # fmt: skip
 
 
