@@ -95,7 +95,7 @@ def _verl(job: Job) -> list[str]:
         *(f"reward.custom_reward_function.path={ROOT}/benchmarks/compare/reward.py", "trainer.device=cpu"),
         *("trainer.n_gpus_per_node=1", f"trainer.total_training_steps={job.steps}", "trainer.val_before_train=false"),
         *("algorithm.adv_estimator=grpo", "trainer.logger=[console]", f"trainer.default_local_dir={job.directory}"),
-        "ray_kwargs.ray_init.num_cpus=16",
+        *("ray_kwargs.ray_init.num_cpus=16", f"hydra.run.dir={job.directory}"),
     ]  # fmt: skip
 
 
