@@ -23,7 +23,7 @@ ERROR_LINES = 12
 _ROLES = {
     "-m benchmarks.compare.vllm_server": "server",
     "-m benchmarks.compare.": "trainer",
-    "EngineCore": "engine",
+    "VLLM::": "engine",
     "spawn_main": "rollout worker",
 }
 """Roles of the peers' processes by a part of the command line, besides those of `role_of`."""

@@ -202,7 +202,7 @@ def test_a_peer_that_fails_is_listed_with_its_own_error(
 
 
 def test_an_engine_that_started_as_an_unnamed_process_gets_its_role() -> None:
-    name = "'VLLM::Engine' 'Core'"  # in two parts, so that the command line does not have it
+    name = "'VLLM' '::Worker'"  # in two parts, so that the command line does not have it
     script = f"import setproctitle; print(input()); setproctitle.setproctitle({name}); print('named'); input()"
     usage = Usage(0.0)
     with subprocess.Popen(
