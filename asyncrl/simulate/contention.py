@@ -3,12 +3,14 @@
 In most runs the two sides nearly always work at the same time, or never, so the durations of their work cannot show how
 fast they would be otherwise. The CPU time of their processes can: it says how many processors each of them wants, and
 these are divided as the kernel divides them (max-min fairness): a process that wants less than an equal share of the
-processors gets all of it, and the others get equal shares of the rest. A side is as slow as its slowest process.
+processors gets all of it, and the others get equal shares of the rest. A side is as slow as its slowest process. Other
+processes of the machine, such as Ray's own, take part in the division, or there would seem to be processors to spare.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -101,16 +103,26 @@ def measure_contention(
         threads: how many processors a process can use at most.
     """
     # What a process wants follows from how much slower it was next to the other side. Several slowdowns can explain the
-    # same CPU time; the search begins with the largest, because a process that computes wants a whole processor.
-    engines = trainer = MAX_SLOWDOWN
+    # same CPU time; the search begins with the largest, because a process that computes wants a whole processor for
+    # each thread. It cannot want more, so the CPU time of the busiest process limits the slowdown of its side.
     sides = {name: _side(name) for name in use.cpu_s}
+    alone_s = {"engines": engines_s, "trainer": trainer_s}
+    limits = dict.fromkeys(alone_s, MAX_SLOWDOWN)
+    for name, cpu_s in use.cpu_s.items():
+        if (side := sides[name]) and (needed_s := cpu_s / threads(name) - alone_s[side]) > 0:
+            limits[side] = min(limits[side], max(1.0, both_s / needed_s if both_s else MAX_SLOWDOWN))
+    engines, trainer = limits["engines"], limits["trainer"]
+    others = {"": max(1, math.ceil(use.other_cpus))}
     for _ in range(_ROUNDS):
         busy_s = {"engines": engines_s + both_s / engines, "trainer": trainer_s + both_s / trainer, "": run_s}
         wanted = {
             name: min(float(threads(name)), cpu_s / max(busy_s[sides[name]], 1e-9)) for name, cpu_s in use.cpu_s.items()
         }
-        got = fair_shares(wanted, {name: threads(name) for name in wanted}, use.cpus)
-        slower = {side: _slowdown([name for name in wanted if sides[name] == side], wanted, got) for side in busy_s}
+        got = fair_shares(wanted | {"": use.other_cpus}, {name: threads(name) for name in wanted} | others, use.cpus)
+        slower = {
+            side: min(limits[side], _slowdown([name for name in wanted if sides[name] == side], wanted, got))
+            for side in limits
+        }
         engines, trainer = (engines + slower["engines"]) / 2, (trainer + slower["trainer"]) / 2
     return ContentionTrace(engine=round(engines, 3), trainer=round(trainer, 3))
 

@@ -19,25 +19,31 @@ ENGINES = ("engine-a", "replica-a", "rollouter")
 TRAINER = ("rank-actor-0", "trainer")
 
 
-def used(*, engines_s: float, both_s: float, trainer_s: float, cpus: int) -> tuple[CpuUse, float]:
+def used(
+    *, engines_s: float, both_s: float, trainer_s: float, cpus: int, other_cpus: float = 0.0
+) -> tuple[CpuUse, float]:
     """Return the CPU time of a run, in which both sides had this much work side by side and alone (in seconds without
-    contention), and the time that the work side by side took."""
-    got = fair_shares(WANTED, dict.fromkeys(WANTED, 1), cpus)
+    contention), and the time that the work side by side took. `other_cpus`: what other processes want."""
+    wanted = WANTED | {"others": other_cpus}
+    got = fair_shares(wanted, dict.fromkeys(wanted, 1), cpus)
     slowdown = max(WANTED[name] / got[name] for name in WANTED)
     run_s = engines_s + trainer_s + both_s * slowdown
     busy_s = dict.fromkeys(ENGINES, engines_s + both_s) | dict.fromkeys(TRAINER, trainer_s + both_s) | {"queue": run_s}
-    return CpuUse({name: WANTED[name] * busy_s[name] for name in WANTED}, cpus), both_s * slowdown
+    return CpuUse({name: WANTED[name] * busy_s[name] for name in WANTED}, cpus, other_cpus), both_s * slowdown
 
 
+@pytest.mark.parametrize("other_cpus", [0.0, 0.3])
 @pytest.mark.parametrize(("engines_s", "both_s", "trainer_s"), [(20, 30, 5), (30, 0, 15), (5, 40, 1), (10, 10, 10)])
-def test_two_processors_are_too_few_however_the_run_went(engines_s: float, both_s: float, trainer_s: float) -> None:
-    use, together_s = used(engines_s=engines_s, both_s=both_s, trainer_s=trainer_s, cpus=2)
+def test_two_processors_are_too_few_however_the_run_went(
+    engines_s: float, both_s: float, trainer_s: float, other_cpus: float
+) -> None:
+    use, together_s = used(engines_s=engines_s, both_s=both_s, trainer_s=trainer_s, cpus=2, other_cpus=other_cpus)
     run_s = engines_s + together_s + trainer_s
     found = measure_contention(
         use, engines_s=engines_s, both_s=together_s, trainer_s=trainer_s, run_s=run_s, threads=lambda name: 1
     )
-    # The light processes want 0.65 of the two, the engine and the rank get half of the rest each.
-    assert found.engine == pytest.approx(1 / ((2 - 0.65) / 2), rel=0.02)
+    # The light processes want 0.65 of the two besides the others, the engine and the rank get half of the rest each.
+    assert found.engine == pytest.approx(1 / ((2 - 0.65 - other_cpus) / 2), rel=0.02)
     assert found.trainer == pytest.approx(found.engine, rel=0.02)
 
 
@@ -48,6 +54,19 @@ def test_enough_processors_slow_nothing_down(cpus: int) -> None:
         use, engines_s=10, both_s=together_s, trainer_s=10, run_s=20 + together_s, threads=lambda name: 1
     )
     assert (found.engine, found.trainer) == (1.0, 1.0)
+
+
+def test_a_busy_process_cannot_have_wanted_more_than_its_thread() -> None:
+    """Figures of a quickstart run on two processors: the rank had 31 s of CPU time in the 56 s in which it computed."""
+    cpu_s = {
+        "driver": 2.0, "queue": 4.5, "store": 2.1, "rollouter": 16.6, "trainer": 3.0, "replica-a": 24.5,
+        "engine-a": 66.5, "rank-actor-0": 31.1,
+    }  # fmt: skip
+    found = measure_contention(
+        CpuUse(cpu_s, 2, 0.29), engines_s=42.1, both_s=49.8, trainer_s=6.7, run_s=101.6, threads=lambda name: 1
+    )
+    assert found.trainer == pytest.approx(49.8 / (31.1 - 6.7), rel=0.01)
+    assert found.engine == pytest.approx(49.8 / (66.5 - 42.1), rel=0.01)
 
 
 @given(
