@@ -28,6 +28,7 @@ from asyncrl.observe.formats import count
 from asyncrl.observe.report.load import Events, load
 from asyncrl.observe.report.requests import logical_requests
 from asyncrl.observe.report.statistics import Intervals, clip, intersection, spans, total, union
+from asyncrl.observe.status.run_status import read_readable_state
 from asyncrl.simulate.contention import measure_contention, read_cpu_use
 from asyncrl.simulate.decoding import decoding_speeds, decoding_times
 from asyncrl.simulate.trace import (
@@ -44,6 +45,10 @@ from asyncrl.simulate.trace import (
 from asyncrl.storage.run_dir import SavedConfig
 
 Values = NDArray[np.float64]
+_OTHER_KINDS = {
+    "sft": "supervised training (`asyncrl sft`), which generates nothing",
+    "eval": "an evaluation (`asyncrl eval`), which trains nothing",
+}
 _MIN_STEPS = 3
 _COMPUTING = ("trainer.experience", "trainer.critic", "trainer.update", "trainer.publish")
 _MIN_VARIATION = 0.1
@@ -55,8 +60,15 @@ def calibrate(run_dir: Path) -> Trace:
     """Return the trace of a run.
 
     Raises:
-        ConfigError: the run has no events of requests and steps, or did not record them.
+        ConfigError: the run is of another kind (`asyncrl sft`, `asyncrl eval`), has no events of requests and steps, or
+            did not record them.
     """
+    state = read_readable_state(run_dir)
+    if state is not None and (kind := _OTHER_KINDS.get(state.mode)) is not None:
+        raise ConfigError(
+            f"{run_dir} is {kind}, so it does not have the speeds of both generation and training. "
+            "Take a run of `asyncrl launch`, fully_async or sync"
+        )
     events = load(run_dir)
     missing = [name for name in ("request", "sample.generate", "trainer.update", "step") if not len(events[name])]
     if missing:

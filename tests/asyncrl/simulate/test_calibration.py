@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from asyncrl.core.failures import ConfigError
+from asyncrl.observe.status.run_status import SCHEMA_VERSION
 from asyncrl.profiling.files import EVENTS_DIRECTORY
 from asyncrl.simulate.calibration import calibrate
 from asyncrl.simulate.trace import Trace, read_trace, trace_yaml
@@ -86,6 +87,17 @@ def test_a_saved_trace_can_be_read_again(measured: Trace, tmp_path: Path) -> Non
 def test_a_run_without_events_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"experiment_name": "empty"}))
     with pytest.raises(ConfigError, match="has no `request` events"):
+        calibrate(tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("sft", "supervised training"), ("eval", "an evaluation")])
+def test_a_run_of_another_kind_is_refused(tmp_path: Path, mode: str, kind: str) -> None:
+    state = {
+        "schema_version": SCHEMA_VERSION, "written_at": 0.0, "started_at": 0.0, "pid": 1, "phase": "completed",
+        "experiment": "e", "mode": mode,
+    }  # fmt: skip
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=f"is {kind} .*Take a run of `asyncrl launch`"):
         calibrate(tmp_path)
 
 
