@@ -4,11 +4,13 @@ In every round requests are in flight while `publish` puts the weights into the 
 (`keep`), loads, resumes and verifies. Between rounds, with nothing in flight, numpy copies all tensors into existing
 arrays on one thread. `applied_ms` counts from the start of publish; `ratio` is pause / copy. All are medians over
 rounds. With a GPU, `device_copy_ms` is a copy of as many bytes from pinned memory to the GPU (`cudaMemcpy`), and the
-engine of a Qwen-like model (0.5B, 1.5B) runs in bfloat16 with CUDA graphs.
+engine of a Qwen-like model (0.5B, 1.5B) runs in bfloat16 with CUDA graphs. `nccl` needs two GPUs: this process
+broadcasts from the last one, as rank 0 of the Trainer does.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -18,6 +20,7 @@ from typing import Any, Literal
 import anyio
 import numpy as np
 
+from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import GenerateRequest
 from asyncrl.weights.object_store import ObjectStorePublisher, ServedRun, start_store
@@ -29,7 +32,7 @@ from benchmarks.running import local_ray, publish_tensors, serving
 NAMESPACE = "bench-weight-sync"
 IN_FLIGHT = 8
 MAX_MODEL_LEN = 1024
-Backend = Literal["object_store", "disk"]
+Backend = Literal["object_store", "disk", "nccl"]
 
 
 def main() -> None:
@@ -37,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="weight updates of each model (default 7)")
     models = sorted([*SHAPES, *QWEN_SHAPES])
     parser.add_argument("--models", nargs="+", choices=models, default=list(SHAPES), help="default: 1M 135M")
-    backends = ("object_store", "disk")
+    backends = ("object_store", "disk", "nccl")
     parser.add_argument("--backend", choices=backends, default="object_store", help="default: object_store")
     options = parser.parse_args()
     rows = [measure(name, options.rounds, options.backend) for name in options.models]
@@ -64,6 +67,8 @@ def measure(name: str, rounds: int, backend: Backend = "object_store") -> dict[s
 async def _measure(name: str, config: Config, rounds: int) -> dict[str, Any]:
     served = ServedRun.of(config, name="the benchmark", namespace=NAMESPACE)
     store, sync = start_store(NAMESPACE, served), config.weight_sync
+    if sync.backend == "nccl":
+        os.environ["LOCAL_RANK"] = str(visible_gpus() - 1)  # the engine gets the first GPU
     publisher = ObjectStorePublisher(store, call_s=60, backend=sync.backend, directory=sync.dir or "")
     path = Path(config.model.path)
     weights = _weights(path)
@@ -82,10 +87,14 @@ async def _measure(name: str, config: Config, rounds: int) -> dict[str, Any]:
                 publication = await publish_tensors(publisher, version, version, weights)
                 publishes.append(time.perf_counter() - started)
                 (applied,) = await fleet.apply(publication)
+                if applied.fallback:
+                    raise RuntimeError(f"version {version} was not broadcast: {applied.fallback}")
                 applies.append(time.perf_counter() - started)
                 pauses.append(applied.pause_s)
                 loads.append(applied.load_s)
                 group.cancel_scope.cancel()
+        if sync.backend == "nccl":
+            await store.next_round.remote(1, 0.0)  # a Trainer of a newer lineage ends the broadcasts of this process
     copy_s, pause_s = statistics.median(copies), statistics.median(pauses)
     return {
         "model": name,

@@ -244,6 +244,9 @@ class ApplyReport:
     mismatch_kl: float | None = None
     """KL in nats per token between the engine's and the Trainer's log-probs for the same weights; None if the version
     has no probe."""
+    fallback: str | None = None
+    """Why the version came through the object store instead of a GPU broadcast; empty: it came by broadcast, None: it
+    was not meant to."""
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -309,6 +312,8 @@ class StoreStatus:
     """Health of the store's process."""
     wanted_replicas: WantedReplicas | None = None
     """The driver's last decision that has reached the store; None: there is none, see `rollout.autoscaling`."""
+    fallback: str = ""
+    """Why the last version went through the object store, if `weight_sync.backend` is `nccl`; empty: it did not."""
 
 
 # ------------------------------------------------------------------------------------------------ generation

@@ -107,6 +107,7 @@ class HealthMonitor:
                 settling=self._settling(now_s, {*health.processes, *silent_s} - set(status.restarting)),
                 silent_s=self._unresponsive(health, silent_s),
                 save_s=self._save_s(),
+                fallback=status.store.fallback if status.store is not None else "",
             )
             warnings, health = self._rules.observe(snapshot)
         self._recorder.update_health(health)

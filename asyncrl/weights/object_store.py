@@ -10,7 +10,9 @@ The store also collects the replicas' reports about themselves, for the driver.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,9 +37,12 @@ from asyncrl.core.ports import (
 )
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.profiling.process_usage import ProcessMonitor
+from asyncrl.weights.broadcast import BroadcastRelay
 from asyncrl.weights.checksums import WeightChecksums
 from asyncrl.weights.disk import DiskChunk, stored_chunks
-from asyncrl.weights.transport import OwnChunk, StoredChunk
+from asyncrl.weights.transport import IN_RAY, OwnChunk, StoredChunk
+
+logger = logging.getLogger(__name__)
 
 ChunkHandle: TypeAlias = "ray.ObjectRef | StoredChunk"
 STORE_NAME = "weight_store"
@@ -77,10 +82,11 @@ class ServedRun:
         )
 
 
-class WeightStoreActor:
+class WeightStoreActor(BroadcastRelay):
     """Keeps the published versions and the references to their bytes. Everything runs on the actor's event loop."""
 
     def __init__(self, served: ServedRun | None = None, wall_clock: Callable[[], float] = time.time) -> None:
+        super().__init__()
         self._served = served or ServedRun()
         self._wall_clock = wall_clock
         self._health = ProcessMonitor("store") if ray.is_initialized() else None
@@ -134,6 +140,7 @@ class WeightStoreActor:
                 if before.validate and undelivered and newest.version <= weights_version.version:
                     publication = replace(publication, validate=True)
             self._versions[weights_version] = (publication, list(refs))
+            self._begin_lineage(weights_version.lineage)
             self._forget()
             self._changed.notify_all()
 
@@ -219,7 +226,14 @@ class WeightStoreActor:
         health = self._health.measure() if self._health is not None else None
         replicas = self._replicas.recent(now)
         return StoreStatus(
-            os.getpid(), self._newest(), replicas, self._knows_newest, now, health, self._wanted_replicas
+            os.getpid(),
+            self._newest(),
+            replicas,
+            self._knows_newest,
+            now,
+            health,
+            self._wanted_replicas,
+            self.fallback,
         )
 
     def _newest(self) -> WeightsVersion | None:
@@ -274,7 +288,7 @@ async def claim_store(namespace: str, served: ServedRun, *, max_restarts: int, l
         left_s = until - anyio.current_time()
         if store is not None:
             with suppress(InfraError):  # it is ending
-                owner = await _answer(store.served_run.remote(), max(RETRY_S, left_s), "asking for the attached run")
+                owner = await answer_of(store.served_run.remote(), max(RETRY_S, left_s), "asking for the attached run")
         if owner is not None and owner.name != served.name:
             raise ConfigError(
                 f"rollout.attach: the run {owner.name} is attached to these rollout servers, which can serve "
@@ -312,7 +326,7 @@ async def attached_run(namespace: str, *, limit_s: float) -> tuple[ray.actor.Act
         with anyio.fail_after(limit_s):
             while (store := await anyio.to_thread.run_sync(find_store, namespace, abandon_on_cancel=True)) is not None:
                 with suppress(_StoreGoneError):  # it ends, or it restarts
-                    return store, await _answer(store.served_run.remote(), limit_s, "asking for the attached run")
+                    return store, await answer_of(store.served_run.remote(), limit_s, "asking for the attached run")
                 await anyio.sleep(RETRY_S)
     except TimeoutError as error:
         raise DeadlineError(
@@ -348,6 +362,8 @@ class ObjectStorePublisher:
         self._backend = backend
         self._directory = directory
         self._unusable = f"weight_sync.dir: {directory} cannot be used"
+        self._is_sending = False
+        """Whether a thread of this process takes part in broadcasts (`weight_sync.backend: nccl`)."""
         self._stored: list[list[StoredChunk]] = []
         """Chunks of the last publications outside of the object store."""
         self._last: tuple[Publication, list[ChunkHandle]] | None = None
@@ -371,8 +387,25 @@ class ObjectStorePublisher:
             f"publishing version {publication.version}",
         )
         self._last = (publication, list(refs))
+        if self._backend == "nccl" and not self._is_sending:
+            self._is_sending = True
+            threading.Thread(target=self._send_broadcasts, name="broadcast", daemon=True).start()
         await self._drop_old(refs)
         return publication
+
+    def _send_broadcasts(self) -> None:
+        """Take part in broadcasts, on a thread of this process. If this ends, versions go through the object store."""
+        try:
+            from asyncrl.weights.nccl import BroadcastSender  # it imports vLLM, which takes seconds
+
+            BroadcastSender(self._store, lineage=self._lineage, bucket_bytes=self.bucket_bytes).run()
+        except FencedError as error:
+            logger.info("versions are no longer broadcast from this process: %s", error)
+        except Exception as error:
+            logger.exception("versions are no longer broadcast to the engines' GPUs")
+            lines = str(error).splitlines() or [""]
+            problem = f"rank 0 of the Trainer: {type(error).__name__}: {lines[0]}"
+            self._store.end_rounds.remote(self._lineage, problem)
 
     async def republish(self) -> None:
         """Publish the last publication again; a store that still has it ignores this.
@@ -427,7 +460,7 @@ class ObjectStorePublisher:
         size = sum(array.nbytes for array in bucket.values())
         if self._backend == "disk":
             return await self._in_thread(self._unusable, DiskChunk.put, self._directory, bucket)
-        if self._backend != "object_store":
+        if self._backend not in IN_RAY:
             problem = f"{self._backend} did not take {size} bytes of version {version}"
             return await self._in_thread(problem, OwnChunk.put, self._backend, bucket)
         room = f"{NUM_KEPT_VERSIONS + 2} versions must fit; raise ray.object_store_memory_bytes"
@@ -536,7 +569,7 @@ async def _ask(call: Callable[[bool], Any], timeout_s: float, what: str) -> Any:
     while True:
         left_s = until - anyio.current_time()
         try:
-            return await _answer(call(again), left_s, what)
+            return await answer_of(call(again), left_s, what)
         except _StoreGoneError:
             if anyio.current_time() + RETRY_S >= until:
                 raise
@@ -548,7 +581,7 @@ class _StoreGoneError(InfraError):
     """The actor is dead or is being restarted."""
 
 
-async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
+async def answer_of(ref: Any, timeout_s: float, what: str) -> Any:
     """Await the actor's answer and convert its failures."""
     try:
         with anyio.fail_after(timeout_s):

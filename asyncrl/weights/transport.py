@@ -1,4 +1,5 @@
-"""How the bytes of a version travel: Ray's object store, files, or a class of the user's (`weight_sync.backend`).
+"""How the bytes of a version are kept: in Ray's object store, in files, or by a class of the user's
+(`weight_sync.backend`).
 
 Tensors are collected in buckets (`in_buckets`), and the weight store keeps one handle, a chunk, for each of them. A
 handle of Ray is an object reference, one of files is a `DiskChunk`;
@@ -22,6 +23,8 @@ from asyncrl.core.ports import WeightBucket
 from asyncrl.weights.disk import DiskChunk
 
 KEY = "weight_sync.backend"
+IN_RAY = ("object_store", "nccl")
+"""Backends that keep versions in Ray's object store."""
 
 
 def in_buckets(tensors: Iterable[tuple[str, NDArray[Any]]], num_bytes: int) -> Iterator[WeightBucket]:
@@ -109,7 +112,7 @@ def _call(backend: str, method: str, argument: Any) -> Any:
 def check_transport(config: Config) -> Iterator[ConfigProblem]:
     """Store, read and free a small chunk in the directory of weights, or with the user's class."""
     backend, directory = config.weight_sync.backend, config.weight_sync.dir
-    if backend == "object_store" or (backend == "disk" and directory is None):
+    if backend in IN_RAY or (backend == "disk" and directory is None):
         return
     floats, integers = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(3, dtype=np.uint16)
     chunk: dict[str, NDArray[Any]] = {"a": floats, "b": integers}

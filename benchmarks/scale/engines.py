@@ -78,7 +78,7 @@ class InstantReplica:
             async for item in items:
                 yield item
 
-    async def apply_version(self, publication: Publication, mode: str, clear_kv: bool) -> ApplyReport:
+    async def apply_version(self, publication: Publication, *options: Any) -> ApplyReport:
         raise RuntimeError("no version is published in this benchmark")
 
 

@@ -15,7 +15,8 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, DeadlineError, InfraError, ReplicaLeftError
 from asyncrl.core.ports import ApplyReport, GenerateRequest, GenerationEvent, Publication
 from asyncrl.profiling import profile
-from asyncrl.weights.object_store import ObjectStoreFeed, find_store
+from asyncrl.weights.broadcast import BroadcastMember
+from asyncrl.weights.object_store import ObjectStoreFeed, answer_of, find_store
 from rollouter.serving import client
 from rollouter.serving.app import replicas_up
 from rollouter.serving.handles import items, typed
@@ -35,6 +36,7 @@ class ServeFleet:
         self._timeouts = config.timeouts
         self._max_attempts = config.rollout.max_attempts
         self._clear_kv = config.weight_sync.clear_kv_cache
+        self._broadcasts = config.weight_sync.backend == "nccl"
         self._mode = config.async_training.partial_mode if config.async_training.partial_rollout else "wait"
         self._app = rollout_app(config, namespace)
         self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, self._app.name)
@@ -58,9 +60,13 @@ class ServeFleet:
             BugError: the weights of an engine differ from the published ones.
         """
         reports: dict[str, ApplyReport] = {}
+        no_round = await self._open_round(publication) if self._broadcasts else None
+        broadcast = no_round == ""
         limit_s, until = self._timeouts.apply_call_s, math.inf
         while True:
-            outcomes = await self._everywhere("apply_version", publication, self._mode, self._clear_kv, limit_s=limit_s)
+            args = (publication, self._mode, self._clear_kv, broadcast)
+            outcomes = await self._everywhere("apply_version", *args, limit_s=limit_s)
+            broadcast = False
             has_progress = any(isinstance(one, ApplyReport) and one.replica not in reports for one in outcomes)
             if has_progress or until == math.inf:
                 # The time starts at the end of a try, so that a try that used all of its time is repeated.
@@ -73,7 +79,8 @@ class ServeFleet:
                     reports[report.replica] = report
             failures = [outcome for outcome in outcomes if isinstance(outcome, AsyncRLError)]
             if not failures:
-                return [reports[report.replica] for report in outcomes]
+                answers = [reports[report.replica] for report in outcomes]
+                return answers if no_round is None else _note_fallback(answers, no_round)
             if all(isinstance(failure, ReplicaLeftError) for failure in failures):
                 await anyio.sleep(LEFT_S)
                 continue
@@ -85,18 +92,38 @@ class ServeFleet:
             await anyio.sleep(client.FIRST_BACKOFF_S)
             await replicas_up(self._app.name, self._timeouts.start_s)
 
+    async def _open_round(self, publication: Publication) -> str:
+        """Open a round in which all replicas get the version by GPU broadcast. Return why there is none, or an empty
+        string."""
+        limits = self._timeouts
+        found = await self._everywhere("broadcast_member", limit_s=limits.call_s)
+        members = [one for one in found if isinstance(one, BroadcastMember)]
+        num_silent = sum(not isinstance(one, BroadcastMember | ReplicaLeftError) for one in found)
+        if (store := await self._store()) is None:
+            return "there is no weight store"
+        version, meet_s = publication.weights_version, min(limits.probe_s, limits.apply_s / 4)
+        call = store.open_round.remote(version, members, num_silent, meet_s, limits.apply_s / 2)
+        try:
+            problem: str = await answer_of(call, meet_s + limits.call_s, "opening a round for a GPU broadcast")
+        except InfraError as error:
+            return error.message
+        return problem
+
     async def _newest(self, publication: Publication) -> Publication:
         """Return the newest publication, or `publication` if there is no newer one."""
-        store = None
-        with anyio.move_on_after(self._timeouts.call_s):
-            store = await anyio.to_thread.run_sync(find_store, self._app.store_namespace, abandon_on_cancel=True)
-        if store is None:
+        if (store := await self._store()) is None:
             return publication
         try:
             newest = await ObjectStoreFeed(store, call_s=self._timeouts.call_s).latest()
         except DeadlineError:  # the store was restarted and has no publication yet
             return publication
         return newest if newest is not None and newest.weights_version > publication.weights_version else publication
+
+    async def _store(self) -> Any:
+        """Return the weight store; None if there is none, or Ray does not answer."""
+        with anyio.move_on_after(self._timeouts.call_s):
+            return await anyio.to_thread.run_sync(find_store, self._app.store_namespace, abandon_on_cancel=True)
+        return None
 
     def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> client.ReplicaStream:
         handle = self._handle.options(stream=True, session_id=session)
@@ -116,6 +143,24 @@ class ServeFleet:
             return [typed(error, method)]
         answers = [typed(one, method) if isinstance(one, BaseException) else _without_events(one) for one in outcomes]
         return answers or [DeadlineError(f"{method}: Serve knows of no replica at the moment")]
+
+
+def _note_fallback(reports: Sequence[ApplyReport], no_round: str) -> list[ApplyReport]:
+    """Return the reports, and log if replicas did not get the version by GPU broadcast. `no_round`: why no round was
+    opened, or an empty string."""
+    noted = []
+    for report in reports:
+        if report.fallback is None and report.load_s:
+            report = replace(report, fallback=no_round or "the version was applied once more")
+        noted.append(report)
+    if late := [report for report in noted if report.fallback]:
+        reason, version = late[0].fallback, late[0].version
+        logger.warning(
+            "version %d went through the object store instead of a GPU broadcast on %d of %d replicas: %s",
+            version, len(late), len(noted), reason,
+        )  # fmt: skip
+        profile.record_ended("sync.fallback", 0.0, version=version, replicas=len(late), reason=reason)
+    return noted
 
 
 def _without_events(answer: Any) -> Any:

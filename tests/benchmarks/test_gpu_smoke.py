@@ -35,7 +35,7 @@ BY_NAME = {row.name: row for row in gpu_smoke.ROWS}
         (BY_NAME["run, 0.5B"], SmokeMachine(1), "needs 2 GPUs (engines and training processes have GPUs of their own)"),
         (BY_NAME["run, 0.5B"], SmokeMachine(2), ""),
         (SmokeRow("x", RUNS.measure, package="no_such_module", extra="x"), SmokeMachine(1), "pip install 'asyncrl[x]'"),
-        (BY_NAME["weights: nccl"], SmokeMachine(8), "not built: "),
+        (BY_NAME["weights: ipc"], SmokeMachine(8), "not built: "),
     ],
 )
 def test_why_a_row_is_skipped(row: SmokeRow, machine: SmokeMachine, reason: str) -> None:

@@ -91,6 +91,10 @@ def without_ray(actors: Mapping[str, Any]) -> Iterator[None]:
         gcs_address="",
         was_current_actor_reconstructed=False,
         get_node_id=lambda: "node",
+        # Ray's filter of log records needs these.
+        get_job_id=lambda: "job",
+        get_worker_id=lambda: "worker",
+        worker=SimpleNamespace(mode=ray.SCRIPT_MODE),
         get_accelerator_ids=lambda: {"GPU": []},
     )
     replaced = {

@@ -108,7 +108,7 @@ class FuzzFleet(serving.ServeFleet):
 
     async def _everywhere(self, method: str, *args: Any, limit_s: float) -> list[Any]:
         assert method == "apply_version"
-        publication, mode, _ = args
+        publication, mode, *_ = args
         return await self._engines.apply(publication, mode, limit_s)
 
     async def _newest(self, publication: Publication) -> Publication:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.environment import check_api_key, check_protocol, similar_path, writable_parent
+from asyncrl.config.environment import check_api_key, check_protocol, similar_path, visible_gpus, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, warning
 from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import engine_lora_rank, num_prompts
@@ -67,9 +67,11 @@ BUCKET_BYTES = 256 << 20
 class WeightSyncConfig(ConfigSection):
     """Weight updates from the Trainer to the engines."""
 
-    backend: Literal["object_store", "disk"] | ImportPath = "object_store"
+    backend: Literal["object_store", "disk", "nccl"] | ImportPath = "object_store"
     """How versions travel from the Trainer to the engines: through Ray's object store, through safetensors files in
-    `dir`, or your own class (docs/extending.md)."""
+    `dir`, or your own class (docs/extending.md). With `nccl`, rank 0 of the Trainer broadcasts them from its GPU to
+    those of all engines at once, and the object store has them too, for replicas that join. After a broadcast that
+    fails, they go through the object store until the Trainer restarts (docs/gpu.md: not run on a GPU yet)."""
     dir: Annotated[str, Field(min_length=1)] | None = None
     """Directory or URL of fsspec in which `backend: disk` keeps the last four versions; no other run may use it. All
     nodes with engines must be able to read it. null: `weights` in the run directory."""
@@ -299,6 +301,13 @@ def _weights_dir(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, given, consequence, "give a directory, or the URL of a storage that engines can read")
 
 
+def _broadcast_gpus(config: Config) -> Iterator[ConfigProblem]:
+    if config.weight_sync.backend == "nccl" and config.ray.address is None and not visible_gpus():
+        consequence = "versions are broadcast from a GPU, and this machine shows none (see CUDA_VISIBLE_DEVICES)"
+        fix = "set it to object_store, or point ray.address at a cluster that has GPUs"
+        yield ConfigProblem("weight_sync.backend", "nccl", consequence, fix)
+
+
 def _checkpoint_dir(config: Config) -> Iterator[ConfigProblem]:
     key, given = "trainer.checkpoint_dir", config.trainer.checkpoint_dir
     if given is None:
@@ -360,6 +369,16 @@ RULES: tuple[RuleFunction, ...] = (
                "the hung process is replaced, so Rollouter and Trainer are restarted too",
                "set it to less than {c.timeouts.call_s:g}, or raise timeouts.call_s", "warning"),
     _unbounded_journal,
+    ConfigRule("weight_sync.backend", lambda c: c.weight_sync.backend == "nccl" and c.trainer.device == "cpu",
+               "rank 0 of the Trainer broadcasts from a GPU, and trainer.device is cpu",
+               "set weight_sync.backend=object_store, or trainer.device=auto"),
+    ConfigRule("weight_sync.backend", lambda c: c.weight_sync.backend == "nccl" and c.weight_sync.lora == "adapter",
+               "vLLM loads adapters (weight_sync.lora=adapter) from files", "set weight_sync.backend=object_store"),
+    ConfigRule("weight_sync.backend", lambda c: c.weight_sync.backend == "nccl"
+               and not c.async_training.partial_rollout and c.async_training.staleness_threshold > 0,
+               "all engines would stand still until the last response in flight has ended "
+               "(async_training.partial_rollout=false)",
+               "set async_training.partial_rollout=true, or weight_sync.backend=object_store"),
     ConfigRule("weight_sync.lora", lambda c: c.weight_sync.lora == "adapter" and c.model.lora_rank == 0,
                "model.lora_rank is 0, so there are no adapters", "set model.lora_rank, or weight_sync.lora=merged"),
     ConfigRule("model.lora_rank", lambda c: c.weight_sync.lora == "adapter" and engine_lora_rank(c.model) is None,
@@ -386,7 +405,7 @@ SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key,)
 PORT_ENVIRONMENT: tuple[RuleFunction, ...] = (_port,)
 """A check for `asyncrl serve`. An application that is deployed separately uses the port of Ray Serve."""
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume, _weights_dir)
+ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume, _weights_dir, _broadcast_gpus)
 DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _checkpoint_dir, _unbounded_journal_of_epochs)
 
 NO_EFFECT = (

@@ -59,6 +59,11 @@ def check_room(config: Config, *, trains: bool = True) -> str:
         ConfigError: it can never have room, and the cluster adds no nodes (`ray.autoscaling`).
     """
     nodes = cluster_nodes()
+    if trains and config.weight_sync.backend == "nccl" and not any(node.gpus for node in nodes):
+        raise ConfigError(
+            "weight_sync.backend=nccl: versions are broadcast from a GPU, and no node of the cluster has one; set "
+            "weight_sync.backend=object_store, or add nodes with GPUs"
+        )
     wanted = _gangs(config, nodes, trains=trains)
     placement = place(wanted, nodes)
     if placement.lacks and not config.ray.autoscaling:

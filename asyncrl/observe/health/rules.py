@@ -102,6 +102,15 @@ RULES: Mapping[str, HealthRule] = {
         "Ray's object store has space again: {share:.0%} are in use",
         calm_s=30.0,
     ),
+    "fallback": HealthRule(
+        0.5,
+        0.4,
+        "weight versions go through the object store instead of GPU broadcasts (weight_sync.backend=nccl): {reason}. "
+        "The run continues, with later versions; set weight_sync.backend=object_store if this persists",
+        "weight versions are broadcast to the engines' GPUs again",
+        hold_s=0.0,
+        calm_s=0.0,
+    ),
     "kv_cache": HealthRule(
         0.95,
         0.85,
@@ -176,6 +185,8 @@ class HealthSnapshot:
     """Processes that do not answer, and for how long; their last reports are outdated."""
     save_s: float = 0.0
     """Time between two checkpoints; 0 if the run saves none, infinite while it is unknown."""
+    fallback: str = ""
+    """See `StoreStatus.fallback`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +293,10 @@ def _object_store(snapshot: HealthSnapshot, trends: TrendTracker, settings: Heal
         yield _result("object_store", "object_store", share, share=share, remedy=remedy)
 
 
+def _fallback(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
+    yield _result("fallback", "fallback", float(bool(snapshot.fallback)), reason=snapshot.fallback)
+
+
 def _kv_cache(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     for replica, load in snapshot.health.engines.items():
         preemptions = trends.add(f"preemptions/{replica}", load.preemptions, KV_OVER_S).rise
@@ -349,6 +364,7 @@ _RULE_FUNCTIONS: Sequence[Callable[[HealthSnapshot, TrendTracker, HealthSettings
     _memory,
     _growth,
     _object_store,
+    _fallback,
     _kv_cache,
     _disk,
     _events,

@@ -129,6 +129,8 @@ def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -
         }
         if mismatches := [report.mismatch_kl for report in reports if report.mismatch_kl is not None]:
             metrics["weight_sync/mismatch_kl"] = max(mismatches)
+        if came := [not report.fallback for report in reports if report.fallback is not None]:
+            metrics["weight_sync/broadcast"] = sum(came) / len(came)
     return MetricsRow("apply", step, record.version, time_s, unix_s, metrics, {}, record.lineage)
 
 

@@ -15,7 +15,14 @@ from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from rollouter.serving.options import ServingOptions
 from rollouter.serving.ray_internals import serve_log_stays_open
 
-METHODS = ("generate_tokens", "apply_version", "attach", "check_health", "record_autoscaling_stats")
+METHODS = (
+    "generate_tokens",
+    "apply_version",
+    "broadcast_member",
+    "attach",
+    "check_health",
+    "record_autoscaling_stats",
+)
 OPENAI_METHODS = ("chat", "completions", "embeddings", "score", "tokenize", "detokenize")
 """The methods of `LLMServer` that Ray's ingress calls."""
 HTTP_METHODS = (*OPENAI_METHODS, "engine_metrics")

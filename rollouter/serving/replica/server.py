@@ -25,6 +25,7 @@ from asyncrl.core.failures import InfraError, ReplicaLeftError
 from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publication
 from asyncrl.profiling import profile
 from asyncrl.storage.media import restrict_formats
+from asyncrl.weights.broadcast import BroadcastMember
 from asyncrl.weights.object_store import ServedRun, attached_run
 from rollouter.serving.autoscaling import replica_metrics
 from rollouter.serving.client import Delta, EventBatch
@@ -154,17 +155,27 @@ class RolloutServer(LLMServer):
             async for item in items:
                 yield item
 
-    async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
+    async def broadcast_member(self) -> BroadcastMember:
+        """See `WeightUpdates.member`. Raises as `apply_version`."""
+        await self._check_present()
+        return self._weights.member()
+
+    async def apply_version(
+        self, publication: Publication, mode: PauseMode, clear_kv: bool, broadcast: bool
+    ) -> ApplyReport:
         """See `WeightUpdates.apply`. The report also contains this replica's profiler events.
 
         Raises:
             ReplicaLeftError: this replica is leaving, so it serves no further request.
         """
+        await self._check_present()
+        report = await self._weights.apply(publication, mode, clear_kv, broadcast)
+        return replace(report, events=tuple(self._forwarder.take_all()))
+
+    async def _check_present(self) -> None:
         if self._health.leaving:
             raise ReplicaLeftError(f"replica {self._facts.replica} is leaving")
         await self._join()
-        report = await self._weights.apply(publication, mode, clear_kv)
-        return replace(report, events=tuple(self._forwarder.take_all()))
 
     def engine_metrics(self) -> str:
         """Return this replica's metrics for Prometheus."""

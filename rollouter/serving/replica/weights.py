@@ -2,6 +2,9 @@
 
     fetch (during decoding) → close gate → pause → load → set the version number → resume → open gate → verify
 
+With `weight_sync.backend: nccl`, the replica waits for all others instead of the fetch, and loads what rank 0 of the
+Trainer broadcasts. If that fails, it fetches the version within the pause.
+
 A version consists of full weights, which vLLM's workers fetch and load, or of LoRA adapters, which this process fetches
 and vLLM loads from files (`ServedRun.adapters`).
 
@@ -32,6 +35,7 @@ from asyncrl.config.sections.run import PROBE_LIMIT_S, TimeoutsConfig
 from asyncrl.core.failures import BugError, InfraError
 from asyncrl.core.ports import ApplyReport, Publication, WeightsProbe, WeightsVersion
 from asyncrl.profiling import ProfilerSpan, profile
+from asyncrl.weights.broadcast import BroadcastMember
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME, ServedRun, find_store
 from asyncrl.weights.transport import StoredChunk
@@ -43,6 +47,7 @@ from rollouter.serving.replica.adapters import (
     replacing,
     write_adapter,
 )
+from rollouter.serving.replica.broadcast import BroadcastReceiver
 from rollouter.serving.replica.engine import OpenAIEngine
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.request_phases import EnginePauses
@@ -92,6 +97,8 @@ class WeightUpdates:
         self.adapter: LoRARequest | None = None
         """The adapter that the engine serves; None if it serves full weights, or no version yet."""
         self._verified = False
+        self._fallback: str | None = None
+        """See `ApplyReport.fallback`, for the current update."""
         self._lock = asyncio.Lock()
         self._joining: asyncio.Task[None] | None = None
 
@@ -138,7 +145,9 @@ class WeightUpdates:
         # Requests may be cancelled, and a load that is interrupted breaks the replica.
         await asyncio.shield(joining)
 
-    async def apply(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
+    async def apply(
+        self, publication: Publication, mode: PauseMode, clear_kv: bool, broadcast: bool = False
+    ) -> ApplyReport:
         """Update the engine to `publication`. A replica that serves it already, or a newer version, answers at once.
 
         The replica answers within twice `timeouts.apply_s` plus `timeouts.engine_s` plus `PROBE_LIMIT_S`.
@@ -146,6 +155,7 @@ class WeightUpdates:
         Args:
             mode: Requests in flight continue (`keep`), return ABORTED (`abort`), or finish first (`wait`).
             clear_kv: With `keep`, recompute the KV cache of these requests under the new weights.
+            broadcast: Take part in a round by GPU broadcast. If it fails, the version comes from the weight store.
 
         Raises:
             InfraError: the version could not be applied; the message names the version that the replica serves now.
@@ -168,10 +178,14 @@ class WeightUpdates:
             if weights_version <= health.weights_version:
                 return self._report()
             adapter = new_adapter(weights_version) if self.run.adapters else None
+            receiver: BroadcastReceiver | None = None
+            self._fallback = None
             try:
                 with self._span("sync.fetch", weights_version):
-                    fetch_s = await self._fetch(weights_version, until, adapter)
-                swap = await self._swap(weights_version, mode, clear_kv, until, adapter)
+                    if broadcast and self._store is not None:
+                        receiver = await self._join_round(weights_version, until)
+                    fetch_s = 0.0 if receiver is not None else await self._fetch(weights_version, until, adapter)
+                swap = await self._swap(weights_version, mode, clear_kv, until, adapter, receiver)
                 loaded, verify_s, mismatch_kl = time.perf_counter(), 0.0, None
                 if self.run.verify != "off":
                     with self._span("sync.verify", weights_version):
@@ -182,7 +196,12 @@ class WeightUpdates:
                     delete_files(adapter)
                 health.end_update()
             return replace(
-                self._report(), fetch_s=fetch_s, verify_s=verify_s, mismatch_kl=mismatch_kl, **swap._asdict()
+                self._report(),
+                fetch_s=fetch_s,
+                verify_s=verify_s,
+                mismatch_kl=mismatch_kl,
+                fallback=self._fallback,
+                **swap._asdict(),
             )
         finally:
             self._lock.release()
@@ -265,6 +284,18 @@ class WeightUpdates:
             raise InfraError.wrap(f"{state}: fetching version {weights_version.version} failed", error) from error
         return time.perf_counter() - started
 
+    async def _join_round(self, weights_version: WeightsVersion, until: float) -> BroadcastReceiver | None:
+        """Wait, while the engine decodes, until all members of the round are present. None: they are not."""
+        receiver = BroadcastReceiver(self._llm, self._store, self._health.replica, weights_version)
+        self._health.enter("fetching")
+        self._fallback = ""
+        try:
+            await receiver.join(until - asyncio.get_running_loop().time())
+        except InfraError as error:
+            self._fallback = error.message
+            return None
+        return receiver
+
     async def _answered(self, call: Awaitable[Any]) -> Any:
         """Return the engine's answer to a call that needs almost no time. An engine that does not answer hangs.
 
@@ -289,6 +320,7 @@ class WeightUpdates:
         clear_kv: bool,
         until: float,
         adapter: LoRARequest | None,
+        receiver: BroadcastReceiver | None,
     ) -> _Swap:
         """Pause the engine, load the version, and resume."""
         health = self._health
@@ -301,12 +333,18 @@ class WeightUpdates:
                 started = time.perf_counter()
                 health.enter("loading")
                 with self._span("sync.load", weights_version):
-                    await self._load(weights_version, adapter)
+                    if receiver is None:
+                        await self._load(weights_version, adapter)
+                    else:
+                        await self._receive(receiver, weights_version, until)
                 load_s = time.perf_counter() - started
                 health.weights_version, self.adapter = weights_version, adapter
                 await self._llm.resume_generation()
         except BaseException as error:
-            await asyncio.shield(self._recover(weights_version.version, error))
+            if receiver is not None:
+                receiver.fail(error)
+            is_touched = health.paused and (receiver is None or receiver.has_started)
+            await asyncio.shield(self._recover(weights_version.version, error, is_touched))
             if isinstance(error, Exception):
                 raise InfraError.wrap(
                     f"{health.describe_state()}: applying version {weights_version.version} failed", error
@@ -319,6 +357,22 @@ class WeightUpdates:
             "sync.pause", pause_s, version=weights_version.version, replica=health.replica, in_flight=held
         )
         return _Swap(started - requested, pause_s, load_s, in_flight)
+
+    async def _receive(self, receiver: BroadcastReceiver, weights_version: WeightsVersion, until: float) -> None:
+        """Load the version by broadcast; or, if that fails, from the weight store in the same update of the engine."""
+        try:
+            await receiver.receive(until - asyncio.get_running_loop().time())
+        except InfraError as error:
+            receiver.fail(error)
+            self._fallback = error.message
+            logger.warning("version %d comes from the weight store: %s", weights_version.version, error.message)
+            await self._fetch(weights_version, until, None)
+            self._health.enter("loading")
+            await receiver.start_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(weights_version._asdict()))
+        await self._llm.finish_weight_update(str(weights_version.version))
+        if not self._fallback:
+            receiver.finish()
 
     async def _load(self, weights_version: WeightsVersion, adapter: LoRARequest | None) -> None:
         """Load the version and set the number with which the engine stamps tokens from now on."""
@@ -356,11 +410,11 @@ class WeightUpdates:
     def _span(self, name: str, weights_version: WeightsVersion) -> ProfilerSpan:
         return profile.span(name, version=weights_version.version, replica=self._health.replica)
 
-    async def _recover(self, version: int, error: BaseException) -> None:
+    async def _recover(self, version: int, error: BaseException, is_touched: bool) -> None:
         """Recover from a failed swap: serve the old version if its weights are untouched, else give up."""
         if self._health.broken:
             return
-        if self._health.paused:
+        if is_touched:
             self._health.give_up(f"loading version {version} failed half-way: {error!r}")
             return
         try:
@@ -431,6 +485,13 @@ class WeightUpdates:
         outputs = [output async for output in answers]
         rows = zip(token_ids[1:], (outputs[-1].prompt_logprobs or [])[1:], strict=True)
         return [candidates[token].logprob for token, candidates in rows if candidates is not None]
+
+    def member(self) -> BroadcastMember:
+        """Return what this replica would be in a round by GPU broadcast. Raises InfraError if it is broken."""
+        if self._health.broken:
+            raise InfraError(self._health.broken)
+        num_workers = self._llm.vllm_config.parallel_config.world_size
+        return BroadcastMember(self._health.replica, num_workers, self._health.weights_version)
 
     def _report(self) -> ApplyReport:
         """Return the report of a replica that did not have to apply anything."""

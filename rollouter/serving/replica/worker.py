@@ -22,14 +22,12 @@ import signal
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 import vllm._custom_ops
@@ -41,6 +39,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -57,6 +56,8 @@ from vllm.platforms import current_platform
 
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.weights.checksums import MODULUS, add, layer_group
+from asyncrl.weights.nccl import NO_NCCL, deadline
+from asyncrl.weights.tensors import as_tensors
 from asyncrl.weights.transport import StoredChunk
 from rollouter.serving.options import WEIGHT_TRANSFER
 from rollouter.serving.replica.adapters import held_tensors
@@ -107,14 +108,48 @@ class FetchedVersion(WeightTransferUpdateInfo):
     version: int
 
 
+@dataclass
+class BroadcastInfo(WeightTransferInitInfo, WeightTransferUpdateInfo):
+    """What vLLM's engine for NCCL needs to join a process group, or to receive a version in it."""
+
+    broadcast: dict[str, Any]
+    limit_s: float
+    """Deadline, in seconds from now."""
+
+
 class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
-    """Loads versions of the run's weight store into one of vLLM's workers. Every method blocks decoding."""
+    """Loads versions of the run's weight store into one of vLLM's workers. Every method blocks decoding.
+
+    The bytes come from the store, or by broadcast from rank 0 of the Trainer, which vLLM's engine for NCCL receives. If
+    a broadcast fails, the same update loads the version from the store.
+    """
 
     init_info_cls = StoreAddress
     update_info_cls = FetchedVersion
 
-    def init_transfer_engine(self, init_info: StoreAddress) -> None:
-        """Set the store that provides versions, and join its cluster in the background before the first update."""
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._nccl = NCCLWeightTransferEngine(config, vllm_config, device, self)
+        self._is_partly_loaded = False
+        """Whether a broadcast of this update may have filled some layers."""
+        self.failure = ""
+        """Why the last broadcast failed; empty if it did not."""
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        """Return the store's address, or how to join a process group for broadcasts."""
+        return BroadcastInfo(**init_dict) if "broadcast" in init_dict else super().parse_init_info(init_dict)
+
+    def init_transfer_engine(self, init_info: StoreAddress | BroadcastInfo) -> None:
+        """Set the store that provides versions, and join its cluster in the background before the first update. Or join
+        a process group for broadcasts, in place of the earlier one.
+
+        Raises:
+            TimeoutError: the other processes did not join within the deadline.
+            RuntimeError: vLLM cannot use NCCL here.
+        """
+        if isinstance(init_info, BroadcastInfo):
+            self._join(init_info)
+            return
         self._store = init_info
         _in_background(connect, init_info.address, init_info.namespace)
 
@@ -136,6 +171,7 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
 
     def start_weight_update(self) -> None:
         """Prepare the layers whose tensors are not those of the model's files."""
+        self.failure, self._is_partly_loaded = "", False
         with torch.no_grad():
             if current_platform.is_cpu():
                 for layer in self._rearranged():
@@ -147,11 +183,21 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
                 initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the fetched version. Without the `torch.accelerator.synchronize` of vLLM's method where there is none.
+        """Load the fetched version, or receive it by broadcast, which does not raise: `failure` says why it failed.
+        Without the `torch.accelerator.synchronize` of vLLM's method where there is none.
 
         Raises:
             RuntimeError: the version was not fetched.
         """
+        if "broadcast" in update_info:
+            self._is_partly_loaded = True
+            self.failure = self._receive_broadcast(BroadcastInfo(**update_info))
+            return
+        if self._is_partly_loaded:
+            # vLLM counts what each layer has received, and rearranges those that are complete, so all layers begin
+            # anew. Also in a worker whose own broadcast succeeded: another one's failed.
+            self.finish_weight_update()
+            self.start_weight_update()
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -162,13 +208,14 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         if self._version != wanted or not self.await_fetch(0.0):
             raise RuntimeError(f"asked to load {wanted}, but {self._version} was fetched")
         with torch.no_grad():
-            tensors: Iterator[tuple[str, torch.Tensor]]
-            tensors = (item for chunk in self._chunks.result() for item in _tensors(chunk))
-            if self.model_config.hf_config.model_type == "gpt_oss":
-                tensors = _by_expert(tensors)
-            self.model.load_weights(tensors)
+            self.load_weights(item for chunk in self._chunks.result() for item in as_tensors(chunk))
         # Drop the views into the object store, or the store could never free the version.
         del self._chunks
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors by the names of the model's files. vLLM's engine for NCCL calls this in place of the model's."""
+        by_expert = self.model_config.hf_config.model_type == "gpt_oss"
+        self.model.load_weights(_by_expert(tensors) if by_expert else tensors)
 
     def finish_weight_update(self) -> None:
         """Rearrange the layers that vLLM has to rearrange."""
@@ -180,7 +227,37 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
                 finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Do nothing: Ray ends with the process."""
+        """Leave the process group for broadcasts. Ray ends with the process."""
+        self._nccl.shutdown()
+
+    def _join(self, info: BroadcastInfo) -> None:
+        self._nccl.shutdown()
+        nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self)
+
+        def join() -> None:
+            if self.device.index is not None:
+                torch.accelerator.set_device_index(self.device.index)  # threads begin with the first GPU
+            nccl.init_transfer_engine(nccl.parse_init_info(info.broadcast))
+
+        # On a thread, because neither vLLM nor NCCL has a deadline for it. Late, it joins an engine of no further use.
+        joined = _in_background(join)
+        if not wait([joined], info.limit_s).done:
+            raise TimeoutError(f"the process group for broadcasts was not complete within {info.limit_s:.0f} s")
+        joined.result()
+        group = nccl.model_update_group
+        if group is None or group.disabled:  # its broadcasts would do nothing
+            raise RuntimeError(NO_NCCL)
+        self._nccl = nccl
+
+    def _receive_broadcast(self, info: BroadcastInfo) -> str:
+        """Return why it failed, or an empty string."""
+        try:
+            # At the deadline, leaving the group ends the kernels that wait in it, as if they had received something.
+            with deadline(info.limit_s, self._nccl.shutdown) as is_late, torch.no_grad():
+                self._nccl.update_weights(info.broadcast)
+        except Exception as error:  # noqa: BLE001  returned, so that all workers of an engine end the call alike
+            return f"{type(error).__name__}: {error}"
+        return f"it was not received within {info.limit_s:.0f} s" if is_late.is_set() else ""
 
     def _rearranged(self) -> list[torch.nn.Module]:
         return [layer for layer in self.model.modules() if _is_rearranged(layer)]
@@ -202,6 +279,10 @@ class WorkerExtension:
     def await_fetch(self, timeout_s: float) -> bool:
         """See `StoreTransfer.await_fetch`."""
         return self.weight_transfer_engine.await_fetch(timeout_s)
+
+    def broadcast_failure(self) -> str:
+        """See `StoreTransfer.failure`."""
+        return self.weight_transfer_engine.failure
 
     def group_sizes(self) -> dict[str, int]:
         """Return the bytes of this rank's parameters by layer group."""
@@ -300,16 +381,7 @@ def _is_rearranged(layer: torch.nn.Module) -> bool:
     return isinstance(layer, MLAAttention) or (isinstance(method, QuantizeMethodBase) and not plain)
 
 
-def _tensors(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the arrays as tensors that share their read-only memory. Arrays of uint16 contain bfloat16 values."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        for name, array in chunk.items():
-            tensor = torch.from_numpy(array)
-            yield name, tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
-
-
-def _by_expert(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _by_expert(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of GPT-OSS, with one tensor for each expert in place of one for all experts of a layer.
 
     vLLM copies the latter into the parameters without their weight loaders, so that the layer-wise reload does not

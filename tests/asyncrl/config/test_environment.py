@@ -19,7 +19,7 @@ from asyncrl.assets import resolve
 from asyncrl.config import environment
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import model_config, num_parameters, tensor_shapes, visible_gpus
-from asyncrl.config.sections import engine_arguments, observe, reward, rollout, trainer
+from asyncrl.config.sections import engine_arguments, observe, reward, rollout, run, trainer
 from tests.fakes.configurations import machine_problems, single
 
 GAE = {"algorithm.adv_estimator": "gae"}
@@ -474,7 +474,7 @@ def test_engine_arguments_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    for section in (trainer, observe):
+    for section in (trainer, observe, run):
         monkeypatch.setattr(section, "visible_gpus", lambda: number)
 
 
@@ -502,6 +502,17 @@ def test_an_attention_that_this_machine_cannot_compute_is_reported(monkeypatch: 
     hide_modules(monkeypatch, "flash_attn")
     assert "pip install flash-attn" in single(machine_problems(flash)).fix
     assert machine_problems(half | {"trainer.attn_implementation": "flex_attention"}) == []
+
+
+def test_gpu_broadcasts_need_a_gpu_on_this_machine_or_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"weight_sync.backend": "nccl"}
+    show_gpus(monkeypatch, 0)
+    problem = single(machine_problems(changes))
+    assert (problem.key, problem.severity) == ("weight_sync.backend", "error")
+    assert "this machine shows none" in problem.consequence and "object_store" in problem.fix
+    assert machine_problems(changes | {"ray.address": "auto"}) == []
+    show_gpus(monkeypatch, 2)
+    assert machine_problems(changes) == []
 
 
 def test_asking_for_more_gpus_than_the_machine_has_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

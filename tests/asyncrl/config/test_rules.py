@@ -32,6 +32,7 @@ TEACHER: Changes = {"teacher.path": "large"}
 DISTILL: Changes = {"algorithm.adv_estimator": "on_policy_distill"}
 REFERENCE: Changes = {"algorithm.use_kl_loss": True}
 ADAPTERS: Changes = {"model.lora_rank": 4, "weight_sync.lora": "adapter"}
+NCCL: Changes = {"weight_sync.backend": "nccl"}
 SERVED: Changes = {"reward_model.placement": "serve", "reward_model.path": "rm"}
 SCORED: Changes = SERVED | {"reward_model.placement": "worker"}
 TOOLS: Changes = {f"{TURNS}.enable": True, f"{TURNS}.tools": [{"class_name": "calculator"}]}
@@ -71,6 +72,9 @@ BROKEN: list[tuple[str, Changes, str]] = [
         {"rollout.autoscaling": {"enable": True, "max_replicas": 3}, "rollout.num_replicas": 4},
         "allows 1 to 3",
     ),
+    ("weight_sync.backend", NCCL | {"trainer.device": "cpu"}, "broadcasts from a GPU"),
+    ("weight_sync.backend", NCCL | ADAPTERS, "from files"),
+    ("weight_sync.backend", NCCL | {"async_training.partial_rollout": False}, "stand still"),
     ("weight_sync.lora", {"weight_sync.lora": "adapter"}, "there are no adapters"),
     ("model.lora_rank", ADAPTERS | {"model.lora_rank": 513}, "up to rank 512"),
     ("weight_sync.lora", ADAPTERS | {"trainer.strategy": "megatron"}, "layers of its own"),
@@ -321,6 +325,7 @@ VALID: list[Changes] = [
     },
     {"rollout.engine_kwargs": {"kv_cache_dtype": "fp8"}, "weight_sync.max_mismatch_kl": None},
     {},
+    NCCL | {"async_training.partial_rollout": False, "async_training.staleness_threshold": 0},
     # Calls with these deadlines count as progress.
     {"timeouts.train_s": 7200, "timeouts.collective_s": 3600, "timeouts.apply_s": 900},
     REINFORCE | ON_POLICY,

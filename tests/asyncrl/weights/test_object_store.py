@@ -74,7 +74,7 @@ def plain(version: int) -> WeightsVersion:
 
 
 async def ask(ref: Any) -> Any:
-    return await object_store._answer(ref, 60, "asking")
+    return await object_store.answer_of(ref, 60, "asking")
 
 
 async def newer(store: Any, known: WeightsVersion) -> tuple[WeightsVersion, bool]:
@@ -313,7 +313,7 @@ async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> N
         while True:  # Ray kills the actor with a delay
             await ObjectStoreFeed(store, call_s=0.3).latest()
     with pytest.raises(DeadlineError, match=r"did not answer within 0\.01 s"):
-        await object_store._answer(anyio.sleep(5), 0.01, "nothing")
+        await object_store.answer_of(anyio.sleep(5), 0.01, "nothing")
 
 
 async def test_a_put_that_does_not_end_is_a_deadline_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ async def test_a_replica_that_started_while_a_run_attached_finds_it_at_its_first
             assert [item async for item in replica.generate_tokens([])] == ["accepted"]
 
         if first == "apply":
-            await replica.apply_version(Publication(2, 1, 0, {}), "abort", True)
+            await replica.apply_version(Publication(2, 1, 0, {}), "abort", True, False)
             assert (updates._store, updates.health.weights_version.version) == (runs.attached[0], 2)
         async with anyio.create_task_group() as group:
             for _ in range(3):

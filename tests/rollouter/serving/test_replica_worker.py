@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ast
 import random
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm
 from vllm.model_executor import parameter
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+from asyncrl.core.ports import WeightsVersion
+from asyncrl.weights.nccl import deadline
 from rollouter.serving.replica import worker
 
 
@@ -33,6 +39,17 @@ def test_engines_with_the_same_seed_subscribe_under_different_ids(monkeypatch: p
     random.seed(0)
     assert len(set(ids)) == 2
     assert after == [random.random()] * 2, "vLLM's own draws must not change"
+
+
+def test_a_block_that_takes_longer_than_its_deadline_is_aborted_before_it_ends() -> None:
+    aborted = threading.Event()
+    with deadline(0.0, aborted.set) as is_late:
+        assert aborted.wait(60)
+    assert is_late.is_set()
+    before, calls = threading.active_count(), list[str]()
+    with deadline(3600.0, lambda: calls.append("abort")) as is_late:
+        pass
+    assert not is_late.is_set() and not calls and threading.active_count() == before
 
 
 def test_the_experts_of_gpt_oss_are_loaded_one_by_one() -> None:
@@ -90,3 +107,65 @@ def test_on_a_gpu_all_layers_are_prepared_filled_and_rearranged(monkeypatch: pyt
     transfer.finish_weight_update()
     loaded = ("load", worker.FetchedVersion(2, 7))
     assert calls == [("prepare", model), loaded, ("synchronize",), ("rearrange", model, "the model's")]
+
+
+class Fused(torch.nn.Linear):
+    """A layer whose weight consists of two tensors of the model's files, as q, k and v do in vLLM."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.weight.weight_loader = lambda param, loaded, row: param.data[row].copy_(loaded)  # type: ignore[attr-defined]
+
+
+class FusedModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Fused(), Fused()
+
+    def load_weights(self, tensors: Any) -> None:
+        for name, tensor in tensors:
+            layer, row = name.split(".")
+            weight = getattr(self, layer).weight
+            weight.weight_loader(weight, tensor, int(row))
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_after_a_failed_broadcast_the_same_update_loads_the_version_from_the_store(
+    monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    """With vLLM's layer-wise reload, which counts the elements that each layer has received. The broadcast may have
+    failed in another worker of the engine only."""
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    model = FusedModel()
+    record_metadata_for_reloading(model)
+    kept = model.second.weight
+    config = SimpleNamespace(
+        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), dtype=None)
+    )
+    transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
+
+    def receive(info: dict[str, Any]) -> None:
+        transfer.load_weights([("first.0", torch.full((2,), 8.0)), ("first.1", torch.full((2,), 8.0))])
+        transfer.load_weights([("second.0", torch.full((2,), 8.0))])
+        if not is_complete:
+            raise RuntimeError("a peer died")
+        transfer.load_weights([("second.1", torch.full((2,), 8.0))])
+
+    rearranged: list[torch.nn.Module] = []
+    finalize = worker.finalize_layerwise_reload
+    monkeypatch.setattr(
+        worker, "finalize_layerwise_reload", lambda model, config: (rearranged.append(model), finalize(model, config))
+    )
+    monkeypatch.setattr(transfer._nccl, "update_weights", receive)
+    version = {name: np.full(2, number, np.float32) for number, name in enumerate(("first.0", "first.1", "second.0"))}
+    transfer._version, transfer._chunks = WeightsVersion(0, 1), Future()
+    transfer._chunks.set_result([version | {"second.1": np.full(2, 3, np.float32)}])
+    transfer.start_weight_update()
+    transfer.update_weights({"broadcast": {}, "limit_s": 60.0})
+    assert transfer.failure == ("" if is_complete else "RuntimeError: a peer died")
+    transfer.update_weights({"lineage": 0, "version": 1})
+    transfer.finish_weight_update()
+    assert transfer.failure == "" and rearranged == [model, model], "the layers begin anew once"
+    assert model.first.weight.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    assert model.second.weight.tolist() == [[2.0, 2.0], [3.0, 3.0]]
+    assert model.second.weight is kept, "CUDA graphs refer to it"

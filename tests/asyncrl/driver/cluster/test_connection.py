@@ -1,4 +1,4 @@
-"""The environment of a run's processes."""
+"""The environment of a run's processes, and what a cluster lacks for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
+from asyncrl.config.resources.placement import NodeResources
 from asyncrl.config.resources.plan import MachineResources
 from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError
+from asyncrl.driver.cluster import state
 from asyncrl.driver.cluster.connection import run_environment
 
 SMALL, LARGE = MachineResources(cpus=2, gpus=0), MachineResources(cpus=64, gpus=0)
@@ -33,3 +36,11 @@ def test_the_libraries_of_ranks_and_engines_follow_the_policy(name: str) -> None
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
     runtimes = {line.split("/")[-1] for line in done.stdout.splitlines() if "libgomp" in line or "libiomp" in line}
     assert runtimes == {"libgomp.so.1"}
+
+
+def test_gpu_broadcasts_need_a_gpu_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [NodeResources("one", "one", cpus=64.0, gpus=0.0)]
+    monkeypatch.setattr(state, "cluster_nodes", lambda: nodes)
+    config = Config.model_validate({"weight_sync": {"backend": "nccl"}})
+    with pytest.raises(ConfigError, match=r"weight_sync\.backend=nccl: .* no node of the cluster has one"):
+        state.check_room(config)

@@ -187,6 +187,15 @@ def test_a_full_object_store_is_reported_with_a_remedy(settings: HealthSettings,
     assert remedy in notices[0].text and "90% full" in notices[0].text
 
 
+def test_versions_that_were_not_broadcast_are_a_problem_until_one_is() -> None:
+    rules = HealthRules(HealthSettings())
+    reasons = ["", "b is late", "b is late", "", ""]
+    seen = [rules.observe(HealthSnapshot(2.0 * k, 1e9, WELL, fallback=reason)) for k, reason in enumerate(reasons)]
+    assert [changes(notices) for notices, _ in seen] == [[], [("warning", "fallback")], [], [("", "fallback")], []]
+    assert "instead of GPU broadcasts (weight_sync.backend=nccl): b is late" in seen[1][0][0].text
+    assert [len(health.problems) for _, health in seen] == [0, 1, 1, 0, 0]
+
+
 def test_preemptions_are_kv_cache_pressure_and_a_full_cache_alone_is_not() -> None:
     full, _ = run(300, lambda _: replace(WELL, engines={"r1": EngineLoad(8, 0, 0.99, 7)}))
     assert full == []
