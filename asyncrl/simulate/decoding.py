@@ -57,8 +57,8 @@ def decoding_speeds(
     if not len(used):
         return {1: 1e-3}
     times = alone[:, used] + beside[:, used] / slowdown
-    rates = _rates(times, tokens)
     sizes = 2.0 ** ((used + 0.5) / _SIZES_PER_DOUBLING)
+    rates = _rates(times, tokens, sizes)
     # Each of the sequences counts the same seconds.
     measured = times.sum(axis=0) / sizes >= _MIN_SIZE_S
     if not measured.any():
@@ -69,8 +69,10 @@ def decoding_speeds(
     }
 
 
-def _rates(times: Values, tokens: Values) -> Values:
-    """Return the tokens per second of a sequence at each size, which fit best and do not rise with the size."""
+def _rates(times: Values, tokens: Values, sizes: Values) -> Values:
+    """Return the tokens per second of a sequence at each size, which fit best and do not rise with the size. Those of
+    all sequences together do not fall with it, because a larger batch computes no token more slowly than two halves of
+    it after each other."""
     mean = tokens.sum() / max(times.sum(), 1e-9)
     # Errors are relative, so that requests that a stalled machine delayed do not outweigh all others.
     relative = 1.0 / np.maximum(times.sum(axis=1), 1e-9)
@@ -80,7 +82,9 @@ def _rates(times: Values, tokens: Values) -> Values:
     matrix += _SMOOTHNESS * np.trace(matrix) * (steps.T @ steps + 1e-3 * np.eye(len(matrix)))
     wanted = weighted.T @ received + _SMOOTHNESS * np.trace(weighted.T @ weighted) * 1e-3 * mean
     rates = np.clip(np.linalg.solve(matrix, wanted), mean / 10, mean * 10)
-    rates = _falling(rates, times.sum(axis=0))
+    weights = times.sum(axis=0)
+    rates = _falling(rates, weights)
+    rates = -_falling(-rates * sizes, weights) / sizes
     scaled: Values = rates * tokens.sum() / max(float((times @ rates).sum()), 1e-9)
     return scaled
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -63,6 +65,24 @@ def test_the_slowdown_by_the_trainer_is_separated_from_the_speed() -> None:
     table = decoding_speeds(*answered(computes_every=1.0), slowdown=SLOWDOWN)
     for size, step_s in table.items():
         assert step_s == pytest.approx(interpolated(STEP_S, size), rel=0.25), size
+
+
+def test_a_stall_of_a_few_large_batches_does_not_make_them_slower_than_smaller_ones_in_turn() -> None:
+    events, computing = answered()
+    requests = events["request"]
+    stalled = {
+        "replica": "a",
+        "timestamp": 1e3,
+        "end": 1e3 + 5.0,
+        "decode_s": 5.0,
+        "paused_s": 0.0,
+        "response_tokens": 3,
+    }
+    more = pd.DataFrame([stalled] * 4 * BATCH)
+    table = decoding_speeds(Events({"request": pd.concat([requests, more], ignore_index=True)}), computing)
+    assert max(table) > 3 * BATCH
+    at_once = [size / step_s for size, step_s in sorted(table.items())]
+    assert all(more >= 0.95 * fewer for fewer, more in itertools.pairwise(at_once))
 
 
 def test_without_a_request_of_two_tokens_there_is_a_speed() -> None:
