@@ -21,6 +21,9 @@ class ProcessHealth:
     are not counted."""
     unsent_events: int = 0
     """Profiling events of this process that the OTLP endpoint refused, since it started."""
+    cpu_wait: float | None = None
+    """Number of its threads that were ready to run and had no CPU, on average since the last measurement; None: the
+    kernel does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

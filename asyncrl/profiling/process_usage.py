@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -85,12 +87,14 @@ class ProcessMeter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last: tuple[float, dict[int, float]] = (clock(), {})
-        """Time of the last measurement, and the CPU time of each process until then."""
+        self._last: tuple[float, dict[int, tuple[float, float | None]]] = (clock(), {})
+        """Time of the last measurement, and until then the CPU time of each process and its wait for CPUs."""
 
     def measure(self, pids: Iterable[int]) -> ProcessHealth | None:
-        """Measure the processes, or return None if none of them exists. A process takes about 100 µs."""
-        rss_bytes, used = 0, {}
+        """Measure the processes, or return None if none of them exists. A process takes about 100 µs, and each of its
+        threads 20 µs more."""
+        rss_bytes = 0
+        used: dict[int, tuple[float, float | None]] = {}
         for pid in pids:
             try:
                 process = psutil.Process(pid)
@@ -99,13 +103,16 @@ class ProcessMeter:
                     times = process.cpu_times()
             except psutil.Error:  # it has just ended
                 continue
-            used[pid] = times.user + times.system
+            used[pid] = times.user + times.system, _waited_s(pid)
         now_s, (last_s, last) = self._clock(), self._last
         self._last = now_s, used
         if not used:
             return None
-        spent_s = sum(max(0.0, cpu_s - last[pid]) for pid, cpu_s in used.items() if pid in last)
-        return ProcessHealth(rss_bytes, cpu=spent_s / max(now_s - last_s, 1e-3))
+        passed_s = max(now_s - last_s, 1e-3)
+        known = [(used[pid], last[pid]) for pid in used if pid in last]
+        spent_s = sum(max(0.0, now[0] - before[0]) for now, before in known)
+        waits = [max(0.0, now[1] - before[1]) for now, before in known if now[1] is not None and before[1] is not None]
+        return ProcessHealth(rss_bytes, spent_s / passed_s, cpu_wait=sum(waits) / passed_s if waits else None)
 
 
 class ProcessMonitor:
@@ -136,7 +143,21 @@ class ProcessMonitor:
         if usage is None:
             return None
         events = profile.status()
-        return ProcessHealth(usage.rss_bytes, usage.cpu, self._lag.worst_s(), events["own_dropped"], events["unsent"])
+        return replace(
+            usage, lag_s=self._lag.worst_s(), dropped_events=events["own_dropped"], unsent_events=events["unsent"]
+        )
+
+
+def _waited_s(pid: int) -> float | None:
+    """Return for how long the threads of a process have been ready to run without a CPU, all together; None if the
+    kernel does not count it. Threads that have ended are left out."""
+    used_ns = waited_ns = 0
+    with suppress(OSError):  # the process has ended, or this is not Linux
+        for thread in os.scandir(f"/proc/{pid}/task"):
+            with suppress(OSError, ValueError, IndexError):
+                used, waited = Path(thread.path, "schedstat").read_text().split()[:2]
+                used_ns, waited_ns = used_ns + int(used), waited_ns + int(waited)
+    return waited_ns / 1e9 if used_ns else None
 
 
 def measure_machine(directory: Path) -> MachineHealth | None:

@@ -8,7 +8,7 @@
 | `dispatch` | `sample.generate` before its first and after its last request; from its end to `sample.ready`; drops |
 | `trainer` | `trainer.update` and `trainer.experience` against their tokens; the rest of `step` |
 | `sync` | `trainer.publish`, `sync.fetch`, `sync.pause`, `sync.verify`, the rest of `sync.apply` |
-| `contention` | the CPU time of all processes (`asyncrl.simulate.contention`) |
+| `contention` | how long the busiest processes waited for a processor (`asyncrl.simulate.contention`) |
 
 Durations of what happens in sequence are means, so that their sums are those of the run. The first of each is left out,
 because it includes what happens once (compilation, allocation). Latencies of samples are medians, because samples are
@@ -207,14 +207,7 @@ def _contention(run_dir: Path, events: Events, config: SavedConfig) -> Contentio
         parallel = config.value("rollout", "tensor_parallel_size") if section == "rollout" else 1
         return max(1, number * parallel) if isinstance(number, int) and isinstance(parallel, int) else 1
 
-    return measure_contention(
-        use,
-        engines_s=total(engines) - both_s,
-        both_s=both_s,
-        trainer_s=total(trainer) - both_s,
-        run_s=last_s - first_s,
-        threads=threads,
-    )
+    return measure_contention(use, both_s, threads)
 
 
 def _trainer(events: Events, decoding: Intervals, slowdown: float) -> tuple[float, float]:

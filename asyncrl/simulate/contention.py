@@ -1,16 +1,14 @@
 """Measures how much engines and Trainer slow each other down on processors that they share.
 
 In most runs the two sides nearly always work at the same time, or never, so the durations of their work cannot show how
-fast they would be otherwise. The CPU time of their processes can: it says how many processors each of them wants, and
-these are divided as the kernel divides them (max-min fairness): a process that wants less than an equal share of the
-processors gets all of it, and the others get equal shares of the rest. A side is as slow as its slowest process. Other
-processes of the machine, such as Ray's own, take part in the division, or there would seem to be processors to spare.
+fast they would be otherwise. The kernel can: it counts for how long threads were ready to run and had no processor. A
+side is as slow as its busiest process, and all of that process's wait counts as caused by the other side, so other work
+on the machine makes the factors too large.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,12 +20,10 @@ from asyncrl.simulate.trace import ContentionTrace
 from asyncrl.storage.run_dir import RunDir
 
 CPU = "health/cpu/"
+CPU_WAIT = "health/cpu_wait/"
 CPUS = "health/machine_cpus"
 MAX_SLOWDOWN = 4.0
 """Limit of the factors by which both sides may slow each other down."""
-_ROUNDS = 100
-_LIGHT = 0.1
-"""A process that wants less than this share of what its side's busiest one wants does not make the side slower."""
 _ENGINES = ("engine-", "replica-", "rollouter", "worker-")
 _TRAINER = ("rank-", "trainer")
 
@@ -38,8 +34,8 @@ class CpuUse:
 
     cpu_s: Mapping[str, float]
     """CPU seconds by process, with the names of `health/cpu/<process>`."""
-    cpus: int
-    """Processors of the machine."""
+    waited_s: Mapping[str, float]
+    """Seconds for which threads of each process were ready to run and had no processor, added up over its threads."""
     other_cpus: float = 0.0
     """Mean number of processors that everything else kept busy, Ray's own processes included."""
 
@@ -70,6 +66,7 @@ def _rows(lines: Iterable[bytes]) -> Iterable[Mapping[str, Any]]:
 def cpu_use(rows: Iterable[Mapping[str, Any]]) -> CpuUse | None:
     """Return the CPU time between the first and the last of these rows of steps."""
     used: Counter[str] = Counter()
+    waited: Counter[str] = Counter()
     first_s = last_s = None
     cpus = machine_s = 0.0
     for row in rows:
@@ -82,67 +79,27 @@ def cpu_use(rows: Iterable[Mapping[str, Any]]) -> CpuUse | None:
             took_s = max(0.0, now_s - last_s)
             machine_s += row.get("health/machine_cpu", 0.0) * cpus * took_s
             for name, busy in row.items():
-                if name.startswith(CPU):
-                    used[name.removeprefix(CPU)] += busy * took_s
+                for prefix, seconds in ((CPU, used), (CPU_WAIT, waited)):
+                    if name.startswith(prefix):
+                        seconds[name.removeprefix(prefix)] += busy * took_s
         last_s = now_s
     if not used or cpus < 1 or first_s is None or last_s is None:
         return None
-    return CpuUse(dict(used), int(cpus), max(0.0, machine_s - sum(used.values())) / max(last_s - first_s, 1e-9))
+    other_cpus = max(0.0, machine_s - sum(used.values())) / max(last_s - first_s, 1e-9)
+    return CpuUse(dict(used), dict(waited), other_cpus)
 
 
-def measure_contention(
-    use: CpuUse, *, engines_s: float, both_s: float, trainer_s: float, run_s: float, threads: Callable[[str], int]
-) -> ContentionTrace:
+def measure_contention(use: CpuUse, both_s: float, threads: Callable[[str], int]) -> ContentionTrace:
     """Return the factors on the time of both sides while the other one works.
 
     Args:
-        engines_s: time in which only engines worked.
         both_s: time in which both sides worked.
-        trainer_s: time in which only the Trainer computed.
-        run_s: the time over which the CPU time was measured.
-        threads: how many processors a process can use at most.
+        threads: how many processors a process can use at most. It waits as long as each of its threads.
     """
-    # What a process wants follows from how much slower it was next to the other side. Several slowdowns can explain the
-    # same CPU time; the search begins with the largest, because a process that computes wants a whole processor for
-    # each thread. It cannot want more, so the CPU time of the busiest process limits the slowdown of its side.
-    sides = {name: _side(name) for name in use.cpu_s}
-    alone_s = {"engines": engines_s, "trainer": trainer_s}
-    limits = dict.fromkeys(alone_s, MAX_SLOWDOWN)
-    for name, cpu_s in use.cpu_s.items():
-        if (side := sides[name]) and (needed_s := cpu_s / threads(name) - alone_s[side]) > 0:
-            limits[side] = min(limits[side], max(1.0, both_s / needed_s if both_s else MAX_SLOWDOWN))
-    engines, trainer = limits["engines"], limits["trainer"]
-    others = {"": max(1, math.ceil(use.other_cpus))}
-    for _ in range(_ROUNDS):
-        busy_s = {"engines": engines_s + both_s / engines, "trainer": trainer_s + both_s / trainer, "": run_s}
-        wanted = {
-            name: min(float(threads(name)), cpu_s / max(busy_s[sides[name]], 1e-9)) for name, cpu_s in use.cpu_s.items()
-        }
-        got = fair_shares(wanted | {"": use.other_cpus}, {name: threads(name) for name in wanted} | others, use.cpus)
-        slower = {
-            side: min(limits[side], _slowdown([name for name in wanted if sides[name] == side], wanted, got))
-            for side in limits
-        }
-        engines, trainer = (engines + slower["engines"]) / 2, (trainer + slower["trainer"]) / 2
-    return ContentionTrace(engine=round(engines, 3), trainer=round(trainer, 3))
 
+    def factor(side: tuple[str, ...]) -> float:
+        busiest = max((name for name in use.cpu_s if name.startswith(side)), key=use.cpu_s.__getitem__, default="")
+        alone_s = both_s - use.waited_s.get(busiest, 0.0) / threads(busiest)
+        return round(min(MAX_SLOWDOWN, both_s / max(alone_s, 1e-9)), 3) if both_s else 1.0
 
-def fair_shares(wanted: Mapping[str, float], threads: Mapping[str, int], cpus: float) -> dict[str, float]:
-    """Return the processors that each process gets if each thread gets an equal share or what it wants."""
-    got: dict[str, float] = {}
-    left, waiting = cpus, sorted(wanted, key=lambda name: wanted[name] / threads[name])
-    total = sum(threads[name] for name in waiting)
-    for name in waiting:
-        got[name] = min(wanted[name], left * threads[name] / total)
-        left, total = left - got[name], total - threads[name]
-    return got
-
-
-def _slowdown(names: list[str], wanted: Mapping[str, float], got: Mapping[str, float]) -> float:
-    most = max((wanted[name] for name in names), default=0.0)
-    heavy = (wanted[name] / max(got[name], 1e-9) for name in names if wanted[name] >= _LIGHT * most > 0)
-    return min(MAX_SLOWDOWN, max(heavy, default=1.0))
-
-
-def _side(name: str) -> str:
-    return "engines" if name.startswith(_ENGINES) else "trainer" if name.startswith(_TRAINER) else ""
+    return ContentionTrace(engine=factor(_ENGINES), trainer=factor(_TRAINER))

@@ -163,6 +163,8 @@ def health_metrics(health: RunHealth) -> dict[str, float]:
     for name, process in health.processes.items():
         metrics[f"health/rss_bytes/{name}"] = float(process.rss_bytes)
         metrics[f"health/cpu/{name}"] = process.cpu
+        if process.cpu_wait is not None:
+            metrics[f"health/cpu_wait/{name}"] = process.cpu_wait
         if process.lag_s is not None:
             metrics[f"health/loop_lag_s/{name}"] = process.lag_s
     for replica, load in health.engines.items():

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -337,3 +339,20 @@ def test_this_machine_and_this_process_are_measured(tmp_path: Path) -> None:
     assert first is not None and first.rss_bytes > 0 and first.cpu == 0.0
     assert second is not None and second.cpu >= 0.0
     assert meter.measure([]) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not count it")
+def test_processes_that_share_a_processor_wait_for_it() -> None:
+    code = "import os\nos.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\nprint(flush=True)\nwhile True: pass"
+    busy = [sys.executable, "-c", code]
+    with subprocess.Popen(busy, stdout=subprocess.PIPE) as one, subprocess.Popen(busy, stdout=subprocess.PIPE) as other:
+        try:
+            assert one.stdout and one.stdout.readline() and other.stdout and other.stdout.readline()
+            meter = ProcessMeter()
+            meter.measure([one.pid])
+            time.sleep(0.5)
+            found = meter.measure([one.pid])
+        finally:
+            one.kill()
+            other.kill()
+    assert found is not None and found.cpu_wait is not None and found.cpu_wait > 0.2
