@@ -104,7 +104,7 @@ async def _measure(work: GlueWork, directory: Path, namespace: str) -> dict[str,
     found: dict[str, Any] = {}
 
     async def consume() -> None:
-        await _take(queue, 0, work.warm_up)
+        await _take(queue, 0, LEASE)  # from then on, all processes exist
         status = await rollouter.status(config.timeouts.call_s)
         assert status is not None
         parts = {
@@ -113,7 +113,11 @@ async def _measure(work: GlueWork, directory: Path, namespace: str) -> dict[str,
             "replicas": replicas,
             "queue": [(await queue.status()).pid],
         }
+        # The warm-up, too, or the samples in flight at its end would have had workers that are not throttled.
         with throttled(parts["workers"] if work.worker_share < 1 else (), work.worker_share):
+            await _take(queue, LEASE, work.warm_up)
+            status = await rollouter.status(config.timeouts.call_s)
+            assert status is not None
             before, started = _cpu_seconds(parts), time.perf_counter()
             await _take(queue, work.warm_up, total)
             seconds, after = time.perf_counter() - started, _cpu_seconds(parts)
