@@ -1,5 +1,5 @@
-"""Everything that the project takes from the inside of Ray, of Ray Serve and of Ray's LLM library: it may change with
-any release.
+"""Everything that the project takes from the inside of Ray Serve and of Ray's LLM library, and most of what it takes
+from that of Ray: it may change with any release.
 
 `tests/rollouter/serving/test_ray_internals.py` fails on a version of Ray other than `CHECKED_RAY` and names what is
 missing there. The names of Ray's LLM library are imported at their first use, because they import vLLM, which

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ray.serve.request_router import RequestRouter
 from asyncrl.assets import resolve
 from rollouter.serving import ray_internals
 
+ROOT = Path(__file__).parents[3]
 WHERE = f"see rollouter/serving/ray_internals.py, which was checked with Ray {ray_internals.CHECKED_RAY}"
 
 
@@ -60,9 +63,36 @@ def test_ray_has_everything_that_is_used() -> None:
     for part, name in [(Replica.__init__, "_shutting_down"), (ReplicaActor.__init__, "_replica_impl")]:
         if name not in part.__code__.co_names:
             missing.append(f"{part.__module__}.{part.__qualname__}.{name}")
+    # Other modules use these parts of Ray's core.
+    for module, name in [
+        ("ray._private.worker", "print_to_stdstream"),
+        ("ray._private.worker", "_global_node"),
+        ("ray._private.state", "total_resources_per_node"),
+        ("ray._private.state", "available_resources_per_node"),
+        ("ray._common.utils", "get_default_ray_temp_dir"),
+    ]:
+        if not hasattr(import_module(module), name):
+            missing.append(f"{module}.{name}")
     if not hasattr(global_worker, "actors"):
         missing.append("ray._private.worker.global_worker.actors")
     assert not missing, f"Ray {ray.__version__} has no {', '.join(missing)}; {WHERE}"
+
+
+def test_no_other_module_uses_the_inside_of_ray() -> None:
+    inside = re.compile(r"\b(?:ray\.(?:_\w+|serve\._\w+|llm\._\w+)|_private)\b")
+    users = {
+        str(file.relative_to(ROOT))
+        for package in ("asyncrl", "rollouter", "trainer", "skip", "benchmarks")
+        for file in (ROOT / package).rglob("*.py")
+        if inside.search(file.read_text(encoding="utf-8"))
+    }
+    assert users == {
+        "rollouter/serving/ray_internals.py",
+        # Parts of Ray's core, in modules that may not import the Rollouter's, or do without them.
+        "asyncrl/driver/cluster/connection.py",
+        "asyncrl/driver/health_monitor.py",
+        "asyncrl/observe/metrics/prometheus.py",
+    }, WHERE
 
 
 def test_serve_keeps_writing_its_log_after_vllm_has_configured_logging(tmp_path: Path) -> None:
