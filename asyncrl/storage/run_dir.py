@@ -301,7 +301,7 @@ def newest_runs(root: Path = RUNS) -> list[Path]:
     """
     runs = [run for each in _directories(root) for run in ([each] if _is_run(each) else _runs_in(each))]
     if not runs:
-        raise ConfigError(f"there are no runs in {root.absolute()}: give a run directory, e.g. asyncrl status PATH")
+        raise ConfigError(f"there are no runs in {root.absolute()}: give the path of a run directory")
     return [run.absolute() for run in sorted(runs, key=_last_active, reverse=True)]
 
 

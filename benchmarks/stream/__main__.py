@@ -51,6 +51,7 @@ from typing import Any
 import anyio
 
 from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError
 from asyncrl.core.tasks import task_group
 from benchmarks.report import arguments, positive, report_tables
 from benchmarks.running import print_progress
@@ -124,10 +125,9 @@ def _targets(options: argparse.Namespace, longest: int) -> Iterator[list[Target]
                 Target(options.url, partial(OpenAIClient.connected, options.url, options.model, options.api, key))
             )
         if options.app is not None:
-            import ray
+            from asyncrl.driver.cluster.connection import connected
 
-            ray.init(address="auto", namespace=f"bench-stream-{os.getpid()}", log_to_driver=False)
-            stack.callback(ray.shutdown)
+            stack.enter_context(connected("auto", "RAY_ADDRESS", namespace=f"bench-stream-{os.getpid()}"))
             targets += _app_targets(options, options.app, None, longest)
         if options.serve:
             from benchmarks.stream.servers import server_config, started
@@ -167,8 +167,11 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Ray's LLM package shows a line for each request
     sessions = _sessions(options)
     longest = max(session.num_tokens for session in sessions)
-    with _targets(options, longest) as targets:
-        measured = anyio.run(measure_all, options, targets, sessions)
+    try:
+        with _targets(options, longest) as targets:
+            measured = anyio.run(measure_all, options, targets, sessions)
+    except ConfigError as error:
+        raise SystemExit(error.message) from error
     if options.plot is not None:
         draw(measured, options.plot)
     bound = LatencyBound(_seconds(options.ttft_ms), _seconds(options.itl_ms))

@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.core.failures import ConfigError
 from asyncrl.core.ports import EngineCrashed, GenerateRequest, TurnFinished, TurnProgress
 from benchmarks.stream.results import StreamedChunk, StreamedResponse
 from benchmarks.stream.workload import TracedSession, TracedTurn
@@ -60,13 +61,23 @@ class OpenAIClient:
     @classmethod
     @asynccontextmanager
     async def connected(cls, url: str, model: str | None, path: OpenAIPath, key: str) -> AsyncIterator[Self]:
-        """Connect to the API at `url`; without `model`, use the first one that it lists."""
+        """Connect to the API at `url`; without `model`, use the first one that it lists.
+
+        Raises:
+            ConfigError: it lists none.
+        """
         headers, limits = {"authorization": f"Bearer {key}"}, httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, limits=limits, timeout=None) as http:
             if model is None:
-                with anyio.fail_after(MODELS_S):
-                    answer = (await http.get("/models")).raise_for_status()
-                model = str(answer.json()["data"][0]["id"])
+                try:
+                    with anyio.fail_after(MODELS_S):
+                        answer = (await http.get("/models")).raise_for_status()
+                    model = str(answer.json()["data"][0]["id"])
+                except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, LookupError, TypeError) as error:
+                    raise ConfigError(
+                        f"{url}/models lists no model, so nothing is measured: {type(error).__name__}: {error}; check "
+                        "--url, such as http://host:8000/v1, and --api-key-env, or name the model with --model"
+                    ) from error
             yield cls(http, model, path)
 
     async def stream(

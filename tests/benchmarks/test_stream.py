@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -289,6 +290,22 @@ def test_a_server_is_measured_with_a_trace(
         second = next(body["prompt"] for body in bodies if len(body["prompt"]) == 12)
         first = second[:5]
         assert second[5:9] == [9] * 4 and first in [body["prompt"] for body in bodies]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "host:8000/v1", "nothing"])
+def test_a_server_that_does_not_answer_is_an_error_in_one_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["stream", "--url", url])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert str(ended.value).startswith(f"{url}/models lists no model, so nothing is measured: ")
+
+
+def test_deployed_servers_need_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"})
+    monkeypatch.setattr("sys.argv", ["stream", "--app", "rollout", "--model", "asyncrl://quickstart"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert "RAY_ADDRESS=auto: there is no Ray cluster that answers" in str(ended.value)
 
 
 @pytest.mark.parametrize(

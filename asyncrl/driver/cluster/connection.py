@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,6 +31,7 @@ from asyncrl.storage.run_dir import RAY_LOGS
 
 logger = logging.getLogger(__name__)
 
+CONNECT_S = 5.0
 _CONTAINER_MEMORY = Path("/sys/fs/cgroup/memory.max")
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -79,10 +81,12 @@ def run_environment(config: Config, machine: MachineResources) -> dict[str, str]
 
 
 @contextmanager
-def connected(address: str, source: str = "ray.address") -> Iterator[None]:
+def connected(address: str, source: str = "ray.address", **options: Any) -> Iterator[None]:
     """Connect to a running cluster for the block, as a driver of its own. Blocking.
 
-    `source`: the key or option that has the address, for messages.
+    Args:
+        source: The key or option that has the address, for messages.
+        options: Further arguments of `ray.init`.
 
     Raises:
         ConfigError: it does not answer, or requires its token.
@@ -91,7 +95,7 @@ def connected(address: str, source: str = "ray.address") -> Iterator[None]:
         os.environ.setdefault(name, value)
     import ray
 
-    _init(address, source=source)
+    _init(address, source=source, **options)
     try:
         yield
     finally:
@@ -251,6 +255,8 @@ def _init(address: str | None, *, debug: bool = False, source: str = "ray.addres
     _redirect_messages(ray)
     given = f"{source}={address or 'null'}"
     try:
+        if address is not None:
+            _check_listening(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
         # Without `local` Ray would join a running cluster that it finds on this machine.
         ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **options)
     except Exception as error:
@@ -272,6 +278,18 @@ def _init(address: str | None, *, debug: bool = False, source: str = "ray.addres
         logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
         fix = f"Ray has a time limit of its own, so try again if the machine was busy; its logs are in {logs}"
         raise InfraError.wrap(f"{given}: Ray did not start, so nothing runs: {error}; {fix}", error) from None
+
+
+def _check_listening(address: str) -> None:
+    """Connect once to an address of the form HOST:PORT. Ray would try for 40 s or longer where nothing listens.
+
+    Raises:
+        OSError: nothing listens there, or the host is unknown.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:  # not `ray://` with its own port
+        with suppress(TimeoutError):  # a slow network is left to Ray
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 def _wants_token(error: Exception) -> bool:

@@ -13,7 +13,7 @@ from asyncrl.config.resources.plan import MachineResources
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from asyncrl.driver.cluster import state
-from asyncrl.driver.cluster.connection import run_environment
+from asyncrl.driver.cluster.connection import connected, run_environment
 
 SMALL, LARGE = MachineResources(cpus=2, gpus=0), MachineResources(cpus=64, gpus=0)
 
@@ -44,3 +44,11 @@ def test_gpu_broadcasts_need_a_gpu_in_the_cluster(monkeypatch: pytest.MonkeyPatc
     config = Config.model_validate({"weight_sync": {"backend": "nccl"}})
     with pytest.raises(ConfigError, match=r"weight_sync\.backend=nccl: .* no node of the cluster has one"):
         state.check_room(config)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "no-such-host.invalid:6379"])
+def test_an_address_at_which_nothing_listens_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray would try for 40 s"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(ConfigError, match=r"there is no Ray cluster that answers, so nothing runs: .*Errno"):
+        connected(address).__enter__()
