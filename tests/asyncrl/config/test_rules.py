@@ -46,6 +46,13 @@ RECORD_BATCHES: Changes = {"skip.rollout.enable": True, "skip.rollout.steps": "a
 RECORD_TOOLS: Changes = {"skip.tool.enable": True, "skip.tool.steps": "all"}
 RECORD_REWARDS: Changes = {"skip.reward.enable": True, "skip.reward.steps": "all"}
 OWN_ROLE: Changes = {"skip.modules": ["sums"], "skip.roles": {"sums": {"enable": True, "steps": "all"}}}
+TWO_NODES: Changes = {
+    "ray.address": "auto",
+    "trainer.nnodes": 2,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.num_workers": 2,
+}
+TWO_NODES |= {"trainer.strategy": "fsdp2"}
 NSYS: Changes = {"profiler.tool": "nsys", "profiler.steps": [1]}
 
 
@@ -194,6 +201,7 @@ BROKEN: list[tuple[str, Changes, str]] = [
 ]  # fmt: skip
 
 SURPRISING: list[tuple[str, Changes]] = [
+    ("trainer.nnodes", TWO_NODES),
     ("rollout.sampling.top_p", {"rollout.sampling.top_p": 0.9}),
     ("rollout.sampling.top_k", {"rollout.sampling.top_k": 20}),
     ("rollout.sampling.min_p", {"rollout.sampling.min_p": 0.1}),
@@ -315,6 +323,8 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
 ]  # fmt: skip
 
 VALID: list[Changes] = [
+    TWO_NODES | {"trainer.checkpoint_dir": "/shared/run", "trainer.save_freq": 5},
+    TWO_NODES | {"trainer.save_last": False},
     {
         "rollout.engine_kwargs": {
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +56,21 @@ def test_pools_set_the_number_of_processes_and_where_they_go() -> None:
         "r0": "4 engine replicas",
         "r1": "4 engine replicas",
     }
+
+
+def test_the_example_of_the_documentation_is_drawn_as_it_says(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "deploy.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^    ray:     \{address: auto\}\n(?:    .*\n)+", page, re.MULTILINE)
+    (drawn,) = re.findall(r"^    node +labels.*\n((?:    gpu.*\n)+)", page, re.MULTILINE)
+    file = tmp_path / "my.yaml"
+    file.write_text(f"defaults: [quickstart]\n{textwrap.dedent(example)}")
+    config = check_config(str(file), [f"trainer.checkpoint_dir={tmp_path}"]).require()
+    nodes = [node(f"gpu{number}", 96, 8, pool="train" if number < 2 else "rollout") for number in range(8)]
+    nodes[0] = replace(nodes[0], is_driver=True)
+    placement = place(gangs(config, gpus=True), nodes)
+    assert not placement.lacks and not placement.unplaced
+    expected = [re.split(r" {2,}", re.sub(r" \(.*?\)", "  ", line.strip())) for line in drawn.splitlines()]
+    assert expected == [list(row) for row in node_rows(placement)[: len(expected)]]
 
 
 def test_a_replica_spans_nodes_only_if_the_configuration_says_so() -> None:
