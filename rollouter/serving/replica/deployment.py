@@ -5,6 +5,7 @@ Importing `ray.serve.llm` imports vLLM, which takes 7 s on CPU. Only the replica
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -45,6 +46,9 @@ class RolloutReplica:
         Raises:
             InfraError: the engine does not start; its error is the cause.
         """
+        # `ray_actor_options` of a Serve configuration replace the deployment's own, which have these variables.
+        for name, value in options.env_vars.items():
+            os.environ.setdefault(name, value)
         try:
             from rollouter.serving.replica.server import start_server
 

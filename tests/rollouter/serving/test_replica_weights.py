@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 import ray
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+from asyncrl.config.schema import Config
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import ConfigError, InfraError
 from asyncrl.core.ports import Publication, WeightsVersion
 from asyncrl.weights.object_store import STORE_NAME, ServedRun
-from rollouter.serving.options import ReplicaFacts
+from rollouter.serving.options import ReplicaFacts, serving_options
 from rollouter.serving.replica import server, weights
-from rollouter.serving.replica.deployment import RolloutReplica
+from rollouter.serving.replica.deployment import METHODS, RolloutReplica
 from rollouter.serving.replica.event_forwarding import EventForwarder
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.server import RolloutServer
@@ -299,3 +301,22 @@ async def test_a_user_config_changes_time_limits_of_a_running_engine() -> None:
     ):
         with pytest.raises(ConfigError, match=r"user_config=.*it may have `timeouts`"):
             await replica.reconfigure(wrong)
+
+
+async def test_a_deployment_with_other_actor_options_keeps_the_environment_of_its_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serve replaces `ray_actor_options` as a whole, including `runtime_env`; Ray then sets OMP_NUM_THREADS itself."""
+    environment = {"OMP_NUM_THREADS": "2"}
+    seen: dict[str, str] = {}
+
+    async def start_server(options: Any, *, openai: bool) -> Any:
+        seen.update(os.environ)
+        return SimpleNamespace(**dict.fromkeys(METHODS))
+
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(server, "start_server", start_server)
+    config = Config.model_validate({"model": {"path": "/models/tiny"}, "rollout": {"cpu_kv_cache_gib": 3}})
+    replica = RolloutReplica.__new__(RolloutReplica)
+    await replica.__init__(serving_options(config, namespace=None, gpus=False))  # type: ignore[misc]
+    assert (seen["VLLM_CPU_KVCACHE_SPACE"], seen["TORCHDYNAMO_DISABLE"], seen["OMP_NUM_THREADS"]) == ("3", "1", "2")
