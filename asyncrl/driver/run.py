@@ -178,17 +178,30 @@ class Run:
         group.start_soon(self._probe_part, self._rollouter, self._on_rollouter_status)
         group.start_soon(self._probe_part, self._trainer, self._on_trainer_status)
         async with anyio.create_task_group() as starting:
-            starting.start_soon(self._start_first, self._trainer)
-            if config.skip.async_rollout.enable and config.skip.async_rollout.engines == "auto":
-                await self._start_first(self._rollouter)
-                self._status.has_engines = not await self._is_covered()
-            else:
-                starting.start_soon(self._start_first, self._rollouter)
+            engines_decided = anyio.Event()
+            starting.start_soon(self._start_parts, group, engines_decided)
+            await engines_decided.wait()
             if self._status.has_engines or config.reward_model.placement == "serve":
                 with attribute_failure_to("replica"):
                     await start_app(config, namespace=namespace, engines=self._status.has_engines)
                     if app.attached and self._status.has_engines:
                         await attach(config, app)
+        if config.rollout.autoscaling.enable and self._status.has_engines:
+            scaling = ReplicaScaling(config, self._status, self._view, self._services.expect_replicas)
+            group.start_soon(scaling.run, store)
+
+    async def _start_parts(self, group: TaskGroup, engines_decided: anyio.Event) -> None:
+        """Start Trainer and Rollouter, and then the queue, which needs the length of the run. The engines, which take
+        longest, start meanwhile, once it is decided whether the run needs them."""
+        skip = self._config.skip.async_rollout
+        async with anyio.create_task_group() as parts:
+            parts.start_soon(self._start_first, self._trainer)
+            if skip.enable and skip.engines == "auto":
+                await self._start_first(self._rollouter)
+                self._status.has_engines = not await self._is_covered()
+            else:
+                parts.start_soon(self._start_first, self._rollouter)
+            engines_decided.set()
         self._view.message("", f"the Trainer's attention: {self._trainer_part.attention} (trainer.attn_implementation)")
         prepared = self._rollouter_part.prepared
         self._plan_steps()
@@ -202,9 +215,6 @@ class Run:
         with attribute_failure_to("queue"):
             await self._start_queue(prepared["num_prompts"])
         group.start_soon(self._services.probe_queue)
-        if config.rollout.autoscaling.enable and self._status.has_engines:
-            scaling = ReplicaScaling(config, self._status, self._view, self._services.expect_replicas)
-            group.start_soon(scaling.run, store)
 
     async def _watch_demands(self, namespace: str, app: str) -> None:
         """Report what the run waits for on a shared cluster, whenever it changes."""
