@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 """Start of a traceback's last line that identifies a `ConfigError` in a replica's constructor."""
-STATUS_PERIOD_S = 0.2
+STATUS_PERIOD_S = 0.5
 """Interval of status polls. Serve has no call that waits for a deployment; Serve's client polls as well."""
 
 
