@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError
+from asyncrl.core.imports import collection_paused
 from asyncrl.core.records import RunRecord, stream_records
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import ProfilerSettings, profile
@@ -72,7 +74,7 @@ class TrainerActor:
             bucket_bytes=sync.bucket_bytes,
         )
         # Importing torch takes seconds, so it must not block the event loop, nor the driver, which imports this module.
-        parts = await to_thread.run_sync(import_module, "trainer.trainer")
+        parts = await to_thread.run_sync(_import_trainer)
         trainer = await parts.Trainer.start(
             self._config,
             run_dir,
@@ -147,6 +149,11 @@ class TrainerActor:
             "profiler": profile.status(),
             "messages": SkipManager.messages(),
         }
+
+
+def _import_trainer() -> ModuleType:
+    with collection_paused():
+        return import_module("trainer.trainer")
 
 
 def start_trainer(config: Config, *, incarnation: int = 1) -> Any:

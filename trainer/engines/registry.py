@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 from asyncrl.config.import_path import load_registered
 from asyncrl.core.failures import ConfigError
+from asyncrl.core.imports import collection_paused
 from trainer.engines.base import BaseEngine, EngineSpec, missing_methods
 
 BUILT_IN = {
@@ -37,7 +38,8 @@ def find_engine(strategy: str) -> type[BaseEngine]:
         UserCodeError: its module raised when it was imported.
     """
     key = "trainer.strategy"
-    engine = load_registered(strategy, key, engines(), "Class")
+    with collection_paused():
+        engine = load_registered(strategy, key, engines(), "Class")
     if not (isinstance(engine, type) and issubclass(engine, BaseEngine)):
         raise ConfigError(f"{key}={strategy}: {engine!r} is no BaseEngine; name a class as in docs/training.md")
     if missing := missing_methods(engine):

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from asyncrl.config.sections.base import ConfigSection
 from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
+from asyncrl.core.imports import collection_paused
 from rollouter.serving.options import ServingOptions
 from rollouter.serving.ray_internals import serve_log_stays_open
 
@@ -50,7 +51,9 @@ class RolloutReplica:
         for name, value in options.env_vars.items():
             os.environ.setdefault(name, value)
         try:
-            from rollouter.serving.replica.server import start_server
+            with collection_paused():
+                import rollouter.serving.replica.vllm_imports  # noqa: F401  before Ray's LLM library imports vLLM
+                from rollouter.serving.replica.server import start_server
 
             with serve_log_stays_open():
                 server: Any = await start_server(options, openai=openai)

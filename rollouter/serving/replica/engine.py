@@ -12,6 +12,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.core.process_health import EngineLoad
 from rollouter.serving.ray_internals import VLLMEngine
+from rollouter.serving.replica.vllm_imports import first_module_of_processes
 
 
 class EngineGauges(StatLoggerBase):
@@ -74,13 +75,14 @@ class OpenAIEngine(VLLMEngine):
         if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
             config.parallel_config.distributed_executor_backend = UniProcExecutor
         self.gauges = EngineGauges(config)
-        return AsyncLLM(
-            vllm_config=config,
-            executor_class=Executor.get_class(config),
-            log_requests=False,
-            log_stats=True,
-            stat_loggers=[lambda *_: self.gauges],
-        )
+        with first_module_of_processes():
+            return AsyncLLM(
+                vllm_config=config,
+                executor_class=Executor.get_class(config),
+                log_requests=False,
+                log_stats=True,
+                stat_loggers=[lambda *_: self.gauges],
+            )
 
 
 class RolloutEngine(OpenAIEngine):
