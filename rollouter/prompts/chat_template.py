@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,7 @@ import numpy as np
 from asyncrl.assets import resolve
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.imports import collection_paused
 from asyncrl.core.types import TokenIds
 
 if TYPE_CHECKING:
@@ -27,13 +29,11 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: there is no tokenizer, the template file is missing, or there is no template.
     """
-    from transformers import AutoTokenizer
-
     key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
     name = model.tokenizer_path or model.path
     try:
         path = resolve(name)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        tokenizer = _tokenizer_class(Path(path)).from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError.wrap(f"{key}: no tokenizer can be loaded from {name!r}: {error}", error) from error
     if model.chat_template is not None:
@@ -47,6 +47,29 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             "rendered. Name a file with a Jinja template"
         )
     return tokenizer
+
+
+def _tokenizer_class(path: Path) -> Any:
+    """Return the class of transformers that loads the tokenizer in `path`.
+
+    Importing `AutoTokenizer` takes 4 s of CPU time, mostly for torch, and a Rollouter needs torch for nothing else. It
+    would choose the same class for a Llama whose tokenizer transformers 5 has saved.
+    """
+    with collection_paused():
+        try:
+            model, tokenizer = (
+                json.loads((path / name).read_bytes()) for name in ("config.json", "tokenizer_config.json")
+            )
+            plain = tokenizer["tokenizer_class"] == "TokenizersBackend" and "auto_map" not in tokenizer
+            if plain and model["model_type"] == "llama":
+                from transformers import TokenizersBackend
+
+                return TokenizersBackend
+        except (OSError, ValueError, LookupError, TypeError):  # `AutoTokenizer` has the messages
+            pass
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
 
 
 def render(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import DataError
@@ -15,7 +16,7 @@ from asyncrl.core.types import SampleId
 from rollouter.agent.chat import ChatTokenizer
 from rollouter.agent.loop import BuiltInAgent
 from rollouter.agent.parsing import NO_TOOLS, ToolCallParser
-from rollouter.prompts.chat_template import end_token_ids, load_tokenizer, prompt_text, render
+from rollouter.prompts.chat_template import _tokenizer_class, end_token_ids, load_tokenizer, prompt_text, render
 from rollouter.prompts.source import load_prompts
 
 TEMPLATE = (
@@ -43,6 +44,38 @@ def test_the_template_gets_its_arguments_and_the_tools(model: ModelConfig, tmp_p
     loaded = load_prompts(config, tokenizer, tmp_path, tools=[TOOL])
     ids = loaded.train.at(SampleId(0, 1)).prompt_ids.tolist()
     assert ids == tokenizer("add\n1+2 (briefly)", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "calculator"])
+def test_a_tokenizer_that_is_loaded_without_torch_is_that_of_auto_tokenizer(name: str) -> None:
+    from transformers import AutoTokenizer
+
+    loaded, expected = (
+        load_tokenizer(ModelConfig(path=f"asyncrl://{name}")),
+        AutoTokenizer.from_pretrained(resolve(f"asyncrl://{name}")),
+    )
+    assert type(loaded) is type(expected)
+    assert loaded.init_kwargs == expected.init_kwargs and loaded.get_vocab() == expected.get_vocab()
+    assert loaded.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert loaded.chat_template == expected.chat_template
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer"),
+    [
+        ({"model_type": "qwen2"}, {"tokenizer_class": "TokenizersBackend"}),
+        ({"model_type": "llama"}, {"tokenizer_class": "LlamaTokenizer"}),
+        ({"model_type": "llama"}, {"tokenizer_class": "TokenizersBackend", "auto_map": {"AutoTokenizer": "a.B"}}),
+        ([], {}),
+    ],
+)
+def test_auto_tokenizer_chooses_the_class_of_other_tokenizers(tmp_path: Path, model: Any, tokenizer: Any) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert _tokenizer_class(tmp_path) is AutoTokenizer
+    assert _tokenizer_class(tmp_path / "missing") is AutoTokenizer
 
 
 def test_a_row_chooses_its_tools(model: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
