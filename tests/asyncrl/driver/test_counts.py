@@ -74,6 +74,7 @@ class Parts:
         self.saves: Callable[[int], Any] = AsyncMock()
         """Awaited with the number of each step that is committed."""
         self.scores: Callable[[], Any] = AsyncMock()
+        self.queue_started = anyio.Event()
         self.stopped = anyio.Event()
         self.tokens = 0
         self.actor: QueueActor | None = None
@@ -114,6 +115,7 @@ class Parts:
 
     def _start_queue(self, options: Any, restore: Any, *, run_dir: Path | None, identity: Any, **_: Any) -> Any:
         self.actor = QueueActor(options, restore, run_dir, identity)
+        self.queue_started.set()
         return LocalActor(self)
 
     async def call(self, *args: Any) -> Any:
@@ -362,6 +364,17 @@ def test_without_a_journal_all_records_have_the_counts_of_the_queues_last_answer
     state = parts.actor._queue.state
     assert counts == counts_of(state.counts(), generated=parts.tokens, trained=state.trained_tokens)
     assert counts.samples["fed"] > 0
+
+
+def test_the_queue_starts_while_the_engines_start(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start_app(*_: Any, **__: Any) -> None:
+        with anyio.fail_after(10.0):
+            await parts.queue_started.wait()
+
+    monkeypatch.setattr(run_module, "start_app", start_app)
+    assert launch_module.launch(config_of(tmp_path)) == launch_module.COMPLETED
 
 
 def test_the_parser_that_auto_has_found_is_shown(
