@@ -32,7 +32,7 @@ from asyncrl.observe.status.summary import read_readable_summary
 from asyncrl.simulate.calibration import calibrate
 from asyncrl.simulate.contention import read_cpu_use
 from asyncrl.simulate.decoding import decoding_times
-from asyncrl.simulate.sweep import simulate_settings
+from asyncrl.simulate.sweep import configurations, simulate_settings
 from asyncrl.simulate.trace import Trace
 from benchmarks.report import arguments, positive, report
 from benchmarks.running import print_progress, run_asyncrl
@@ -109,7 +109,8 @@ def _decoding(events: Events) -> list[Intervals]:
 
 def predict(trace: Trace, steps: int, overrides: Sequence[str]) -> Figures:
     """Return the figures of the simulated quickstart."""
-    [done] = simulate_settings(None, _overrides(steps, overrides), [{}], trace, steps=steps)
+    configs = configurations(None, _overrides(steps, overrides), [{}])
+    [done] = simulate_settings([{}], configs, trace, steps=steps)
     result = done.result
     return Figures(len(result.steps), result.wall_s, result.trainer_waits, result.rollouter_idle, result.engines_idle)
 

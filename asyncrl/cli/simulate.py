@@ -66,19 +66,29 @@ def simulate(
     lengths, decoding speed by batch size, training speed and costs of weight syncs in the events of a run, or reads
     them from a file. docs/scaling.md shows how exact that is, and how to choose the split of your GPUs.
     """
-    from asyncrl.simulate.sweep import as_rows, bottleneck, combine, parse_sweep, recommend, simulate_settings, splits
+    from asyncrl.simulate.sweep import (
+        as_rows,
+        bottleneck,
+        combine,
+        configurations,
+        parse_sweep,
+        recommend,
+        simulate_settings,
+        splits,
+    )
 
     config_file, overrides = split_arguments(arguments)
     swept = bool(sweep or gpus)
     parts = splits(config_file, overrides, gpus) if gpus else [{}]
     settings = combine(parts, parse_sweep(sweep)) if swept else _with_baseline(overrides)
+    configs = configurations(config_file, overrides, settings)
     trace, name = _trace(source)
     if save_trace is not None:
         _save(trace, save_trace)
     console = Console(highlight=False, stderr=as_json)
     with console.status("simulating") as status:
         done = simulate_settings(
-            config_file, overrides, settings, trace, steps=steps, seed=seed,
+            settings, configs, trace, steps=steps, seed=seed,
             progress=lambda number, total: status.update(f"simulating setting {number + 1} of {total}"),
         )  # fmt: skip
     if plot is not None:

@@ -89,7 +89,7 @@ def parse_sweep(texts: Sequence[str]) -> list[Settings]:
 
 def splits(source: str | None, overrides: Sequence[str], gpus: int) -> list[Settings]:
     """Return up to `MAX_SPLITS` ways to split GPUs between generation and training. Arguments as in
-    `simulate_settings`.
+    `configurations`.
 
     Raises:
         ConfigError: the configuration is wrong, or needs more GPUs.
@@ -124,28 +124,35 @@ def combine(first: Sequence[Settings], second: Sequence[Settings]) -> list[Setti
     return [{**one, **other} for one, other in product(first, second)]
 
 
+def configurations(source: str | None, overrides: Sequence[str], settings: Sequence[Settings]) -> list[Config]:
+    """Return the configuration with each of the settings.
+
+    `source`, `overrides`: as `asyncrl launch` has them; the key `mode` is `fully_async` or `sync`.
+
+    Raises:
+        ConfigError: a configuration is wrong.
+    """
+    return [_config(source, [*overrides, *_texts(one)]) for one in settings]
+
+
 def simulate_settings(
-    source: str | None,
-    overrides: Sequence[str],
     settings: Sequence[Settings],
+    configs: Sequence[Config],
     trace: Trace,
     *,
     steps: int | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[SimulatedSetting]:
-    """Simulate a configuration with each of the settings.
+    """Simulate the configurations of the settings.
 
     Args:
-        source, overrides: as `asyncrl launch` has them; the key `mode` is `fully_async` or `sync`.
         steps: optimizer steps to simulate; None: those of the run, but no more than `MAX_TRAJECTORIES` allows.
         progress: receives the settings done and in total.
 
     Raises:
-        ConfigError: a configuration is wrong, or cannot be simulated.
+        ConfigError: a configuration cannot be simulated.
     """
-    # All configurations are checked before the first is simulated.
-    configs = [_config(source, [*overrides, *_texts(one)]) for one in settings]
     done: list[SimulatedSetting] = []
     for one, config in zip(settings, configs, strict=True):
         progress(len(done), len(configs))

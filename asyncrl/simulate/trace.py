@@ -153,10 +153,12 @@ def read_trace(file: Path) -> Trace:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
-        value = str(first["input"])[:60]
+        wrong = f"{key} = {str(first['input'])[:60]} cannot be simulated: {first['msg']}"
+        if first["type"] == "missing":
+            wrong = f"{key} is missing, so this is no trace, or not all of one"
         raise ConfigError(
-            f"{file}: {key} = {value} cannot be simulated: {first['msg']}. Correct it; a trace with every key is "
-            "written by `asyncrl simulate --trace RUN --save-trace FILE`, and docs/scaling.md explains the keys"
+            f"{file}: {wrong}. Correct it; a trace with every key is written by `asyncrl simulate --trace RUN "
+            "--save-trace FILE`, and docs/scaling.md explains the keys"
         ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the trace {file} cannot be read: {error}. Give a run, or a YAML file") from error

@@ -97,6 +97,9 @@ def test_without_a_run_the_error_says_where_speeds_come_from(
     monkeypatch.chdir(tmp_path)
     error = run("simulate", code=2).err
     assert "there are no runs" in error and "--trace FILE.yaml" in error
+    assert "rollout.num_replicas" in run("simulate", "rollout.num_replicas=0", code=2).err, (
+        "the configuration comes first"
+    )
     (tmp_path / "runs" / "quickstart" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "quickstart" / "one" / "config.yaml").write_text("{}")
     error = run("simulate", "--trace", "nope", code=2).err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.simulate.sweep import SimulatedSetting, simulate_settings
+from asyncrl.simulate.sweep import SimulatedSetting, configurations, simulate_settings
 from asyncrl.simulate.trace import read_trace
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def rows_of_table(first_cell: str) -> list[list[str]]:
 
 def simulated(config: str, trace: str, overrides: tuple[str, ...], *, steps: int | None = None) -> SimulatedSetting:
     speeds = read_trace(EXAMPLES / trace)
-    [done] = simulate_settings(str(EXAMPLES / config), overrides, [{}], speeds, steps=steps)
+    [done] = simulate_settings([{}], configurations(str(EXAMPLES / config), overrides, [{}]), speeds, steps=steps)
     return done
 
 
