@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutActor:
-    """The Ray actor that `start_rollouter` starts. Other calls run concurrently with `run`."""
+    """The Ray actor that `start_rollouter` starts. Its methods may be called while a run is in progress."""
 
     def __init__(self, config: Config, incarnation: int = 1) -> None:
         self._config = config
@@ -66,6 +66,7 @@ class RolloutActor:
         self._loading = ""
         self._evaluation: Evaluation | None = None
         self._stopped = False
+        self._records: AsyncIterator[list[RunRecord]] | None = None
         self._links: list[ActorLink] = []
         self._health = ProcessMonitor("rollouter") if ray.is_initialized() else None
 
@@ -107,18 +108,23 @@ class RolloutActor:
         find = partial(first_uncovered, self._config, self._task.prompts, remaining, self._task.agent)
         return await to_thread.run_sync(find, abandon_on_cancel=True)
 
-    async def run(self, queue_handle: Any, store_handle: Any, start: RolloutStart) -> AsyncIterator[RunRecord]:
-        """Generate until the queue ends, and yield the run's records. Call it after `prepare` and `start_app`.
+    async def begin_run(self, queue_handle: Any, store_handle: Any, start: RolloutStart) -> None:
+        """Begin to generate until the queue ends. Call it after `prepare` and `start_app`."""
+        if self._task is None or self._run_dir is None:
+            raise BugError("RolloutActor.begin_run before prepare")
+        run = partial(self._run, self._task, self._run_dir, queue_handle, store_handle, start)
+        self._records = stream_records("rollouter", run)
+
+    async def next_records(self) -> list[RunRecord]:
+        """Wait until there are records of the run, and return them. After the last one, return an empty list.
 
         Raises:
             FencedError: a newer incarnation is running.
             AsyncRLError: the first failure of any part.
         """
-        if self._task is None or self._run_dir is None:
-            raise BugError("RolloutActor.run before prepare")
-        run = partial(self._run, self._task, self._run_dir, queue_handle, store_handle, start)
-        async for record in stream_records("rollouter", run):
-            yield record
+        if self._records is None:
+            raise BugError("RolloutActor.next_records before begin_run")
+        return await anext(self._records, [])
 
     async def _run(
         self,

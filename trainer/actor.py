@@ -6,7 +6,7 @@ Models are in ranks: processes that the actor starts (`trainer.workers.group`) a
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError
 from asyncrl.core.imports import collection_paused
-from asyncrl.core.records import RunRecord, stream_records
+from asyncrl.core.records import RecordSink, RunRecord, stream_records
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.profiling.process_usage import ProcessMonitor
@@ -39,7 +39,7 @@ MAX_CONCURRENCY = 16
 
 
 class TrainerActor:
-    """The Trainer actor, created by `start_trainer`. All other methods may be called while `run` is in progress."""
+    """The Trainer actor, created by `start_trainer`. All other methods may be called while a run is in progress."""
 
     def __init__(self, config: Config, incarnation: int) -> None:
         self._config = config
@@ -48,6 +48,7 @@ class TrainerActor:
         self._waits = WaitBoard()
         self._trainer: Trainer | None = None
         self._stopped = False
+        self._records: AsyncIterator[list[RunRecord]] | None = None
         self._health = ProcessMonitor("trainer")
 
     async def start(
@@ -91,23 +92,31 @@ class TrainerActor:
             "attention": trainer.attention,
         }
 
-    async def run(self, queue: Any, total_steps: int) -> AsyncIterator[RunRecord]:
-        """Run `Trainer.run` and yield a record right after each optimizer step. Call `start` first. After the last
-        step, the stream stays open until `served` or `stop` is called.
-
-        Raises:
-            AsyncRLError: the first failure of any part.
-        """
+    async def begin_run(self, queue: Any, total_steps: int) -> None:
+        """Begin `Trainer.run`, whose records `next_records` returns. Call `start` first. After the last step, the run
+        goes on until `confirm_served` or `stop` is called."""
         if self._trainer is None or self._run_dir is None:
-            raise BugError("TrainerActor.run before start")
+            raise BugError("TrainerActor.begin_run before start")
         if self._stopped:
             self._trainer.stop()
         client = QueueClient(queue, self._config.timeouts.call_s, part="trainer", incarnation=self._incarnation)
         payloads = make_payloads(self._config, self._run_dir.path, self._incarnation)
         run = partial(self._trainer.run, client, payloads, total_steps, until_served=True)
+        self._records = stream_records("trainer", partial(self._run, run))
+
+    async def next_records(self) -> list[RunRecord]:
+        """Wait until there are records of optimizer steps, and return them. After the last one, return an empty list.
+
+        Raises:
+            AsyncRLError: the first failure of any part.
+        """
+        if self._records is None:
+            raise BugError("TrainerActor.next_records before begin_run")
+        return await anext(self._records, [])
+
+    async def _run(self, run: Callable[[RecordSink], Awaitable[None]], sink: RecordSink) -> None:
         try:
-            async for record in stream_records("trainer", run):
-                yield record
+            await run(sink)
         finally:
             with anyio.move_on_after(CLOSE_S, shield=True):  # a failing disk may be what ended the run
                 await to_thread.run_sync(profile.flush, abandon_on_cancel=True)

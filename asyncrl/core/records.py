@@ -73,8 +73,8 @@ class StreamSink:
         self._send.send_nowait(record)
 
 
-async def stream_records(part: str, run: Callable[[RecordSink], Awaitable[None]]) -> AsyncIterator[RunRecord]:
-    """Yield the records that `run` puts into its sink, and raise its failure if it has one.
+async def stream_records(part: str, run: Callable[[RecordSink], Awaitable[None]]) -> AsyncIterator[list[RunRecord]]:
+    """Yield the records that `run` puts into its sink, all that wait at a time, and raise its failure if it has one.
 
     `run` is called in a separate task, because a task group must not stay open across the yields of a generator whose
     consumer may abandon it. Closing the generator cancels `run` and waits for it to end.
@@ -93,7 +93,8 @@ async def stream_records(part: str, run: Callable[[RecordSink], Awaitable[None]]
     try:
         with records:
             async for record in records:
-                yield record
+                waiting = records.statistics().current_buffer_used
+                yield [record, *(records.receive_nowait() for _ in range(waiting))]
         await task
     except AsyncRLError:
         raise

@@ -62,11 +62,18 @@ async def call(part: str, ref: Any, timeout_s: float, *, doing: str) -> Any:
         raise translate(part, error) from None
 
 
-async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncGenerator[Any, None]:
-    """Yield the records of a part's `run`. The watchdog, not this function, limits the time between them."""
+async def stream(part: str, actor: Any, begun: ray.ObjectRef) -> AsyncGenerator[RunRecord, None]:
+    """Yield the records of a run that the call `begun` begins. The watchdog, not this function, limits the time between
+    them.
+
+    It repeats a call instead of reading a streaming generator, of which Ray keeps 0.5 KB in this process for every item
+    until the generator ends.
+    """
     try:
-        async for ref in generator:
-            yield await ref
+        await begun
+        while records := await actor.next_records.remote():
+            for record in records:
+                yield record
     except RayError as error:
         raise translate(part, error) from None
 
@@ -217,9 +224,8 @@ class SupervisedRollouter(_SupervisedActor):
             return f"the records could not be checked within timeouts.start_s={limit_s:g}"
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:
-        run = self._actor.run.options(num_returns="streaming")
-        refs = run.remote(self.queue_handle, self.store_handle, self.rollout_start())
-        async for record in stream(self.name, refs):
+        begun = self._actor.begin_run.remote(self.queue_handle, self.store_handle, self.rollout_start())
+        async for record in stream(self.name, self._actor, begun):
             yield record
 
 
@@ -294,8 +300,8 @@ class SupervisedTrainer(_SupervisedActor):
         self._has_model = True
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:
-        run = self._actor.run.options(num_returns="streaming")
-        async for record in stream(self.name, run.remote(self.queue_handle, self.total_steps)):
+        begun = self._actor.begin_run.remote(self.queue_handle, self.total_steps)
+        async for record in stream(self.name, self._actor, begun):
             yield record
 
     async def republish(self) -> None:

@@ -216,8 +216,7 @@ async def test_prepare_counts_prompts_and_a_run_without_prepare_is_a_bug(tmp_pat
     actor = RolloutActor(config)
     assert await actor.status() == {"incarnation": 1, "pid": os.getpid(), "node_id": ""}
     with pytest.raises(BugError, match="before prepare"):
-        async for _ in actor.run(None, None, RolloutStart(validate_first=False)):
-            pass
+        await actor.begin_run(None, None, RolloutStart(validate_first=False))
     actor._report("tokenizing data.train_files: 3 of 4 rows")
     assert (await actor.status())["loading"] == "tokenizing data.train_files: 3 of 4 rows"
     counts = await actor.prepare(str(tmp_path / "run"))

@@ -107,10 +107,11 @@ class Run:
         with anyio.fail_after(200):
             if served:
                 await self.trainer.confirm_served.remote()
-            async for ref in self.trainer.run.options(num_returns="streaming").remote(self.queue_actor, TOTAL_STEPS):
-                record = await ref
-                self.records.append(record)
-                yield record
+            await self.trainer.begin_run.remote(self.queue_actor, TOTAL_STEPS)
+            while records := await self.trainer.next_records.remote():
+                self.records += records
+                for record in records:
+                    yield record
 
 
 def check_events(run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""The record stream of a part yields all records and then its end or its failure."""
+"""The record stream of a part yields all records, in batches, and then its end or its failure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ async def test_a_stream_yields_every_record_and_then_ends() -> None:
         await sink.put(record(1))
         await anyio.lowlevel.checkpoint()
         await sink.put(record(2))
+        await sink.put(record(3))
 
-    assert [item async for item in stream_records("trainer", run)] == [record(1), record(2)]
+    assert [item async for item in stream_records("trainer", run)] == [[record(1)], [record(2), record(3)]]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ async def test_a_stream_yields_every_record_before_it_raises_the_failure(
         raise error
 
     records = stream_records("rollouter", run)
-    assert await anext(records) == record(1)
+    assert await anext(records) == [record(1)]
     with pytest.raises(kind, match=message):
         await anext(records)
 
