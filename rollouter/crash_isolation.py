@@ -110,8 +110,9 @@ class CrashBlame:
             assessed = [replica for replica, crash in self._crashes.items() if crash.assessed]
             for oldest in assessed[:-REMEMBERED_CRASHES]:
                 del self._crashes[oldest]
+        is_new = session not in crash.messages  # a session that moves to another worker reports its crash again
         crash.messages[session] = message
-        if crash.assessed:  # too late for blame, but the session was in flight on the replica
+        if crash.assessed and is_new:  # too late for blame, but the session was in flight on the replica
             self._strikes.setdefault(session, []).append(crash)
             self._add_possible_causes([session])
         self.place(session, "")

@@ -168,6 +168,8 @@ class GroupGeneration(TrajectoryGroup):
 
     _: KW_ONLY
     fleet: EngineFleet
+    crashed: dict[str, EngineCrashError] = field(default_factory=dict)
+    """The sessions that wait for crash isolation before they generate, each with the crash that interrupted it."""
     agent: ConversationAgent | None = None
 
     async def _generate(self) -> None:
@@ -272,6 +274,8 @@ class GroupGeneration(TrajectoryGroup):
         keys = list(requests)
         unfinished = set(keys)
         with self.sessions.generating(session):
+            if (error := self.crashed.pop(session, None)) is not None:
+                await self.sessions.wait_until_allowed(session, error)
             async with aclosing(self.fleet.generate(list(requests.values()), session=session)) as events:
                 async for event in events:
                     match event:

@@ -18,7 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -377,6 +377,8 @@ class RemoteGroup(TrajectoryGroup):
 
     _: KW_ONLY
     pool: WorkerPool
+    _crashed: dict[str, EngineCrashError] = field(default_factory=dict)
+    """The sessions that were in flight in an engine crash and are not allowed to try again yet."""
 
     async def _generate(self) -> None:
         with self._events:
@@ -395,13 +397,14 @@ class RemoteGroup(TrajectoryGroup):
 
         def start(number: int) -> StartGroup:
             turns, ended = dict(self.turns), dict(self.ended)
-            return StartGroup(number, self.request, self.session, turns, ended, self.keep_surplus)
+            return StartGroup(number, self.request, self.session, turns, ended, self.keep_surplus, dict(self._crashed))
 
         with _WorkerSessions(self.sessions) as sessions:
             async with self.pool.call(start) as (worker, number, call), task_group() as tasks:
 
                 async def allow(session: str, error: EngineCrashError) -> None:
                     await self.sessions.wait_until_allowed(session, error)
+                    del self._crashed[session]
                     worker.post(AllowSession(number, session))
 
                 async for events in call.events:
@@ -410,6 +413,7 @@ class RemoteGroup(TrajectoryGroup):
                         match event:
                             case SessionCrashed(session, error):
                                 sessions.crashed(session)
+                                self._crashed[session] = error
                                 tasks.start_soon(allow, session, error)
                             case TrajectoriesEnded(trajectories):
                                 self._take(trajectories, call)

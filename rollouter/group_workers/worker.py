@@ -45,6 +45,8 @@ class StartGroup(NamedTuple):
     turns: Mapping[str, Turn]
     ended: Mapping[str, Trajectory]
     keep_surplus: bool
+    crashed: Mapping[str, EngineCrashError]
+    """The sessions that wait for `AllowSession` before they try again."""
 
 
 class AllowSession(NamedTuple):
@@ -312,6 +314,7 @@ class GroupWorker:
         group = GroupGeneration(
             order.request, fleet=self._fleet, session=order.session, sessions=running, agent=self._agent,
             turns=ReportedTurns(order.turns, running), keep_surplus=order.keep_surplus, ended=dict(order.ended),
+            crashed=dict(order.crashed),
         )  # fmt: skip
         whole_group = self._scorer.whole_group
         async with task_group() as scoring:

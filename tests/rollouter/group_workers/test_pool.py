@@ -90,6 +90,26 @@ async def test_tokens_that_a_lost_worker_reported_are_not_generated_again() -> N
     assert sample.rows[0].response_ids.tolist() == [7] * 6 and fleet.generated_tokens == 6
 
 
+async def test_sessions_stay_isolated_when_their_worker_dies() -> None:
+    rig = DispatcherRig(permits=4, n=1, num_workers=1)
+    assert rig.workers is not None
+    async with rig.running():
+        for _ in range(2):
+            await rig.fleet.until_in_flight(*map(sample_name, range(1, 5)))
+            rig.fleet.crash()
+        await rig.fleet.until(lambda fleet: any(call.replica for call in fleet.calls.values()))
+        await anyio.wait_all_tasks_blocked()
+        isolated = rig.dispatcher.status()["crash_isolation"]["isolated"]
+        rig.workers.links[0].die()
+        await anyio.wait_all_tasks_blocked()
+        await rig.fleet.until_in_flight(isolated)
+        await anyio.wait_all_tasks_blocked()
+        assert rig.fleet.crash() == (isolated,)
+        rig.fleet.hold = False
+        assert len((await rig.lease(3)).samples) == 3
+    assert rig.drops.counts == {"crashed engines": 1}
+
+
 async def test_samples_wait_while_no_worker_is_up() -> None:
     rig = DispatcherRig(permits=2, n=1, num_workers=1)
     assert rig.workers is not None
