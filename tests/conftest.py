@@ -31,11 +31,16 @@ from skip import SkipManager
 
 class FileScheduling(LoadScopeScheduling):
     """Runs the tests of a file in one process. Of a suite with other tests, those that start engines run one after
-    another; in the slow round, two launches share the machine, because each leaves cores idle while it starts."""
+    another; in the slow round, two launches share the machine, because each leaves cores idle while it starts, and the
+    tests of the fuzz, which share nothing, run in any process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        starts_engines = nodeid.startswith("tests/e2e/") and self.config.option.markexpr != "slow"
-        return "tests/e2e" if starts_engines else nodeid.partition("::")[0]
+        is_slow_round = self.config.option.markexpr == "slow"
+        if is_slow_round and nodeid.startswith("tests/fuzz/"):
+            return nodeid
+        if not is_slow_round and nodeid.startswith("tests/e2e/"):
+            return "tests/e2e"
+        return nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:

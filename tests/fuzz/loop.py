@@ -14,6 +14,7 @@ other objects that hash by their address.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import random
 import traceback
@@ -21,10 +22,12 @@ from asyncio import base_events
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import anyio
 import anyio.lowlevel
 from anyio._backends import _asyncio as backend
+from anyio._core import _eventloop
 
 T = TypeVar("T")
 
@@ -59,44 +62,9 @@ class _NumberedTask(asyncio.Task[Any]):
     def __hash__(self) -> int:
         return self._number
 
-
-class _Shuffled:
-    """Replaces `BaseEventLoop._ready`; `popleft` takes any item."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._items: list[asyncio.Handle] = []
-        self.turns = 0
-
-    def append(self, handle: asyncio.Handle) -> None:
-        self._items.append(handle)
-
-    def popleft(self) -> asyncio.Handle:
-        self.turns += 1
-        items = self._items
-        place = int(self._rng.random() * len(items))
-        items[place], items[-1] = items[-1], items[place]
-        return items.pop()
-
-    def clear(self) -> None:
-        self._items.clear()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-class _Clock:
-    """Replaces `BaseEventLoop._selector`: its wait takes no time and moves the clock."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None) -> list[Any]:
-        self._loop.pause(timeout)
-        return []
-
-    def close(self) -> None:
-        pass
+    def __repr__(self) -> str:
+        """Return the name only. anyio includes it in the reason of every cancellation."""
+        return f"<Task {self.get_name()}>"
 
 
 class VirtualLoop(base_events.BaseEventLoop):
@@ -105,13 +73,15 @@ class VirtualLoop(base_events.BaseEventLoop):
     def __init__(self, seed: int, *, max_virtual_s: float = MAX_VIRTUAL_S, max_turns: int = MAX_TURNS) -> None:
         super().__init__()
         self._now_s = 0.0
-        self._clock_resolution = 1e-9
         self._max_virtual_s = max_virtual_s
         self._max_turns = max_turns
+        self._random = random.Random(seed).random
+        self._ready: list[asyncio.Handle] = []
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """A heap of the timers by time; the number of a timer decides between equal times."""
+        self.turns = 0
+        """Number of callbacks that have run."""
         self._turns_at_pause = 0
-        self._scheduled: list[asyncio.TimerHandle]
-        self._ready: Any = _Shuffled(random.Random(seed))
-        self._selector = _Clock(self)
         self._numbers = itertools.count()
         self._broken: BaseException | None = None
         """The exception of a callback, for which no task waits."""
@@ -123,26 +93,45 @@ class VirtualLoop(base_events.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
-    @property
-    def turns(self) -> int:
-        """Number of callbacks that have run."""
-        return self._ready.turns
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
-    def pause(self, timeout_s: float | None) -> None:
-        """Advance the clock in place of a wait of `timeout_s`, or of an unlimited one if it is None."""
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def _run_once(self) -> None:
+        """Run as many callbacks as are ready now, or those of the next timer if none is."""
         if self._broken is not None:
             (error, self._broken) = (self._broken, None)
             raise error
-        if timeout_s == 0:
-            if self.turns > self._max_turns:
-                raise self._failed(LivelockError, f"{self._max_turns} callbacks without an end")
-            if self.turns - self._turns_at_pause < SPIN_TURNS or not self._scheduled:
-                return
-            timeout_s = max(0.0, self._scheduled[0].when() - self._now_s)
+        ready, timers, draw = self._ready, self._timers, self._random
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if self.turns > self._max_turns:
+            raise self._failed(LivelockError, f"{self._max_turns} callbacks without an end")
+        if not (ready or self._stopping) or (timers and self.turns - self._turns_at_pause >= SPIN_TURNS):
+            self._pause()
+        while timers and timers[0][0] <= self._now_s:
+            ready.append(heapq.heappop(timers)[2])
+        number = len(ready)
+        self.turns += number
+        for _ in range(number):
+            place = int(draw() * len(ready))
+            ready[place], ready[-1] = ready[-1], ready[place]
+            handle = ready.pop()
+            if not handle.cancelled():
+                handle._run()
+
+    def _pause(self) -> None:
+        """Advance the clock to the next timer."""
         self._turns_at_pause = self.turns
-        if timeout_s is None:
+        if not self._timers:
             raise self._failed(DeadlockError, "nothing is ready and no timer is set")
-        self._now_s += timeout_s
+        self._now_s = max(self._now_s, self._timers[0][0])
         if self._now_s > self._max_virtual_s:
             raise self._failed(LivelockError, f"{self._max_virtual_s:g} virtual seconds without an end")
 
@@ -163,14 +152,6 @@ class VirtualLoop(base_events.BaseEventLoop):
             self.failure = self.failure or context.get("exception")
             self._broken = self.failure
 
-    # A real loop uses these for input and output.
-
-    def _process_events(self, event_list: Any) -> None:
-        pass
-
-    def _write_to_self(self) -> None:
-        pass
-
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         raise ThreadError(f"run_in_executor({_name(func)}) under a virtual clock, called by\n{_caller()}")
 
@@ -189,9 +170,14 @@ def run(
         ThreadError: Code asks for a thread.
     """
     loop = VirtualLoop(seed, max_virtual_s=max_virtual_s, max_turns=max_turns)
+
+    async def with_quick_lookups() -> T:
+        with _quick_lookups(loop):
+            return await main()
+
     try:
         with _no_threads(), _numbered_scopes():
-            return anyio.run(main, backend_options={"loop_factory": lambda: loop})
+            return anyio.run(with_quick_lookups, backend_options={"loop_factory": lambda: loop})
     except BaseException as error:
         if loop.failure is not None and error is not loop.failure:
             raise loop.failure from error
@@ -216,19 +202,33 @@ def _numbered_scopes() -> Iterator[None]:
     numbers = itertools.count()
 
     class NumberedScope(backend.CancelScope):
-        def __init__(self, **options: Any) -> None:
-            self._number = next(numbers)
-            super().__init__(**options)
+        def __new__(cls, **_: Any) -> NumberedScope:
+            scope = object.__new__(cls)
+            scope._number = next(numbers)
+            return scope
 
         def __hash__(self) -> int:
             return self._number
 
-    real = backend.CancelScope
-    backend.CancelScope = NumberedScope  # type: ignore[misc, assignment]
+    # A plain dictionary takes less time than one of weak references, and the tasks of a run are few.
+    real, states = backend.CancelScope, backend._task_states
+    backend.CancelScope, backend._task_states = NumberedScope, {}  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        backend.CancelScope = real  # type: ignore[misc]
+        backend.CancelScope, backend._task_states = real, states  # type: ignore[misc]
+
+
+@contextmanager
+def _quick_lookups(loop: VirtualLoop) -> Iterator[None]:
+    """Let anyio find the loop and its task without system calls; it looks for them several times in each callback."""
+    tasks = asyncio.tasks._current_tasks  # type: ignore[attr-defined]
+    with (
+        patch.object(backend, "current_task", lambda: tasks.get(loop)),
+        patch.object(backend, "get_running_loop", lambda: loop),
+        patch.object(_eventloop, "current_async_library", lambda: "asyncio"),
+    ):
+        yield
 
 
 def describe(task: asyncio.Task[Any]) -> str:

@@ -27,6 +27,8 @@ from tests.fuzz.world import FuzzWorld
 
 EARLIER = 1_000_000
 """The tokens of an earlier run are above this number."""
+MEMORY = Path("/dev/shm")
+"""A directory whose files are in memory, where it exists."""
 LATE = 0.02
 """Probability that a record takes too long to read or write."""
 
@@ -83,7 +85,7 @@ def stored(world: FuzzWorld, prompts: PromptSource) -> Iterator[None]:
     if num_recorded is None:
         yield
         return
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
         world.records = RecordFiles(Path(directory))
         role = FuzzRecords(world, world.records, Gate())
         for index in range(1, num_recorded + 1):

@@ -29,7 +29,7 @@ class Gate:
         self._dead = False
         self._thawed = anyio.Event()
         self._thawed.set()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._asked: list[asyncio.Future[Any]] = []
         self.last_arrival = 0.0
         """Time at which the last message of the process arrives. Messages stay in order, as in Ray."""
 
@@ -40,7 +40,7 @@ class Gate:
     def kill(self) -> None:
         self._dead = True
         self._thawed.set()
-        for answer in list(self._asked.values()):
+        for answer in self._asked:
             self._refuse(answer)
 
     def asks(self, answer: asyncio.Future[Any]) -> bool:
@@ -48,8 +48,7 @@ class Gate:
         if self._dead:
             self._refuse(answer)
             return False
-        self._asked[id(answer)] = answer
-        answer.add_done_callback(lambda done: self._asked.pop(id(done), None))
+        self._asked.append(answer)
         return True
 
     @staticmethod
@@ -193,8 +192,6 @@ class ActorHost:
     def call(self, gate: Gate, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, retries: bool) -> _Ref:
         """Call a method. With `retries`, the call is repeated after each death of the process without a limit."""
         answer = asyncio.get_running_loop().create_future()
-        # A dead caller may no longer await the answer.
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         call = _Call(method, args, kwargs, retries, answer)
         if gate.asks(answer):
             loop = asyncio.get_running_loop()
@@ -257,7 +254,17 @@ class _Ref:
         self._answer = answer
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.shield(self._answer).__await__()
+        answer = self._answer
+        if not answer.done():
+            arrived = asyncio.get_running_loop().create_future()
+
+            def wake(_: object) -> None:
+                if not arrived.done():
+                    arrived.set_result(None)
+
+            answer.add_done_callback(wake)
+            yield from arrived
+        return answer.result()
 
 
 class _Handle:

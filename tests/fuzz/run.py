@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tests.fuzz import fleet, launch, loop, records
 from tests.fuzz.check import check
@@ -33,13 +35,24 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> FuzzWorld:
         await launch.play(world)
 
     try:
-        with fleet.patched(), records.stored(world, prompts(world)):
+        with rare_collections(), fleet.patched(), records.stored(world, prompts(world)):
             loop.run(main, seed, max_virtual_s=MAX_VIRTUAL_S)
         check(world)
     except Exception as error:  # noqa: BLE001  the message names the seed
         text = "".join(traceback.format_exception(error))
         raise FuzzError(f"{setup}\n{text}\nto replay it: python -m tests.fuzz.run {seed}") from None
     return world
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Let the garbage collector run rarely, because it looks at all objects of the libraries again and again."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 100, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def main() -> None:

@@ -213,7 +213,7 @@ def draw(seed: int) -> FuzzSetup:
 def _autoscaled(setup: FuzzSetup) -> FuzzSetup:
     """Return the setup with `rollout.autoscaling` in a share of the seeds, otherwise the same setup.
 
-    Such a run is longer, because decisions take seconds, and no replica joins or leaves without a decision.
+    Such a run is longer and slower, because decisions take seconds, and no replica joins or leaves without a decision.
     """
     rng = random.Random(f"autoscaling {setup.seed}")
     if rng.random() >= 0.1:
@@ -232,12 +232,14 @@ def _autoscaled(setup: FuzzSetup) -> FuzzSetup:
     )
     changes = {
         "rollout": {"autoscaling": policy, "num_replicas": num_replicas},
-        "trainer": {"total_training_steps": rng.randint(10, 40)},
+        "trainer": {"total_training_steps": rng.randint(5, 15)},
     }
     return replace(
         setup,
         config=_with(setup.config, changes),
         num_replicas=num_replicas,
+        mean_s=rng.choice([0.05, 0.2, 1.0]),
+        step_s=rng.choice([0.05, 0.2, 1.0]),
         push_s=rng.choice([1.0, SERVE_PUSH_S]),
         faults=tuple(fault for fault in setup.faults if fault.kind not in ("join", "leave")),
     )

@@ -48,7 +48,7 @@ from tests.fuzz.store import FuzzStore
 
 SEEDS = range(*map(int, os.environ.get("ASYNCRL_FUZZ_SEEDS", "0-1000").split("-")))
 BATCHES = 8
-MANY = range(100_000, 120_000)
+MANY = [range(first, first + 2000) for first in range(100_000, 120_000, 2000)]
 MOST_SEEDS = 200
 """The number of seeds within which the fuzz has to find a planted bug."""
 
@@ -68,9 +68,10 @@ def test_all_seeds_keep_every_promise(batch: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_very_many_seeds_keep_every_promise() -> None:
-    for seed in MANY:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seeds", MANY, ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
+def test_very_many_seeds_keep_every_promise(seeds: range) -> None:
+    for seed in seeds:
         play(seed)
 
 
