@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.timeout(400)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 20
+FOUR_STEPS = ("trainer.total_training_steps=4", "data.val_files=[]", "algorithm=grpo_kl")
 
 
 def launch(
@@ -121,18 +123,6 @@ def test_a_recorded_run_completes(recorded: LaunchedRun, dump_dir: Path) -> None
     assert {one.step for one in find(dump_dir)} >= set(range(1, 16 * STEPS + 1))
 
 
-@pytest.mark.slow
-def test_ctrl_c_writes_a_checkpoint_that_a_resumed_run_completes(
-    recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
-) -> None:
-    keys = ("skip.async_rollout.action=repeat", "skip.async_rollout.engines=auto", "data.val_files=[]")
-    keys = (*keys, "trainer.save_last=true")
-    run = launch(tmp_path, dump_dir, *keys, "trainer.total_training_steps=500")
-    total = interrupted_in_order(run)["step"] + 3
-    more = (f"trainer.total_training_steps={total}", "resume=auto")
-    completed_in_order(launch(tmp_path, dump_dir, *keys, *more, run_dir=run.run_dir), total)
-
-
 def test_a_recorded_run_is_replayed_bit_for_bit_without_engines(
     recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
 ) -> None:
@@ -156,13 +146,13 @@ def test_a_recorded_run_is_replayed_bit_for_bit_without_engines(
 
 
 @pytest.mark.slow
-def test_skip_diff_finds_the_step_at_which_another_learning_rate_matters(tmp_path: Path) -> None:
-    dump_dir, short = tmp_path / "dump", ("trainer.total_training_steps=4", "data.val_files=[]")
-    runs = []
-    for name, more in (("one", ()), ("other", ("trainer.optim.lr=1e-6",))):
-        runs.append(launch(tmp_path / name, dump_dir, *short, *more))
-        assert runs[-1].wait() == 0, runs[-1].output()
-    code, result = diff(runs[0], runs[1])
+def test_skip_diff_finds_the_step_at_which_another_learning_rate_matters(
+    recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
+) -> None:
+    keys = ("trainer.total_training_steps=4", "data.val_files=[]", "trainer.optim.lr=1e-6")
+    other = launch(tmp_path, dump_dir, *keys, "skip.async_rollout.engines=auto")
+    assert other.wait() == 0, other.output()
+    code, result = diff(recorded, other)
     # The first loss is computed with the initial weights; the second one with the weights after the first step.
     assert (code, result["difference"]["step"]) == (1, 2)
 
@@ -174,6 +164,9 @@ def test_a_synchronous_run_is_recorded_and_replayed_batch_by_batch(tmp_path: Pat
     recorded = launch(tmp_path / "recorded", dump_dir, *short, role="rollout", mode="sync")
     assert recorded.wait() == 0, recorded.output()
     assert [one.step for one in find(dump_dir)] == [1, 2, 3, 4]
+    assert recorded.summary()["status"] == "completed" and recorded.survivors() == []
+    staleness = recorded.summary()["staleness"]
+    assert (staleness["mean"], staleness["max"]) == (0.0, 0), "a barrier separates generation from training"
     replayed = launch(tmp_path / "replayed", dump_dir, *short, role="rollout", mode="sync")
     assert replayed.wait() == 0, replayed.output()
     assert (replayed.summary()["samples"]["replayed"], replayed.summary()["tokens"]["generated"]) == (64, 0)
@@ -182,63 +175,78 @@ def test_a_synchronous_run_is_recorded_and_replayed_batch_by_batch(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_missing_record_starts_the_engines(tmp_path: Path) -> None:
-    dump_dir, short = tmp_path / "dump", ("trainer.total_training_steps=2", "data.val_files=[]")
-    recorded = launch(tmp_path / "recorded", dump_dir, *short)
-    assert recorded.wait() == 0, recorded.output()
-    (lost,) = [one for one in find(dump_dir) if one.step == 7]
+def test_a_missing_record_starts_the_engines(recorded: LaunchedRun, dump_dir: Path, tmp_path: Path) -> None:
+    records = tmp_path / "dump"
+    shutil.copytree(dump_dir, records)
+    (lost,) = [one for one in find(records) if one.step == 7]
     (lost.path / "tensors.safetensors").unlink()
-    again = launch(tmp_path / "again", dump_dir, *short, "skip.async_rollout.engines=auto")
+    keys = ("trainer.total_training_steps=2", "data.val_files=[]", "skip.async_rollout.engines=auto")
+    again = launch(tmp_path / "again", records, *keys)
     assert again.wait() == 0, again.output()
     assert "engines are started: sample_0_7 has no record that can be used" in again.output()
     assert (again.summary()["samples"]["replayed"], again.summary()["samples"]["trained"]) == (31, 32)
     assert lost.read().step == 7
 
 
+OWN = ("skip.modules=[own_files]", "reward.function=own_files:score")
+"""The reward function calls a function with a role, `grade`, whose class for verl's interface keeps its own files."""
+
+
+def enabled(role: str, where: Path) -> list[str]:
+    return [f"skip.{role}.enable=true", f"skip.{role}.steps=1-100000", f"skip.{role}.dump_dir={where}"]
+
+
+@pytest.fixture(scope="module")
+def every_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedRun]:
+    """Record reference log-probs, rewards and the role of a plain function, beside the samples."""
+    where = tmp_path_factory.mktemp("every-role")
+    roles = [key for role in ("ref_log_prob", "reward", "roles.grade") for key in enabled(role, where / role)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES / "skip"), os.environ.get("PYTHONPATH", "")]))
+        run = launch(where, where / "samples", *FOUR_STEPS, *OWN, *roles)
+        assert run.wait() == 0, run.output()
+        yield run
+
+
+def replay(every_role: LaunchedRun, where: Path, *roles: str) -> LaunchedRun:
+    """Replay the samples and these roles without engines, and check that every step is the same."""
+    records = every_role.run_dir.parent
+    keys = [key for role in roles for key in enabled(role, records / role)]
+    run = launch(where, records / "samples", *FOUR_STEPS, *OWN, *keys, "skip.async_rollout.engines=auto")
+    assert run.wait() == 0, run.output()
+    assert diff(every_role, run) == (0, {"steps": 4, "difference": None})
+    return run
+
+
 @pytest.mark.slow
-def test_reference_log_probs_and_rewards_are_replayed_too(tmp_path: Path) -> None:
-    dump_dir = tmp_path / "dump"
-    more = ["trainer.total_training_steps=4", "data.val_files=[]", "algorithm=grpo_kl"]
-    for role in ("ref_log_prob", "reward"):
-        more += [f"skip.{role}.enable=true", f"skip.{role}.steps=all", f"skip.{role}.dump_dir={dump_dir}"]
-    recorded = launch(tmp_path / "recorded", dump_dir, *more)
-    assert recorded.wait() == 0, recorded.output()
-    replayed = launch(tmp_path / "replayed", dump_dir, *more, "skip.async_rollout.engines=auto")
-    assert replayed.wait() == 0, replayed.output()
-    assert diff(recorded, replayed) == (0, {"steps": 4, "difference": None})
-    last = replayed.steps()[-1]
+def test_reference_log_probs_and_rewards_are_replayed_too(every_role: LaunchedRun, tmp_path: Path) -> None:
+    last = replay(every_role, tmp_path, "ref_log_prob", "reward").steps()[-1]
     # These metrics come from the last status before that step, which may be a second old.
     assert last["skip/ref_log_prob/replayed"] > 0
     assert last["skip/reward/replayed"] > 0
 
 
 @pytest.mark.slow
-def test_repeated_records_train_long_without_engines_while_parts_are_killed(tmp_path: Path) -> None:
-    dump_dir = tmp_path / "dump"
-    recorded = launch(tmp_path / "recorded", dump_dir, "trainer.total_training_steps=1", "data.val_files=[]")
-    assert recorded.wait() == 0, recorded.output()
-    run = launch(
-        tmp_path / "repeated",
-        dump_dir,
-        "skip.async_rollout.action=repeat",
-        "skip.async_rollout.engines=auto",
-        "data.val_files=[]",
-        "trainer.total_training_steps=150",
-        "trainer.save_freq=5",
-    )
+def test_repeated_records_train_long_without_engines_through_kills_a_ctrl_c_and_a_resume(
+    recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
+) -> None:
+    keys = ("skip.async_rollout.action=repeat", "skip.async_rollout.engines=auto", "data.val_files=[]")
+    keys = (*keys, "trainer.save_freq=5", "trainer.save_last=true")
+    run = launch(tmp_path, dump_dir, *keys, "trainer.total_training_steps=500")
     run.wait_for("step 8/")
     for part in ("rollouter", "trainer", "queue"):
         run.kill(part)
         run.wait_until(lambda part=part: run.recovered(part) == 1, f"recovery of the {part}")
-    assert run.wait() == 0, run.output()
-    summary = run.summary()
-    assert (summary["status"], summary["step"], summary["tokens"]["generated"]) == ("completed", 150, 0)
-    assert balanced(summary["samples"]) and trained_once(run)
-    assert summary["samples"]["substituted"] >= 16 * 149
+    run.wait_until(lambda: run.state()["step"] >= 4 * STEPS, "steps for which nothing is recorded")
+    summary = interrupted_in_order(run)
+    assert summary["samples"]["substituted"] >= 16 * (summary["step"] - 2 * STEPS)
     assert {part: count for part, count in summary["restarts"].items() if count} == dict.fromkeys(
         ("rollouter", "trainer", "queue"), 1
     )
-    assert run.survivors() == []
+    assert summary["tokens"]["generated"] == 0
+    total = summary["step"] + 3
+    more = (f"trainer.total_training_steps={total}", "resume=auto")
+    completed_in_order(launch(tmp_path, dump_dir, *keys, *more, run_dir=run.run_dir), total)
 
 
 @pytest.mark.slow
@@ -267,19 +275,11 @@ def test_a_reward_model_is_served_in_a_run_without_engines(
 
 
 @pytest.mark.slow
-def test_a_class_for_verls_interface_is_attached_to_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its role is that of a plain function, which the reward function calls. It keeps its own files."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES / "skip"), os.environ.get("PYTHONPATH", "")]))
-    dump_dir, settings = tmp_path / "dump", {"enable": "true", "steps": "1-100000", "dump_dir": tmp_path / "own"}
-    more = [f"skip.roles.grade.{key}={value}" for key, value in settings.items()]
-    more += ["skip.modules=[own_files]", "reward.function=own_files:score", "trainer.total_training_steps=4"]
-    recorded = launch(tmp_path / "recorded", dump_dir, *more, "data.max_val_samples=16")
-    assert recorded.wait() == 0, recorded.output()
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "own" / "grades").iterdir()}
-    assert len({path.name.partition("-")[0] for path in files}) >= len(trained_on(recorded)) == 64
-    replayed = launch(tmp_path / "replayed", dump_dir, *more, "skip.async_rollout.engines=auto", "data.val_files=[]")
-    assert replayed.wait() == 0, replayed.output()
-    assert {path: path.stat().st_mtime_ns for path in files} == files, "no grade was written again"
-    assert diff(recorded, replayed) == (0, {"steps": 4, "difference": None})
-    assert recorded.steps()[-1]["skip/grade/recorded"] > 0
+def test_a_class_for_verls_interface_is_attached_to_a_launch(every_role: LaunchedRun, tmp_path: Path) -> None:
+    grades = every_role.run_dir.parent / "roles.grade" / "grades"
+    files = {path: path.stat().st_mtime_ns for path in grades.iterdir()}
+    assert len({path.name.partition("-")[0] for path in files}) >= len(trained_on(every_role)) == 64
+    replayed = replay(every_role, tmp_path, "roles.grade")
+    assert {path: path.stat().st_mtime_ns for path in grades.iterdir()} == files, "no grade was written again"
+    assert every_role.steps()[-1]["skip/grade/recorded"] > 0
     assert replayed.steps()[-1]["skip/grade/replayed"] > 0
