@@ -122,19 +122,26 @@ def test_unknown_api_keys_are_refused(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("example", ["openai_agent", "subprocess_agent"])
 def test_a_user_written_agent_is_trained(tmp_path: Path, example: str) -> None:
+    """Agents in the Rollouter's process continue after it is replaced."""
     agent = EXAMPLES / example / "agent.py"
     own = f"rollout.agent.program={agent}:solve"
     if example == "subprocess_agent":
         own = f"rollout.agent.command=[python,{agent}]"
+    killed = example == "openai_agent"
+    steps = 8 if killed else 3
     run = start(
-        tmp_path, own, "trainer.total_training_steps=3", "data.max_val_samples=8", "rollout.n=4",
+        tmp_path, own, f"trainer.total_training_steps={steps}", "data.max_val_samples=8", "rollout.n=4",
         "trainer.ppo_mini_batch_size=8", "logging.console=plain",
         "rollout.multi_turn.tokenization_sanity_check_mode=strict",
         f"rollout.dump_dir={tmp_path / 'dump'}", recipe=str(EXAMPLES / example / "config.yaml"),
     )  # fmt: skip
+    if killed:
+        run.wait_for("step 2/")
+        run.kill("rollouter")
     assert run.wait(360) == 0, run.output()
     summary = run.summary()
-    assert summary["status"] == "completed" and summary["samples"]["trained"] == 24
+    assert summary["status"] == "completed" and summary["samples"]["trained"] == 8 * steps
+    assert summary["restarts"].get("rollouter", 0) == killed
     assert balanced(summary["samples"]) and summary["samples"]["dropped"].get("failed", 0) == 0
     lines = [json.loads(line) for file in (tmp_path / "dump").rglob("*.jsonl") for line in file.open(encoding="utf-8")]
     assert any(len(line["turns"]) > 1 and line["scores"] for line in lines), "some trajectories call the tool"
@@ -159,32 +166,18 @@ def solve(task):
 """
 
 
-def test_a_streaming_agent_is_trained(tmp_path: Path) -> None:
+def test_a_streaming_agent_is_trained_and_does_not_run_ahead_of_a_version_with_several_leases(tmp_path: Path) -> None:
+    """Launches of other files check the other modes: sync, mode_a, mode_c, and mode_d, which is the quickstart's."""
     agent = tmp_path / "agent.py"
     agent.write_text(STREAMING_AGENT.replace("chunks.txt", str(tmp_path / "chunks.txt")))
     run = start(
-        tmp_path, f"rollout.agent.program={agent}:solve", "trainer.total_training_steps=2", "data.val_files=[]",
-        "rollout.n=4", "trainer.ppo_mini_batch_size=8", "logging.console=plain",
+        tmp_path, f"rollout.agent.program={agent}:solve", "async_training=mode_b", "trainer.total_training_steps=8",
+        "data.val_files=[]", "rollout.n=4", "trainer.ppo_mini_batch_size=8", "logging.console=plain",
         recipe=str(EXAMPLES / "openai_agent" / "config.yaml"),
     )  # fmt: skip
     assert run.wait(360) == 0, run.output()
     summary = run.summary()
-    assert summary["samples"]["trained"] == 16 and balanced(summary["samples"])
+    assert (summary["samples"]["trained"], summary["staleness"]["max"]) == (64, 0) and balanced(summary["samples"])
     chunks = [int(line) for line in (tmp_path / "chunks.txt").read_text(encoding="utf-8").split()]
     assert any(number > 1 for number in chunks), "a turn of 20 ms or more arrives in several chunks"
     assert run.survivors() == []
-
-
-def test_agents_continue_after_the_rollouter_is_replaced(tmp_path: Path) -> None:
-    agent = EXAMPLES / "openai_agent" / "agent.py"
-    run = start(
-        tmp_path, f"rollout.agent.program={agent}:solve", "trainer.total_training_steps=8", "data.val_files=[]",
-        "rollout.n=4", "trainer.ppo_mini_batch_size=8", "logging.console=plain",
-        recipe=str(EXAMPLES / "openai_agent" / "config.yaml"),
-    )  # fmt: skip
-    run.wait_for("step 2/")
-    run.kill("rollouter")
-    assert run.wait(360) == 0, run.output()
-    summary = run.summary()
-    assert summary["restarts"]["rollouter"] == 1 and summary["samples"]["trained"] == 64
-    assert balanced(summary["samples"]) and run.survivors() == []

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from asyncrl.weights.object_store import NUM_KEPT_VERSIONS
-from tests.e2e.launches import SHORT, start
+from tests.e2e.launches import QUIET, balanced, start
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_engines_load_and_verify_the_versions_that_the_trainer_writes(tmp_path: 
     weights.mkdir()
     (weights / "mine.safetensors").write_bytes(b"of another program")
     run = start(
-        tmp_path, *SHORT, "trainer.total_training_steps=6", "weight_sync.verify=every",
+        tmp_path, *QUIET, "trainer.total_training_steps=6", "weight_sync.verify=every", "async_training=mode_c",
         "weight_sync.backend=disk", f"weight_sync.dir={weights}",
     )  # fmt: skip
     assert run.wait(240.0) == 0, run.output()
@@ -27,7 +27,9 @@ def test_engines_load_and_verify_the_versions_that_the_trainer_writes(tmp_path: 
     applied = [line for line in lines if line["kind"] == "apply"]
     assert {line["weight_sync/verified"] for line in applied} == {1.0}
     assert max(line["weight_sync/mismatch_kl"] for line in applied) < 1e-9
-    assert run.summary()["version"] == 6
+    summary = run.summary()
+    assert (summary["version"], summary["samples"]["trained"]) == (6, 96) and balanced(summary["samples"])
+    assert run.survivors() == []
     files = [path for path in weights.iterdir() if path.name != "mine.safetensors"]
     assert len(files) == NUM_KEPT_VERSIONS + 2, "one file for each version of the small model"
     assert all("model.embed_tokens.weight" in load_file(path) for path in files)
