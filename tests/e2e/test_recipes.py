@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launches import SHORT, LaunchedRun, balanced, start
+from tests.e2e.launches import LaunchedRun, balanced, start
 
 BATCH = 16
 """Number of samples in a step of the quickstart."""
@@ -21,10 +21,13 @@ def finished(run: LaunchedRun, *, timeout_s: float = 240.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(520)
-def test_two_ranks_train_policy_and_critic_and_one_rank_resumes_both(tmp_path: Path) -> None:
-    options = (*SHORT, "critic.warmup_steps=1", "trainer.optim.warmup_steps=0", "trainer.strategy=fsdp2")
-    first = start(tmp_path, *options, "trainer.num_workers=2", recipe="ppo_critic")
+@pytest.mark.timeout(900)
+def test_policy_and_critic_learn_on_two_ranks_and_then_on_one(tmp_path: Path) -> None:
+    keys = ("logging.console=plain", "critic.warmup_steps=1")
+    first = start(
+        tmp_path, *keys, "trainer.total_training_steps=4", "trainer.strategy=fsdp2", "trainer.num_workers=2",
+        "trainer.optim.warmup_steps=0", recipe="ppo_critic",
+    )  # fmt: skip
     finished(first)
     (checkpoint,) = (first.run_dir / "checkpoints").iterdir()
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
@@ -34,21 +37,23 @@ def test_two_ranks_train_policy_and_critic_and_one_rank_resumes_both(tmp_path: P
         ]
 
     second = start(
-        tmp_path, *options, "trainer.num_workers=1", "trainer.total_training_steps=6", "resume=auto",
-        recipe="ppo_critic", run_dir=first.run_dir,
+        tmp_path, *keys, "trainer.total_training_steps=80", "trainer.strategy=fsdp2", "trainer.num_workers=1",
+        "resume=auto", recipe="ppo_critic", run_dir=first.run_dir,
     )  # fmt: skip
-    finished(second)
+    finished(second, timeout_s=600.0)
     summary = second.summary()
-    assert (summary["step"], summary["version"], summary["resumed"]["step"]) == (6, 6, 4)
-    assert summary["samples"]["trained"] == summary["samples"]["fed"] == 6 * BATCH
+    assert (summary["step"], summary["version"], summary["resumed"]["step"]) == (80, 80, 4)
+    assert summary["samples"]["trained"] == summary["samples"]["fed"] == 80 * BATCH
     assert balanced(summary["samples"])
     # The second launch does not repeat validations of the first one.
-    assert [point["step"] for point in summary["validation"]["points"]] == [0, 4, 6]
+    assert [point["step"] for point in summary["validation"]["points"]] == [0, 4, 80]
+    before, after = (summary["validation"][when]["reward"] for when in ("before", "after"))
+    assert before < 0.2 and after > 0.8
     steps = second.steps()
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [step["step"] for step in steps] == list(range(1, 81))
     assert all(step["critic/grad_norm"] > 0 for step in steps)
     # Only the critic trains in the first step; the policy trains in all others, on two ranks and on one.
-    assert ["actor/grad_norm" in step for step in steps] == [False] + 5 * [True]
+    assert ["actor/grad_norm" in step for step in steps] == [False] + 79 * [True]
     assert all(step["actor/grad_norm"] > 0 for step in steps[1:])
     # One rank continues with the critic that two ranks trained: an untrained head would give 0 for every token.
     assert abs(steps[4]["critic/value_mean"]) > 0
@@ -56,9 +61,7 @@ def test_two_ranks_train_policy_and_critic_and_one_rank_resumes_both(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("recipe", "num_steps"), [("fsdp2_two_ranks", 80), ("ppo_critic", 80), ("grpo_lora_kl", 80), ("dapo", 20)]
-)
+@pytest.mark.parametrize(("recipe", "num_steps"), [("grpo_lora_kl", 80), ("dapo", 20)])
 def test_a_recipe_learns(tmp_path: Path, recipe: str, num_steps: int) -> None:
     run = start(tmp_path, f"trainer.total_training_steps={num_steps}", "logging.console=plain", recipe=recipe)
     finished(run, timeout_s=840.0)
