@@ -13,15 +13,17 @@ from asyncrl.storage.answer_files import read_answers
 from tests.e2e.launches import LaunchedRun, start, start_command
 
 NUM_PROMPTS = 192
+SAMPLING = ("rollout.val.n=8", "rollout.val.temperature=0.6")
 
 
-def begin(where: Path, run: LaunchedRun, out: str, *more: str) -> LaunchedRun:
-    """Begin to evaluate the run's checkpoint, one prompt at a time."""
+def begin(where: Path, run: LaunchedRun, out: str) -> LaunchedRun:
+    """Begin to evaluate the run's checkpoint greedily, one prompt at a time."""
     arguments = (
         f"data.max_val_samples={NUM_PROMPTS}",
         "rollout.max_concurrent_samples=1",
         "logging.console=plain",
-        *more,
+        "rollout.val.n=1",
+        "rollout.val.temperature=0",
     )
     return start_command(where, "eval", f"checkpoint={run.run_dir}", *arguments, "--out", out, run_dir=where / out)
 
@@ -36,24 +38,33 @@ def found(evaluation: LaunchedRun) -> dict[str, Any]:
     return json.loads((evaluation.run_dir / "evaluation.json").read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> LaunchedRun:
+    """Train for a step as `runs/quickstart/first` of the directory in which the evaluations start."""
+    where = tmp_path_factory.mktemp("trained")
+    more = ("data.max_val_samples=16", "trainer.total_training_steps=1", "trainer.validation_data_dir=answers")
+    run = start(where, *SAMPLING, *more, "logging.console=plain", run_dir=where / "runs" / "quickstart" / "first")
+    assert run.wait() == 0, run.output()
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_checkpoint_is_evaluated_whatever_ends_the_evaluation_in_between(tmp_path: Path) -> None:
-    run = start(tmp_path, "trainer.total_training_steps=2", "data.val_files=[]", "logging.console=plain")
-    assert run.wait() == 0, run.output()
-    more = ("data.val_files=[asyncrl://quickstart/val.jsonl]",)
-    whole = found(begin(tmp_path, run, "whole", *more))
-    assert whole["model"].endswith("checkpoints/step_000002/hf")
+def test_a_checkpoint_is_evaluated_whatever_ends_the_evaluation_in_between(
+    trained: LaunchedRun, tmp_path: Path
+) -> None:
+    whole = found(begin(tmp_path, trained, "whole"))
+    assert whole["model"].endswith("checkpoints/step_000001/hf")
     assert (whole["prompts"], whole["answered"], whole["failed"]) == (NUM_PROMPTS, NUM_PROMPTS, [])
     assert whole["all"]["figures"]["pass@1"] == whole["all"]["figures"]["mean@1"]
 
-    killed = begin(tmp_path, run, "resumed", *more)
+    killed = begin(tmp_path, trained, "resumed")
     killed.wait_until(lambda: num_answered(killed) >= 5, "answers")
     killed.kill_all()
     kept = num_answered(killed)
     assert 5 <= kept < NUM_PROMPTS
 
-    stopped = begin(tmp_path, run, "resumed", *more)
+    stopped = begin(tmp_path, trained, "resumed")
     stopped.wait_until(lambda: num_answered(stopped) >= kept + 3, "more answers")
     stopped.interrupt()
     assert stopped.wait(60.0) == 130, stopped.output()
@@ -61,7 +72,7 @@ def test_a_checkpoint_is_evaluated_whatever_ends_the_evaluation_in_between(tmp_p
     kept = num_answered(stopped)
     assert kept < NUM_PROMPTS
 
-    resumed = found(begin(tmp_path, run, "resumed", *more))
+    resumed = found(begin(tmp_path, trained, "resumed"))
     assert resumed["kept"] == kept
     assert (resumed["all"], resumed["sources"]) == (whole["all"], whole["sources"]), "greedy answers are the same"
     lines = [read_answers(tmp_path / out / "answers.jsonl") for out in ("whole", "resumed")]
@@ -69,29 +80,26 @@ def test_a_checkpoint_is_evaluated_whatever_ends_the_evaluation_in_between(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_command_of_the_documentation(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_the_command_of_the_documentation(trained: LaunchedRun) -> None:
     """`asyncrl eval checkpoint=quickstart …` (docs/evaluate.md), and the same figures in a run's own validation."""
-    sampling = ("rollout.val.n=8", "rollout.val.temperature=0.6")
-    more = ("data.max_val_samples=16", "trainer.total_training_steps=1", "trainer.validation_data_dir=answers")
-    run = start(tmp_path, *sampling, *more, "logging.console=plain", run_dir=tmp_path / "runs" / "quickstart" / "first")
-    assert run.wait() == 0, run.output()
-    inside = json.loads((tmp_path / "answers" / "step_000001.json").read_text(encoding="utf-8"))
+    where = trained.run_dir.parents[2]
+    inside = json.loads((where / "answers" / "step_000001.json").read_text(encoding="utf-8"))
     names = [f"{kind}@{k}" for kind in ("pass", "best", "maj") for k in (1, 2, 4, 8) if k > 1 or kind == "pass"]
     assert list(inside["all"]["figures"]) == ["mean@8", *names]
-    assert [len(one.answers) for one in read_answers(tmp_path / "answers" / "step_000000.jsonl").values()] == [8] * 16
+    assert [len(one.answers) for one in read_answers(where / "answers" / "step_000000.jsonl").values()] == [8] * 16
     last = [
-        json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines() if '"validation"' in line
+        json.loads(line)
+        for line in (trained.run_dir / "metrics.jsonl").read_text().splitlines()
+        if '"validation"' in line
     ]
     assert last[-1]["validation/pass@8"] == pytest.approx(inside["all"]["figures"]["pass@8"]["value"])
 
-    evaluation = start_command(
-        tmp_path, "eval", "checkpoint=quickstart", *sampling, "--out", "out", run_dir=tmp_path / "out"
-    )
+    evaluation = start_command(where, "eval", "checkpoint=quickstart", *SAMPLING, "--out", "out", run_dir=where / "out")
     outside = found(evaluation)
     assert list(outside["all"]["figures"]) == ["mean@8", *names]
-    (row,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    (row,) = map(json.loads, (where / "out" / "metrics.jsonl").read_text().splitlines())
     assert (row["step"], row["validation/pass@8"]) == (1, outside["all"]["figures"]["pass@8"]["value"])
-    state = status_report(read_run(tmp_path / "out"))
+    state = status_report(read_run(where / "out"))
     assert (state["mode"], state["phase"], state["answers"]["answered"]) == ("eval", "completed", 16)
     assert outside["prompts"] == 16, "the configuration is that of the run"
