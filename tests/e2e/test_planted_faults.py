@@ -15,25 +15,19 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.launches import LaunchedRun, start
+from tests.e2e.launches import QUIET, LaunchedRun, start
 
 STEPS = 8
-QUIET = (
-    f"trainer.total_training_steps={STEPS}",
-    "data.val_files=[]",
-    "logging.console=plain",
-    "trainer.save_last=false",
-)
-"""The run only trains: it has neither validation nor checkpoints."""
+KEYS = (*QUIET, f"trainer.total_training_steps={STEPS}")
 
 
-def worst(run: LaunchedRun) -> dict[str, Any]:
-    """Return the first finding in the report of a completed run."""
+def worst(run: LaunchedRun, number: int) -> list[dict[str, Any]]:
+    """Return the first findings in the report of a completed run."""
     assert run.wait() == 0, run.output()
     command = [sys.executable, "-m", "asyncrl", "report", str(run.run_dir), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    first: dict[str, Any] = json.loads(done.stdout)["findings"][0]
-    assert first["severity"] == "alarm" and first["remedy"], first
+    first: list[dict[str, Any]] = json.loads(done.stdout)["findings"][:number]
+    assert all(one["severity"] == "alarm" and one["remedy"] for one in first), first
     return first
 
 
@@ -62,18 +56,18 @@ def slowed(pid: int, *, stopped_s: float = 0.15, running_s: float = 0.05) -> Ite
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_report_finds_a_slow_replica(tmp_path: Path) -> None:
-    run = start(tmp_path, *QUIET, "rollout.num_replicas=2")
+    run = start(tmp_path, *KEYS, "rollout.num_replicas=2")
     run.wait_for(f"step 1/{STEPS}")
     slow = run.state()["replicas"][0]
     with slowed(slow["engine_pids"][0]):
-        first = worst(run)
+        (first,) = worst(run, 1)
     assert (first["kind"], first["what"], first["name"]) == ("replica_slow", "replica", slow["replica"])
     assert first["evidence"]["duration_s"] > 1.5 * first["evidence"]["normal_s"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_report_finds_a_tool_that_hangs(tmp_path: Path) -> None:
+def test_the_report_finds_a_tool_and_a_reward_call_that_hang(tmp_path: Path) -> None:
     tools = tmp_path / "tools.py"
     tools.write_text(
         "import itertools\n"
@@ -86,29 +80,23 @@ def test_the_report_finds_a_tool_that_hangs(tmp_path: Path) -> None:
         "            await anyio.sleep(20)\n"
         "        return await super().execute(*args, **kwargs)\n"
     )
-    tool = f"{{class_name: '{tools}:Hanging', config: {{name: calc, argument: x}}, timeout_s: 60}}"
-    run = start(tmp_path, *QUIET, f"rollout.multi_turn.tools=[{tool}]", recipe="calculator")
-    first = worst(run)
-    assert (first["kind"], first["name"]) == ("tool_hang", "calc")
-    assert first["evidence"]["duration_s"] > 19 and first["evidence"]["sample"].startswith("sample_0_")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_report_finds_one_slow_reward_call(tmp_path: Path) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import itertools, time\n"
         "calls = itertools.count(1)\n"
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    if next(calls) == 200:\n"
+        "    if next(calls) == 600:\n"
         "        time.sleep(20)\n"
         "    return float(solution_str.strip() == str(ground_truth))\n"
     )
-    run = start(tmp_path, *QUIET, f"reward.function={rewards}:score")
-    first = worst(run)
-    assert (first["kind"], first["what"]) == ("reward_hang", "reward")
-    assert first["evidence"]["duration_s"] > 19 and first["evidence"]["sample"].startswith("sample_0_")
+    tool = f"{{class_name: '{tools}:Hanging', config: {{name: calc, argument: x}}, timeout_s: 60}}"
+    own = (f"rollout.multi_turn.tools=[{tool}]", f"reward.function={rewards}:score")
+    run = start(tmp_path, *KEYS, *own, recipe="calculator")
+    found = {one["kind"]: one for one in worst(run, 2)}
+    assert {kind: one["name"] for kind, one in found.items() if kind == "tool_hang"} == {"tool_hang": "calc"}
+    assert found["reward_hang"]["what"] == "reward"
+    for one in found.values():
+        assert one["evidence"]["duration_s"] > 19 and one["evidence"]["sample"].startswith("sample_0_")
 
 
 @pytest.mark.slow
@@ -122,7 +110,7 @@ def test_the_report_finds_a_slow_reward_function(tmp_path: Path) -> None:
         "    await asyncio.sleep(8)\n"
         "    return float(solution_str.strip() == str(ground_truth))\n"
     )
-    run = start(tmp_path, *QUIET, f"reward.function={rewards}:score", "reward.max_concurrency=1024")
-    first = worst(run)
+    run = start(tmp_path, *KEYS, f"reward.function={rewards}:score", "reward.max_concurrency=1024")
+    (first,) = worst(run, 1)
     assert (first["kind"], first["what"]) == ("reward_slow", "reward")
     assert first["evidence"]["duration_s"] > 7.9 > first["evidence"]["normal_s"]
