@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,5 @@ def test_the_engine_computes_what_the_trainer_publishes(tmp_path: Path, name: st
     row = check(name, 1, tmp_path)
     assert (row["result"], row["updates"]) == ("right", 4)
     assert row["KL of texts"] < 1e-9 and row["KL of samples"] < 1e-4
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["staleness"]["max"] == 0  # as `mode_a` promises
