@@ -169,7 +169,7 @@ def _members(tar: tarfile.TarFile) -> _Members:
     """Return the members of all records.
 
     Raises:
-        MalformedRecordError: a member is none that `export` writes; the message names it.
+        MalformedRecordError: `export` does not write such a member; the message names it.
         tarfile.ReadError: the archive is incomplete.
     """
     found: dict[str, dict[str, tarfile.TarInfo]] = {}

@@ -93,8 +93,8 @@ async def stream_records(part: str, run: Callable[[RecordSink], Awaitable[None]]
     try:
         with records:
             async for record in records:
-                waiting = records.statistics().current_buffer_used
-                yield [record, *(records.receive_nowait() for _ in range(waiting))]
+                num_waiting = records.statistics().current_buffer_used
+                yield [record, *(records.receive_nowait() for _ in range(num_waiting))]
         await task
     except AsyncRLError:
         raise

@@ -18,7 +18,7 @@ PROBE_S = 10.0
 MAX_STALENESS = 4
 
 REWARD = '''\
-"""An exact match, which fails if the JSON file next to it says so: {"how": "raise" | "hang" | "nan", "until": time}.
+"""An exact match, which fails as the JSON file next to it orders: {"how": "raise" | "hang" | "nan", "until": time}.
 
 Each failed call appends a byte to the `.failed` file next to it.
 """

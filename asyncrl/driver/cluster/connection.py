@@ -32,6 +32,7 @@ from asyncrl.storage.run_dir import RAY_LOGS
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
+"""Time limit of the connection that shows whether something listens at an address."""
 _CONTAINER_MEMORY = Path("/sys/fs/cgroup/memory.max")
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -182,7 +182,7 @@ def read_state(run_dir: Path) -> RunState | None:
 
 
 def read_readable_state(run_dir: Path) -> RunState | None:
-    """Return the newest state of the run, or None if there is none that can be read. Blocking."""
+    """Return the newest state of the run, or None if no file of it can be read. Blocking."""
     try:
         return read_state(run_dir)
     except ConfigError:

@@ -149,7 +149,7 @@ def _adapter() -> TypeAdapter[SavedSummary]:
 
 
 def read_readable_summary(run_dir: Path) -> SavedSummary | None:
-    """Return the summary of a run; None: it has none that can be read. Blocking."""
+    """Return the summary of a run; None: it has no readable one. Blocking."""
     try:
         return read_summary(run_dir)
     except ConfigError:

@@ -51,8 +51,8 @@ TWO_NODES: Changes = {
     "trainer.nnodes": 2,
     "trainer.n_gpus_per_node": 1,
     "trainer.num_workers": 2,
+    "trainer.strategy": "fsdp2",
 }
-TWO_NODES |= {"trainer.strategy": "fsdp2"}
 NSYS: Changes = {"profiler.tool": "nsys", "profiler.steps": [1]}
 
 

@@ -1,3 +1,5 @@
+"""Garbage collections while large libraries are imported."""
+
 from __future__ import annotations
 
 import gc
