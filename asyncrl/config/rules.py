@@ -47,6 +47,17 @@ def _names(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, name[:MAX_NAME_BYTES], consequence, fix)
 
 
+def _local_directories(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse URLs where files are appended to or locked, which object storage cannot do."""
+    directories = {"run_dir": config.run_dir, "rollout.dump_dir": config.rollout.dump_dir}
+    directories |= {f"{key}.dump_dir": role.dump_dir for key, role in skip.enabled_roles(config).items()}
+    for key, directory in directories.items():
+        if directory and "://" in directory:
+            consequence = "it would name a directory on this machine, because only checkpoints can go to a URL"
+            fix = "give a directory; `trainer.checkpoint_dir` takes URLs, and a mounted shared directory holds the rest"
+            yield ConfigProblem(key, directory, consequence, fix)
+
+
 def _texts(config: Config) -> Iterator[tuple[str, str]]:
     """Yield all texts with their dotted keys."""
     for path, text in texts(config.model_dump(mode="json")):
@@ -87,10 +98,16 @@ def _missing_secrets(config: Config) -> Iterator[ConfigProblem]:
 
 
 SERVER_RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *rollout.SERVER_RULES, *run.SERVER_RULES)
-RULES: tuple[RuleFunction, ...] = (_names, _secret_places, *(rule for section in _SECTIONS for rule in section.RULES))
+RULES: tuple[RuleFunction, ...] = (
+    _names,
+    _local_directories,
+    _secret_places,
+    *(rule for section in _SECTIONS for rule in section.RULES),
+)
 
 EVALUATION_RULES: tuple[RuleFunction, ...] = (
     _names,
+    _local_directories,
     _secret_places,
     *(rule for section in (data, rollout, reward) for rule in section.RULES),
     *run.SERVER_RULES,

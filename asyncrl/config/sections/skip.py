@@ -245,7 +245,7 @@ def _directories(config: Config) -> Iterator[ConfigProblem]:
             consequence = "records would go to the directory in which the run is started"
             fix = "name a directory, or leave this key out"
             yield ConfigProblem(f"{key}.dump_dir", role.dump_dir, consequence, fix)
-        elif not Path(role.dump_dir).expanduser().is_absolute():
+        elif "://" not in role.dump_dir and not Path(role.dump_dir).expanduser().is_absolute():
             consequence = "a relative path depends on where a run is started: elsewhere the run has other records"
             yield warning(f"{key}.dump_dir", role.dump_dir, consequence, "give an absolute path")
 

@@ -67,6 +67,13 @@ def tools(**fields: Any) -> Changes:
 BROKEN: list[tuple[str, Changes, str]] = [
     ("experiment_name", {"experiment_name": "a/b"}, "below runs/"),
     ("project_name", RECORD | {"project_name": "../elsewhere"}, "dump_dir"),
+    ("run_dir", {"run_dir": "s3://bucket/run"}, "only checkpoints can go to a URL"),
+    ("rollout.dump_dir", {"rollout.dump_dir": "gs://bucket/dump"}, "only checkpoints can go to a URL"),
+    (
+        "skip.async_rollout.dump_dir",
+        RECORD | {"skip.async_rollout.dump_dir": "s3://bucket/records"},
+        "only checkpoints can go to a URL",
+    ),
     ("data.train_files", {"data.train_files": []}, "no prompts"),
     ("data.train_files", {"data.reasoning_gym": {"task": "chain_sum"}}, "chain_sum generates the prompts"),
     ("rollout.attach", {"rollout.attach": "servers"}, "a cluster of its own"),
