@@ -24,7 +24,7 @@ STAMP := $(VENV)/.set-up-for
 # Checksum of the lock file, pyproject.toml and GPU: if it changes, the environment is out of date.
 WANTED := $(shell { echo "gpu=$(GPU)"; cat $(LOCK) pyproject.toml; } | cksum | tr -d ' ')
 
-.PHONY: help setup bench-setup demo test slow lint format lock docs clean
+.PHONY: help setup bench-setup bench-check demo test slow lint format lock docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /|/' | awk -F '|' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -73,6 +73,9 @@ bench-setup: setup ## create .bench/, an environment for each peer of python -m 
 	  # A peer that cannot be installed does not stop the others: the comparison lists it with its error.
 	  if $$install -r $$list 2> >(tee $$venv/install.err >&2); then echo "$$wanted" > $$venv/.set-up-for; fi
 	done
+
+bench-check: setup ## compare ratios of speed with benchmarks/baseline.json (less than 10 minutes on two idle cores)
+	@$(PY) -m benchmarks.check
 
 demo: setup ## train the included model: asyncrl launch fully_async
 	@$(VENV)/bin/asyncrl launch fully_async

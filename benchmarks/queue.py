@@ -305,6 +305,8 @@ AIM = "journal off at 3 times the deque's rate or more, journal on at 0.8 of jou
 def main() -> None:
     parser = arguments(__doc__, "queue")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each transport and size (default 3)")
+    names = [size.name for size in SIZES]
+    parser.add_argument("--sizes", nargs="+", choices=names, default=names, help="sizes of a sample (default: all)")
     parser.add_argument(
         "--journal", action=argparse.BooleanOptionalAction, default=True, help="also measure with the journal (default)"
     )
@@ -324,7 +326,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=args.dir, prefix="queue-benchmark-") as root,
     ):
         one_round = StreamRunner(Path(root))
-        for size in SIZES:
+        for size in (size for size in SIZES if size.name in args.sizes):
             rates, latencies = measure(one_round, size, transports, args.rounds)
             for transport in transports:
                 row = {"size": size.name, "through": transport}

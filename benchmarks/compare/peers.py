@@ -11,7 +11,7 @@ from benchmarks.compare.measure import ROOT, PeerFailedError
 from benchmarks.compare.results import OURS, Progress, read_metrics, read_progress
 from benchmarks.compare.workloads import Job
 
-_ENVIRONMENTS = ROOT / ".bench"
+ENVIRONMENTS = ROOT / ".bench"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def threads(peer: str, cores: int) -> int:
 
 def _python(environment: str) -> str:
     """Return the interpreter of an environment that `make bench-setup` has created. Raises `PeerFailedError`."""
-    directory = _ENVIRONMENTS / environment
+    directory = ENVIRONMENTS / environment
     python, errors = directory / "bin/python", directory / "install.err"
     if not python.exists():
         raise PeerFailedError(f"{python} is missing, so the peer cannot run; run `make bench-setup`")

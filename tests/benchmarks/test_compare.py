@@ -86,7 +86,7 @@ def test_sides_that_alternate_have_all_cores_and_others_half() -> None:
 def test_a_peer_without_environment_names_the_command_that_creates_it(
     job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("benchmarks.compare.peers._ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr("benchmarks.compare.peers.ENVIRONMENTS", tmp_path)
     with pytest.raises(PeerFailedError, match="make bench-setup"):
         PEERS["trl-hf"].command(job)
     python = tmp_path / "trl/bin/python"
