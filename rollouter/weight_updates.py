@@ -140,7 +140,14 @@ class WeightUpdateLoop:
         await self._parts.queue.set_applied_version(publication.version, lineage=publication.lineage)
         if initial and not any(report.load_s for report in reports):
             return
-        record = ApplyRecord(publication.version, tuple(reports), publish_to_applied_s, publication.lineage)
+        record = ApplyRecord(
+            publication.version,
+            tuple(reports),
+            publish_to_applied_s,
+            publication.lineage,
+            publication.num_bytes,
+            publication.sent_bytes,
+        )
         await self._sink.put(record)
 
     async def _update_replicas(self, publication: Publication) -> list[ApplyReport]:

@@ -73,6 +73,7 @@ class TrainerActor:
             backend=sync.backend,
             directory=sync.dir or str(run_dir.path.absolute() / "weights"),
             bucket_bytes=sync.bucket_bytes,
+            max_deltas=sync.max_deltas,
         )
         # Importing torch takes seconds, so it must not block the event loop, nor the driver, which imports this module.
         parts = await to_thread.run_sync(_import_trainer)

@@ -178,6 +178,8 @@ class Publication:
     published_at_s: float = 0.0
     """When it became available: wall clock (`time.time`) of the publisher; 0: not recorded."""
     lineage: int = 0
+    sent_bytes: int = 0
+    """Bytes that the Trainer stored for it: fewer than `num_bytes` if they are changes (`weight_sync.max_deltas`)."""
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -191,8 +193,8 @@ WeightBucket: TypeAlias = Mapping[str, NDArray[Any]]
 class WeightUpload(Protocol):
     """A version on its way to the weight store."""
 
-    async def put(self, bucket: WeightBucket) -> None:
-        """Store a bucket. Its arrays may be changed or freed once this has returned."""
+    async def put(self, bucket: WeightBucket) -> int:
+        """Store a bucket and return the number of bytes that this took. Its arrays may be changed or freed then."""
 
     async def publish(self, step: int, *, validate: bool, probe: WeightsProbe | None = None) -> Publication:
         """Publish the buckets as a version in the publisher's lineage. Return once replicas can fetch it, before they

@@ -41,6 +41,9 @@ class ApplyRecord:
     reports: tuple[ApplyReport, ...]
     publish_to_applied_s: float
     lineage: int = 0
+    num_bytes: int = 0
+    """See `Publication`; 0: not recorded."""
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import re
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,11 @@ class DiskChunk(NamedTuple):
 
     url: str
 
+    @property
+    def name(self) -> str:
+        """The name of the file, which no other file has."""
+        return self.url.rpartition("/")[2]
+
     @classmethod
     def put(cls, directory: str, chunk: Mapping[str, NDArray[Any]]) -> DiskChunk:
         """Write a chunk into a new file of the directory. Blocking.
@@ -63,8 +68,11 @@ class DiskChunk(NamedTuple):
         # An absolute URL, because engines have other working directories.
         return cls(str(files.unstrip_protocol(path)))
 
-    def get(self) -> Mapping[str, NDArray[Any]]:
+    def get(self, *, in_memory: bool = False) -> Mapping[str, NDArray[Any]]:
         """Map the file, or this node's copy of it. Blocking. The arrays are read-only.
+
+        Args:
+            in_memory: Read a file of another storage into memory instead of copying it to this node.
 
         Raises:
             OSError: the file is missing or cannot be read, or the node has no room for a copy.
@@ -72,10 +80,11 @@ class DiskChunk(NamedTuple):
         """
         files, path = fsspec.url_to_fs(self.url)
         try:
-            if not isinstance(files, LocalFileSystem):
-                return _arrays(_map_node_copy(files, path))
-            with Path(path).open("rb") as stream:
-                return _arrays(_map(stream.fileno()))
+            if isinstance(files, LocalFileSystem):
+                return read_tensors(Path(path))
+            if in_memory:
+                return _arrays(files.cat_file(path))
+            return node_copy(self.name, lambda part: files.get_file(path, str(part)))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.url} is damaged ({type(error).__name__}: {error})") from error
 
@@ -103,13 +112,14 @@ def _map(file: int) -> mmap.mmap:
     return mmap.mmap(file, 0, access=mmap.ACCESS_READ)
 
 
-def _map_node_copy(files: Any, path: str) -> mmap.mmap:
-    """Map this node's copy of a file, and make the copy if there is none. It has a shared lock while it is in use."""
+def node_copy(name: str, write: Callable[[Path], object]) -> dict[str, NDArray[Any]]:
+    """Map this node's copy of the file `name`. If there is none, `write` writes it to the path that it is given, while
+    other processes wait. The copy has a shared lock while it is in use."""
     folder = Path(tempfile.gettempdir()) / f"asyncrl-weights-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
         raise PermissionError(f"{folder} belongs to another user; set TMPDIR to a directory of your own")
-    copy = folder / path.rpartition("/")[2]
+    copy = folder / name
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process fetches, and the others wait for it
         try:
@@ -118,7 +128,7 @@ def _map_node_copy(files: Any, path: str) -> mmap.mmap:
             _delete_unused(folder)
             part = copy.with_name(f"{copy.name}.part")
             try:
-                files.get_file(path, str(part))
+                write(part)
                 part.replace(copy)
             finally:
                 part.unlink(missing_ok=True)
@@ -130,7 +140,7 @@ def _map_node_copy(files: Any, path: str) -> mmap.mmap:
         _release(copy, file)
         raise
     weakref.finalize(content, _release, copy, file)
-    return content
+    return _arrays(content)
 
 
 def _release(copy: Path, file: int) -> None:
@@ -150,6 +160,13 @@ def _delete_unused(folder: Path) -> None:
     for path in filter(lambda path: _NAME.fullmatch(path.name), folder.iterdir()):
         with suppress(FileNotFoundError):
             _release(path, os.open(path, os.O_RDONLY))
+
+
+def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """Map the tensors of a safetensors file. Raises `OSError`; `ValueError`, `KeyError` or `TypeError` if it is
+    damaged."""
+    with path.open("rb") as stream:
+        return _arrays(_map(stream.fileno()))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:

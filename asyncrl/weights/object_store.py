@@ -39,6 +39,7 @@ from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.weights.broadcast import BroadcastRelay
 from asyncrl.weights.checksums import WeightChecksums
+from asyncrl.weights.deltas import DeltaChunk, DeltaWriter
 from asyncrl.weights.disk import DiskChunk, stored_chunks
 from asyncrl.weights.transport import IN_RAY, OwnChunk, StoredChunk
 
@@ -349,11 +350,13 @@ class ObjectStorePublisher:
         backend: str = "object_store",
         directory: str = "",
         bucket_bytes: int = BUCKET_BYTES,
+        max_deltas: int = 0,
     ) -> None:
         """
         Args:
             backend: `weight_sync.backend`.
             directory: where the backend `disk` keeps its files.
+            max_deltas: `weight_sync.max_deltas`, for the backend `disk`.
         """
         self.bucket_bytes = bucket_bytes
         self._store = store
@@ -362,10 +365,11 @@ class ObjectStorePublisher:
         self._backend = backend
         self._directory = directory
         self._unusable = f"weight_sync.dir: {directory} cannot be used"
+        self._deltas = DeltaWriter(directory, max_deltas) if max_deltas else None
         self._is_sending = False
         """Whether a thread of this process takes part in broadcasts (`weight_sync.backend: nccl`)."""
-        self._stored: list[list[StoredChunk]] = []
-        """Chunks of the last publications outside of the object store."""
+        self._stored: list[list[OwnChunk | DiskChunk]] = []
+        """What the last publications need outside of the object store."""
         self._last: tuple[Publication, list[ChunkHandle]] | None = None
         """Last publication, for `republish`; the references keep the bytes alive even if the store has lost them."""
 
@@ -424,11 +428,16 @@ class ObjectStorePublisher:
         await _ask(lambda _: self._store.publish.remote(*last, True), self._call_s, what)
 
     async def _drop_old(self, refs: Sequence[ChunkHandle]) -> None:
-        """Free the chunks of versions that the store has forgotten, as Ray does for its own objects."""
-        self._stored.append([ref for ref in refs if isinstance(ref, StoredChunk)])
+        """Free what only versions need that the store has forgotten, as Ray does for its own objects."""
+        stored = [ref for ref in refs if isinstance(ref, OwnChunk | DiskChunk)]
+        stored += [file for ref in refs if isinstance(ref, DeltaChunk) for file in ref.files]
+        self._stored.append(stored)
         while len(self._stored) > NUM_KEPT_VERSIONS + 2:
-            for chunk in self._stored.pop(0):
-                await self._in_thread(f"{self._backend} did not free a chunk of an old version", chunk.drop)
+            forgotten = self._stored.pop(0)
+            needed = {chunk.url for kept in self._stored for chunk in kept if isinstance(chunk, DiskChunk)}
+            for chunk in forgotten:
+                if not (isinstance(chunk, DiskChunk) and chunk.url in needed):
+                    await self._in_thread(f"{self._backend} did not free a chunk of an old version", chunk.drop)
 
     async def _in_thread(self, problem: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of a backend outside of the object store.
@@ -458,6 +467,8 @@ class ObjectStorePublisher:
             UserCodeError: the user's class failed.
         """
         size = sum(array.nbytes for array in bucket.values())
+        if self._deltas is not None:
+            return await self._in_thread(self._unusable, self._deltas.put, bucket)
         if self._backend == "disk":
             return await self._in_thread(self._unusable, DiskChunk.put, self._directory, bucket)
         if self._backend not in IN_RAY:
@@ -493,20 +504,27 @@ class ObjectStoreUpload:
         self._version = version
         self._chunks: list[ChunkHandle] = []
         self._checksums = WeightChecksums()
-        self._num_bytes = 0
+        self._num_bytes = self._sent_bytes = 0
 
-    async def put(self, bucket: WeightBucket) -> None:
-        """Store a bucket. Raises as `ObjectStorePublisher.put`."""
+    async def put(self, bucket: WeightBucket) -> int:
+        """Store a bucket and return the bytes that this took. Raises as `ObjectStorePublisher.put`."""
         if not self._chunks:
             await self._publisher.collect_leftovers()
-        self._chunks.append(await self._publisher.put(bucket, self._version))
+        chunk = await self._publisher.put(bucket, self._version)
+        self._chunks.append(chunk)
         await anyio.to_thread.run_sync(self._checksums.add, bucket)
-        self._num_bytes += sum(array.nbytes for array in bucket.values())
+        num_bytes = sum(array.nbytes for array in bucket.values())
+        self._num_bytes += num_bytes
+        sent_bytes = chunk.sent_bytes if isinstance(chunk, DeltaChunk) else num_bytes
+        self._sent_bytes += sent_bytes
+        return sent_bytes
 
     async def publish(self, step: int, *, validate: bool, probe: WeightsProbe | None = None) -> Publication:
         """Announce the version. Raises as `ObjectStorePublisher.announce`."""
         checksums = self._checksums.by_group()
-        publication = Publication(self._version, step, self._num_bytes, checksums, probe, validate=validate)
+        publication = Publication(
+            self._version, step, self._num_bytes, checksums, probe, validate=validate, sent_bytes=self._sent_bytes
+        )
         return await self._publisher.announce(publication, self._chunks)
 
 

@@ -2,7 +2,7 @@
 (`weight_sync.backend`).
 
 Tensors are collected in buckets (`in_buckets`), and the weight store keeps one handle, a chunk, for each of them. A
-handle of Ray is an object reference, one of files is a `DiskChunk`;
+handle of Ray is an object reference, one of files is a `DiskChunk` or a `DeltaChunk`;
 one of a user's class is an `OwnChunk`, which names the class, so that replicas need no configuration to read it.
 """
 
@@ -20,6 +20,7 @@ from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.core.ports import WeightBucket
+from asyncrl.weights.deltas import DeltaChunk
 from asyncrl.weights.disk import DiskChunk
 
 KEY = "weight_sync.backend"
@@ -80,7 +81,7 @@ class OwnChunk(NamedTuple):
         _call(self.backend, "drop", self.handle)
 
 
-StoredChunk: TypeAlias = OwnChunk | DiskChunk
+StoredChunk: TypeAlias = OwnChunk | DiskChunk | DeltaChunk
 """A chunk outside of Ray's object store."""
 
 
@@ -117,7 +118,7 @@ def check_transport(config: Config) -> Iterator[ConfigProblem]:
     floats, integers = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(3, dtype=np.uint16)
     chunk: dict[str, NDArray[Any]] = {"a": floats, "b": integers}
     try:
-        stored: StoredChunk
+        stored: OwnChunk | DiskChunk
         if backend == "disk":
             assert directory is not None
             stored = DiskChunk.put(directory, chunk)

@@ -167,8 +167,9 @@ class CopyingUpload:
         self.version = version
         self.buckets: list[dict[str, NDArray[Any]]] = []
 
-    async def put(self, bucket: WeightBucket) -> None:
+    async def put(self, bucket: WeightBucket) -> int:
         self.buckets.append({name: array.copy() for name, array in bucket.items()})
+        return sum(array.nbytes for array in bucket.values())
 
     async def publish(self, step: int, *, validate: bool, probe: WeightsProbe | None = None) -> Publication:
         if self.version in self.publisher.published:

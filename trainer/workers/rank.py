@@ -280,8 +280,7 @@ class BucketSender:
 
     async def _put(self, bucket: WeightBucket) -> None:
         with profile.span("sync.put", version=self._version) as span:
-            await self._upload.put(bucket)
-            span.add(bytes=sum(array.nbytes for array in bucket.values()))
+            span.add(bytes=await self._upload.put(bucket))
 
     def _wait(self, sending: Future[None] | None) -> None:
         if sending is None:

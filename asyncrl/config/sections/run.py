@@ -75,6 +75,12 @@ class WeightSyncConfig(ConfigSection):
     dir: Annotated[str, Field(min_length=1)] | None = None
     """Directory or URL of fsspec in which `backend: disk` keeps the last four versions; no other run may use it. All
     nodes with engines must be able to read it. null: `weights` in the run directory."""
+    max_deltas: NonNegative = 0
+    """With `backend: disk`, how many versions in a row may be sent as changes to the version before, exact to the last
+    bit, until one is sent whole; 0: all are whole. This saves most bytes for bfloat16 and small learning rates, and
+    none for float32 (docs/performance.md). Rank 0 of the Trainer keeps a copy of the weights in memory, and each node
+    with engines needs room for two versions in its temporary directory. A replica that starts reads the last whole
+    version and the changes since, together at most twice a version."""
     bucket_bytes: Positive = BUCKET_BYTES
     """The Trainer collects a version tensor by tensor and sends it in buckets of this size while it collects the next
     one, so that publishing takes up to two buckets and the largest tensor of memory. Tensors are not split. Small
@@ -379,6 +385,14 @@ RULES: tuple[RuleFunction, ...] = (
                "all engines would stand still until the last response in flight has ended "
                "(async_training.partial_rollout=false)",
                "set async_training.partial_rollout=true, or weight_sync.backend=object_store"),
+    ConfigRule("weight_sync.max_deltas", lambda c: c.weight_sync.max_deltas > 0 and c.weight_sync.backend != "disk",
+               "only files in weight_sync.dir are sent as changes, and weight_sync.backend is {c.weight_sync.backend}",
+               "set weight_sync.backend=disk, or weight_sync.max_deltas=0"),
+    ConfigRule("weight_sync.max_deltas", lambda c: c.weight_sync.max_deltas > 0 and c.weight_sync.lora == "adapter",
+               "adapters (weight_sync.lora=adapter) are small and change as a whole", "set weight_sync.max_deltas=0"),
+    ConfigRule("weight_sync.max_deltas", lambda c: c.weight_sync.max_deltas > 0 and c.rollout.dtype == "float32",
+               "a step changes nearly all weights in float32 (rollout.dtype), so versions will still be sent whole",
+               "set rollout.dtype=bfloat16, or weight_sync.max_deltas=0", "warning"),
     ConfigRule("weight_sync.lora", lambda c: c.weight_sync.lora == "adapter" and c.model.lora_rank == 0,
                "model.lora_rank is 0, so there are no adapters", "set model.lora_rank, or weight_sync.lora=merged"),
     ConfigRule("model.lora_rank", lambda c: c.weight_sync.lora == "adapter" and engine_lora_rank(c.model) is None,

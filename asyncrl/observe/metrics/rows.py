@@ -116,10 +116,15 @@ def step_row(record: StepRecord, driver: Metrics, *, time_s: float, unix_s: floa
 def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -> MetricsRow:
     """Return the row of an applied version. `step`: the newest step.
 
-    If every replica had the version already, there are no reports, and the row has only the delay.
+    If every replica had the version already, there are no reports, and the row has only the delay and the size.
     """
     reports = record.reports
     metrics = {"weight_sync/publish_to_applied_s": record.publish_to_applied_s}
+    if record.num_bytes:
+        metrics |= {
+            "weight_sync/sent_bytes": float(record.sent_bytes),
+            "weight_sync/sent_share": record.sent_bytes / record.num_bytes,
+        }
     if reports:
         phases = ("drain_s", "pause_s", "load_s", "fetch_s", "verify_s")
         metrics |= {f"weight_sync/{phase}": max(getattr(report, phase) for report in reports) for phase in phases}

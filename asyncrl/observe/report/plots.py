@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from asyncrl.observe.formats import count, percent, seconds
+from asyncrl.observe.formats import count, percent, seconds, size
 from asyncrl.observe.report.samples import KINDS
 from asyncrl.observe.report.versions import waste_by_reason
 
@@ -421,6 +421,9 @@ def _weight_sync(report: Report) -> Iterator[Any]:
             f"The median pause of a replica takes {seconds(paused['median'])}, the longest {seconds(paused['max'])}; "
             f"pauses take {percent(report['weight_sync']['paused_share'])} of the replicas' lifetimes."
         )
+    if published := phases.get("trainer.publish"):
+        sent = size(report["weight_sync"]["sent_bytes"])
+        text.append(f"The Trainer sent {sent} for {count(published['count'], 'version')}.")
     yield " ".join(text) or "The duration of each phase of the weight syncs."
     rows = [*phases.values()][::-1]
     figure, axes = subplots(height=1.0 + 0.42 * len(rows))

@@ -42,7 +42,7 @@ def staleness_figures(events: Events, histories: TracedSamples) -> dict[str, Any
 
 
 def weight_sync_figures(events: Events) -> dict[str, Any]:
-    """Return the durations of each phase, over all syncs and by replica."""
+    """Return the durations of each phase, over all syncs and by replica, and the bytes that the Trainer stored."""
     phases = []
     for name, meaning in SYNC_PHASES.items():
         if len(frame := events[name]):
@@ -50,7 +50,12 @@ def weight_sync_figures(events: Events) -> dict[str, Any]:
             durations = summarize(frame["duration_s"].to_numpy()) or {}
             rows = by_replica.reset_index().to_dict("records")
             phases.append({"phase": name, "meaning": meaning, **durations, "by_replica": rows})
-    return {"syncs": len(events["sync.apply"]), "phases": phases, "paused_share": _paused_share(events)}
+    return {
+        "syncs": len(events["sync.apply"]),
+        "phases": phases,
+        "paused_share": _paused_share(events),
+        "sent_bytes": events["sync.put"]["bytes"].sum(),
+    }
 
 
 def _paused_share(events: Events) -> float | None:

@@ -39,7 +39,7 @@ _PART = "asyncrl_part"
 
 _SUMMARIZED = (
     *("reward/mean", "tokens/trained", "staleness/mean", "staleness/max"),
-    *("weight_sync/pause_s", "weight_sync/publish_to_applied_s"),
+    *("weight_sync/pause_s", "weight_sync/publish_to_applied_s", "weight_sync/sent_share"),
 )
 RunOutcome = Literal["completed", "failed", "interrupted"]
 
@@ -176,6 +176,7 @@ class SummaryBuilder:
         self._staleness: Counter[int] = Counter()
         self._pauses = array("d")
         self._delays = array("d")
+        self._sent_shares = array("d")
         self._validations: list[MetricsRow] = []
 
     def add(self, row: MetricsRow) -> None:
@@ -186,7 +187,8 @@ class SummaryBuilder:
             self._add_step(row)
         elif row.kind == "apply":
             self.num_syncs += 1
-            for name, values in (("pause_s", self._pauses), ("publish_to_applied_s", self._delays)):
+            figures = {"pause_s": self._pauses, "publish_to_applied_s": self._delays, "sent_share": self._sent_shares}
+            for name, values in figures.items():
                 if (value := row.metrics.get(f"weight_sync/{name}")) is not None:
                     values.append(value)
         else:
@@ -296,6 +298,7 @@ class SummaryBuilder:
                     "count": self.num_syncs,
                     "pause_s": _median_and_max(self._pauses),
                     "publish_to_applied_s": _median_and_max(self._delays),
+                    "sent_share": statistics.fmean(self._sent_shares) if self._sent_shares else None,
                 },
                 "validation": self.validation(),
                 **recovery_summary(progress.restarts, progress.earlier_restarts),

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from asyncrl.core.failures import ConfigError, UserCodeError, conceal, users_frame
 from asyncrl.core.text import encodable
-from asyncrl.observe.formats import elapsed, number, short_s, whole_percent
+from asyncrl.observe.formats import elapsed, number, percent, short_s, whole_percent
 from asyncrl.observe.metrics.rows import MetricsRow
 from asyncrl.observe.status.run_status import Restart
 from asyncrl.observe.terminal.screen import (
@@ -295,7 +295,10 @@ def _outcome(summary: Mapping[str, Any]) -> RenderableType:
     sync = summary["weight_sync"]
     if sync["pause_s"]["p50"] is not None:
         pause = sync["pause_s"]
-        table.add_row("weight sync", f"{sync['count']}, pause {short_s(pause['p50'])} (max {short_s(pause['max'])})")
+        text = f"{sync['count']}, pause {short_s(pause['p50'])} (max {short_s(pause['max'])})"
+        if sync["sent_share"] is not None and sync["sent_share"] < 1.0:
+            text += f", {percent(sync['sent_share'])} of the bytes sent"
+        table.add_row("weight sync", text)
     return table
 
 

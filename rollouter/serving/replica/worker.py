@@ -56,6 +56,7 @@ from vllm.platforms import current_platform
 
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.weights.checksums import MODULUS, add, layer_group
+from asyncrl.weights.deltas import DeltaChunk
 from asyncrl.weights.nccl import NO_NCCL, deadline
 from asyncrl.weights.tensors import as_tensors
 from asyncrl.weights.transport import StoredChunk
@@ -134,6 +135,9 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         """Whether a broadcast of this update may have filled some layers."""
         self.failure = ""
         """Why the last broadcast failed; empty if it did not."""
+        self._kept: list[WeightChunk] = []
+        """The chunks of the loaded version whose files stay on this node, because the next version may have changes to
+        them."""
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """Return the store's address, or how to join a process group for broadcasts."""
@@ -208,7 +212,8 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         if self._version != wanted or not self.await_fetch(0.0):
             raise RuntimeError(f"asked to load {wanted}, but {self._version} was fetched")
         with torch.no_grad():
-            self.load_weights(item for chunk in self._chunks.result() for item in as_tensors(chunk))
+            self.load_weights(item for _, chunk in self._chunks.result() for item in as_tensors(chunk))
+        self._kept = [chunk for handle, chunk in self._chunks.result() if isinstance(handle, DeltaChunk)]
         # Drop the views into the object store, or the store could never free the version.
         del self._chunks
 
@@ -312,10 +317,10 @@ class WorkerExtension:
         return sums
 
 
-def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float) -> list[WeightChunk]:
-    """Return the version's chunks, mapped from the object store or from files without a copy, or read by the user's
-    class. The calls to Ray end within `limit_s`, so that the threads of repeated attempts do not accumulate; the user's
-    class and a filesystem have to end in time by themselves."""
+def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float) -> list[tuple[Any, WeightChunk]]:
+    """Return the version's chunks, each with its handle, mapped from the object store or from files without a copy, or
+    read by the user's class. The calls to Ray end within `limit_s`, so that the threads of repeated attempts do not
+    accumulate; the user's class and a filesystem have to end in time by themselves."""
     until = time.monotonic() + limit_s
 
     def left_s() -> float:
@@ -324,7 +329,7 @@ def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float)
     connect(store.address, store.namespace, limit_s=left_s())
     actor = ray.get_actor(store.store_name, namespace=store.namespace)
     refs = ray.get(actor.tensors.remote(weights_version), timeout=left_s())
-    return [ref.get() if isinstance(ref, StoredChunk) else ray.get(ref, timeout=left_s()) for ref in refs]
+    return [(ref, ref.get() if isinstance(ref, StoredChunk) else ray.get(ref, timeout=left_s())) for ref in refs]
 
 
 def _in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:

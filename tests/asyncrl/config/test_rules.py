@@ -33,6 +33,7 @@ DISTILL: Changes = {"algorithm.adv_estimator": "on_policy_distill"}
 REFERENCE: Changes = {"algorithm.use_kl_loss": True}
 ADAPTERS: Changes = {"model.lora_rank": 4, "weight_sync.lora": "adapter"}
 NCCL: Changes = {"weight_sync.backend": "nccl"}
+DELTAS: Changes = {"weight_sync.backend": "disk", "weight_sync.max_deltas": 5}
 SERVED: Changes = {"reward_model.placement": "serve", "reward_model.path": "rm"}
 SCORED: Changes = SERVED | {"reward_model.placement": "worker"}
 TOOLS: Changes = {f"{TURNS}.enable": True, f"{TURNS}.tools": [{"class_name": "calculator"}]}
@@ -89,6 +90,9 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("weight_sync.backend", NCCL | {"trainer.device": "cpu"}, "broadcasts from a GPU"),
     ("weight_sync.backend", NCCL | ADAPTERS, "from files"),
     ("weight_sync.backend", NCCL | {"async_training.partial_rollout": False}, "stand still"),
+    ("weight_sync.max_deltas", {"weight_sync.max_deltas": 5}, "weight_sync.backend is object_store"),
+    ("weight_sync.max_deltas", NCCL | {"weight_sync.max_deltas": 5}, "weight_sync.backend is nccl"),
+    ("weight_sync.max_deltas", ADAPTERS | DELTAS, "change as a whole"),
     ("weight_sync.lora", {"weight_sync.lora": "adapter"}, "there are no adapters"),
     ("model.lora_rank", ADAPTERS | {"model.lora_rank": 513}, "up to rank 512"),
     ("weight_sync.lora", ADAPTERS | {"trainer.strategy": "megatron"}, "layers of its own"),
@@ -238,6 +242,7 @@ SURPRISING: list[tuple[str, Changes]] = [
     ("reward.judge.weight", JUDGE | {"reward.judge.weight": 0}),
     ("reward.judge.prompt", JUDGE | {"reward.judge.prompt": "{response} {truth}"}),
     ("async_training.max_staleness", {"async_training.max_staleness": 1, "async_training.staleness_threshold": 3}),
+    ("weight_sync.max_deltas", DELTAS),
     ("timeouts.watchdog_s", {"timeouts.watchdog_s": 5}),
     ("timeouts.watchdog_s", {"timeouts.generate_s": 900}),
     ("timeouts.watchdog_s", {"reward.timeout_s": 900}),
@@ -343,6 +348,7 @@ VALID: list[Changes] = [
     {"rollout.engine_kwargs": {"kv_cache_dtype": "fp8"}, "weight_sync.max_mismatch_kl": None},
     {},
     NCCL | {"async_training.partial_rollout": False, "async_training.staleness_threshold": 0},
+    DELTAS | {"rollout.dtype": "bfloat16"},
     # Calls with these deadlines count as progress.
     {"timeouts.train_s": 7200, "timeouts.collective_s": 3600, "timeouts.apply_s": 900},
     REINFORCE | ON_POLICY,

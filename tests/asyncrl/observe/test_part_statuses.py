@@ -88,9 +88,12 @@ def test_a_status_without_a_key_is_an_error(missing: str) -> None:
 def test_an_apply_row_has_all_phases_of_a_weight_sync() -> None:
     first = ApplyReport("r0", 2, 0.25, 0.5, 0.125, 4, True, drain_s=0.0625, verify_s=1.0)
     second = replace(first, replica="r1", fetch_s=0.5, drain_s=0.03125, in_flight=1, verified=False)
-    row = apply_row(ApplyRecord(2, (first, second), 2.0), step=1, time_s=0.0, unix_s=0.0)
+    record = ApplyRecord(2, (first, second), 2.0, num_bytes=400, sent_bytes=8)
+    row = apply_row(record, step=1, time_s=0.0, unix_s=0.0)
     assert row.metrics == {
         "weight_sync/publish_to_applied_s": 2.0,
+        "weight_sync/sent_bytes": 8.0,
+        "weight_sync/sent_share": 0.02,
         "weight_sync/fetch_s": 0.5,
         "weight_sync/drain_s": 0.0625,
         "weight_sync/pause_s": 0.5,

@@ -50,9 +50,10 @@ def step(number: int, rewards: Sequence[float], **more: Any) -> MetricsRow:
     return step_row(StepRecord(number, number, metrics, tuple(rewards), staleness), {}, time_s=0.0, unix_s=0.0)
 
 
-def apply(version: int, pause_s: float, delay_s: float) -> MetricsRow:
+def apply(version: int, pause_s: float, delay_s: float, sent_bytes: int = 100) -> MetricsRow:
     report = ApplyReport("r0", version, 0.01, pause_s, 0.001, 3, True)
-    return apply_row(ApplyRecord(version, (report,), delay_s), step=version, time_s=0.0, unix_s=0.0)
+    record = ApplyRecord(version, (report,), delay_s, num_bytes=100, sent_bytes=sent_bytes)
+    return apply_row(record, step=version, time_s=0.0, unix_s=0.0)
 
 
 def validation(version: int, reward: float, examples: Sequence[dict[str, Any]] = ()) -> MetricsRow:
@@ -74,8 +75,8 @@ def test_the_summary_of_a_complete_run() -> None:
         apply(1, 0.03, 0.2),
         validation(1, 0.3),
         step(2, [0.5] * 10, staleness=(1,) * 9 + (3,)),
-        apply(2, 0.01, 0.4),
-        apply(3, 0.02, 0.3),
+        apply(2, 0.01, 0.4, sent_bytes=25),
+        apply(3, 0.02, 0.3, sent_bytes=25),
         validation(2, 0.6),
     )
     counts = SampleCounts(fed=25, running=1, ready=2, leased=0, trained=20, dropped={"stale": 2})
@@ -108,6 +109,7 @@ def test_the_summary_of_a_complete_run() -> None:
             "count": 3,
             "pause_s": {"p50": 0.02, "max": 0.03},
             "publish_to_applied_s": {"p50": 0.3, "max": 0.4},
+            "sent_share": 0.5,
         },
         "validation": {
             "before": {"step": 0, "version": 0, "reward": 0.2, "metrics": {"reward/mean": 0.2}},
@@ -134,6 +136,7 @@ def test_an_empty_run_has_nulls_and_no_nan() -> None:
     assert summary["reward"] == {"first": None, "last": None, "best": None}
     assert summary["staleness"] == {"mean": None, "max": None, "histogram": {}}
     assert summary["weight_sync"]["pause_s"] == {"p50": None, "max": None}
+    assert summary["weight_sync"]["sent_share"] is None
     assert summary["validation"] == {"before": None, "after": None, "points": []}
 
 

@@ -85,7 +85,7 @@ def test_the_processes_of_a_node_fetch_a_file_once(copies: Path, monkeypatch: py
     assert len(fetched) == 1
     assert copied(copies) == [Path(stored.url).name]
     # Another process has mapped it, too, and ends its use later.
-    script = f"from asyncrl.weights import disk; print(len(disk._map_node_copy(None, '/w/{Path(stored.url).name}')))"
+    script = f"from asyncrl.weights import disk; print(len(disk.node_copy('{stored.name}', None)))"
     environment = os.environ | {"TMPDIR": str(copies.parent)}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
     assert copied(copies) == [Path(stored.url).name]

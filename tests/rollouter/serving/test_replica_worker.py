@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import threading
+import uuid
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from vllm.model_executor import parameter
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from asyncrl.core.ports import WeightsVersion
+from asyncrl.weights.deltas import DeltaWriter
 from asyncrl.weights.nccl import deadline
 from rollouter.serving.replica import worker
 
@@ -159,7 +161,7 @@ def test_after_a_failed_broadcast_the_same_update_loads_the_version_from_the_sto
     monkeypatch.setattr(transfer._nccl, "update_weights", receive)
     version = {name: np.full(2, number, np.float32) for number, name in enumerate(("first.0", "first.1", "second.0"))}
     transfer._version, transfer._chunks = WeightsVersion(0, 1), Future()
-    transfer._chunks.set_result([version | {"second.1": np.full(2, 3, np.float32)}])
+    transfer._chunks.set_result([(None, version | {"second.1": np.full(2, 3, np.float32)})])
     transfer.start_weight_update()
     transfer.update_weights({"broadcast": {}, "limit_s": 60.0})
     assert transfer.failure == ("" if is_complete else "RuntimeError: a peer died")
@@ -169,3 +171,35 @@ def test_after_a_failed_broadcast_the_same_update_loads_the_version_from_the_sto
     assert model.first.weight.tolist() == [[0.0, 0.0], [1.0, 1.0]]
     assert model.second.weight.tolist() == [[2.0, 2.0], [3.0, 3.0]]
     assert model.second.weight is kept, "CUDA graphs refer to it"
+
+
+def test_chunks_that_may_get_changes_are_kept_until_the_next_version_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model, handles = FusedModel(), list[Any]()
+    config = SimpleNamespace(
+        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=""))
+    )
+    transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
+    store = SimpleNamespace(tensors=SimpleNamespace(remote=lambda version: handles))
+    monkeypatch.setattr(worker, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(worker.ray, "get_actor", lambda *_, **__: store)
+    monkeypatch.setattr(worker.ray, "get", lambda given, **_: given)
+    transfer._store = worker.StoreAddress("", "", "")
+    writer, weights = DeltaWriter(f"memory://{uuid.uuid4().hex}", 5), np.zeros(1000, np.float32)
+    model.load_weights = lambda tensors: [one.tolist() for _, one in tensors]  # type: ignore[method-assign]
+    for version in (1, 2, 3):
+        weights[version] = version
+        handles[:] = [writer.put({"w": weights})]
+        transfer.fetch(WeightsVersion(0, version), 60.0)
+        assert transfer.await_fetch(60.0)
+        transfer.receive_weights(worker.FetchedVersion(0, version))
+        copies = {path.name for path in tmp_path.glob("*/asyncrl-*")}
+        assert copies == {handles[0].files[-1].name}
+    assert len(handles[0].deltas) == 2
+    handles[:] = [{"w": weights}]
+    transfer.fetch(WeightsVersion(0, 4), 60.0)
+    assert transfer.await_fetch(60.0)
+    transfer.receive_weights(worker.FetchedVersion(0, 4))
+    assert not list(tmp_path.glob("*/asyncrl-*"))

@@ -224,19 +224,19 @@ class SlowUpload(CopyingUpload):
         super().__init__(publisher, version)
         self.begun, self.let_go = anyio.Event(), anyio.Event()
 
-    async def put(self, bucket: WeightBucket) -> None:
+    async def put(self, bucket: WeightBucket) -> int:
         self.begun.set()
         await self.let_go.wait()
-        await super().put(bucket)
+        return await super().put(bucket)
 
 
 class FullUpload(CopyingUpload):
     """Has no room after the first bucket."""
 
-    async def put(self, bucket: WeightBucket) -> None:
+    async def put(self, bucket: WeightBucket) -> int:
         if self.buckets:
             raise InfraError("no room")
-        await super().put(bucket)
+        return await super().put(bucket)
 
 
 class Signals(Likelihood):
