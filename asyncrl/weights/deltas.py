@@ -22,9 +22,6 @@ from asyncrl.weights.changes import apply_changes, find_changes
 from asyncrl.weights.checksums import MODULUS, bit_sum
 from asyncrl.weights.disk import DiskChunk, node_copy, read_tensors, write_tensors
 
-DAMAGED = (ValueError, LookupError, TypeError)
-"""What reading or applying a damaged file raises."""
-
 
 class DeltaChunk(NamedTuple):
     """Some tensors of a version: a whole chunk, and the changes to it that later versions have made."""
@@ -55,7 +52,7 @@ class DeltaChunk(NamedTuple):
         copies = [path.with_name(file.name) for file in self.files[:-1]]
         newest = max((index for index, copy in enumerate(copies) if copy.exists()), default=None)
         if newest is not None:
-            with suppress(FileNotFoundError, *DAMAGED):
+            with suppress(FileNotFoundError, ValueError, LookupError, TypeError):  # it is deleted or damaged
                 tensors = self._patched(read_tensors(copies[newest]), self.deltas[newest:])
         write_tensors(path, tensors or self._patched(self.whole.get(in_memory=True), self.deltas))
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from asyncrl.core.ports import SampleCounts
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.waits import Wait
-from asyncrl.observe.formats import elapsed, number, percent, short_s, size, whole_percent
+from asyncrl.observe.formats import elapsed, number, short_s, size, whole_percent
 from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.observe.status.summary import count_restarts
 
@@ -302,8 +302,8 @@ def _sync(board: Dashboard) -> Text:
     if (delay_s := board.metrics.get("weight_sync/publish_to_applied_s")) is None:
         return Text("-")
     share = board.metrics.get("weight_sync/sent_share", 1.0)
-    sent = percent(share) if share < 1.0 else None
-    return items(pause=board.pause, publish_to_applied=short_s(delay_s), count=board.num_syncs, bytes_sent=sent)
+    sent = whole_percent(share) if share < 1.0 else None
+    return items(pause=board.pause, publish_to_applied=short_s(delay_s), count=board.num_syncs, sent=sent)
 
 
 def health_line(health: RunHealth) -> Text | None:

@@ -37,6 +37,7 @@ BOARD = Dashboard(
         "idle/rollouter": 0.04,
         "weight_sync/pause_s": 0.028,
         "weight_sync/publish_to_applied_s": 0.21,
+        "weight_sync/sent_share": 0.0213,
     },
     num_syncs=56,
     rewards=tuple(index / 100 for index in range(57)),
@@ -91,7 +92,7 @@ def test_the_live_view_has_one_line_for_each_value(width: int) -> None:
         "queue        ready 12",
         "generated 3,912   trained 3,701",
         "rollouter 4 %   trainer 11 %",
-        "pause 28 ms   publish to applied 210 ms   count 56",
+        "pause 28 ms   publish to applied 210 ms   count 56   sent 2 %",
         "rollouter on engine 3.0 s (x64), permit 400 ms (x2)",
         "trainer on nothing",
     ):

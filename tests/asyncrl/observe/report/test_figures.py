@@ -506,6 +506,7 @@ def test_the_paused_share_is_relative_to_the_lifetimes_of_replicas(runs: Runs) -
         lifetimes += max(frame["end"].max() for frame in own) - min(frame["timestamp"].min() for frame in own)
     paused = sum(total(spans(own)) for _, own in events["sync.pause"].groupby("replica", observed=True))
     assert report["weight_sync"]["paused_share"] == pytest.approx(paused / lifetimes, rel=1e-4)
+    assert report["weight_sync"]["sent_bytes"] == events["sync.put"]["bytes"].sum() > 0
 
 
 # ---------------------------------------------------------------------------------------------- missing events
