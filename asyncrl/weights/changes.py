@@ -28,11 +28,10 @@ def find_changes(base: WeightBucket, new: WeightBucket) -> dict[str, NDArray[Any
     changes: dict[str, NDArray[Any]] = {}
     for name, tensor in new.items():
         changed = _bits(tensor) != _bits(base[name])
-        count = np.count_nonzero(changed)
-        if not count:
+        if not changed.any():
             continue
         changed[::MAX_GAP] = True  # so that all distances fit
-        if (count + tensor.size / MAX_GAP) * (2 + tensor.itemsize) >= tensor.nbytes:
+        if np.count_nonzero(changed) * (2 + tensor.itemsize) >= tensor.nbytes:
             changes[name] = tensor
             continue
         positions = np.flatnonzero(changed)
