@@ -8,8 +8,8 @@ that vLLM rearranges after it has loaded them (`_is_rearranged`) take part in th
 the model's files again, fill them, rearrange them, and copy the result to where the engine reads it.
 
 vLLM imports this module for its `worker_extension_cls`, before it loads the model. On CPU, the module switches oneDNN
-off. Otherwise vLLM would prepack linear layers for oneDNN and empty their weights, and an update in place would fail
-or, through a reload, leave stale layers and report success.
+off, and in 16 bits the kernels for small layers on CPUs with AMX. Otherwise vLLM would prepack linear layers for them and
+empty their weights, and an update in place would fail or, through a reload, leave stale layers and report success.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 import ray
 import torch
 import vllm._custom_ops
+import vllm.model_executor.layers.utils
 from numpy.typing import NDArray
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -65,6 +66,7 @@ from rollouter.serving.replica.adapters import held_tensors
 
 if current_platform.is_cpu():
     vllm._custom_ops._supports_onednn = False
+    vllm.model_executor.layers.utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = 0
     # vLLM's override (0.32) only calls torch's own function, which costs Python in each operator on a parameter: 7 % of
     # the time of decoding with a model of 1M parameters. Without it, parameters load and compute as before.
     del BasevLLMParameter.__torch_function__

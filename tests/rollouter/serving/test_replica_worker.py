@@ -16,6 +16,7 @@ import pytest
 import torch
 import vllm
 from vllm.model_executor import parameter
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from asyncrl.core.ports import WeightsVersion
@@ -203,3 +204,12 @@ def test_chunks_that_may_get_changes_are_kept_until_the_next_version_is_loaded(
     assert transfer.await_fetch(60.0)
     transfer.receive_weights(worker.FetchedVersion(0, 4))
     assert not list(tmp_path.glob("*/asyncrl-*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linear_layers_keep_the_weights_that_updates_are_loaded_into(dtype: torch.dtype) -> None:
+    """vLLM 0.32 packs them into kernels of oneDNN and, where the CPU has AMX, into its own for small layers."""
+    for size in (64, 2048):
+        layer = torch.nn.Linear(size, size, dtype=dtype)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        assert layer.weight.shape == (size, size)
