@@ -40,6 +40,8 @@ SHORTEST_S = 60.0
 """A row has at least this long, and does not begin if less is left."""
 STEPS = 20
 ON_POLICY = "mode_a_on_policy"
+COLOCATED = "placement=colocated"
+"""Engines and training processes use the same GPUs in turns, in `asyncrl launch sync`."""
 LONGEST_TEXT = 300
 Figures = dict[str, Any]
 
@@ -86,12 +88,17 @@ class RowResult:
 
 def launch_arguments(gpus: int, run_dir: Path, *overrides: str) -> list[str]:
     """Return the arguments of `asyncrl` for a run of `STEPS` steps. With one GPU, the engine has it, and the Trainer is
-    on the CPU, because engines and training processes have GPUs of their own."""
+    on the CPU, unless both use it in turns (`COLOCATED`)."""
+    mode = "sync" if COLOCATED in overrides else "fully_async"
     return [
-        "launch", "fully_async", *overrides, f"run_dir={run_dir}", "data.val_files=[]",
+        "launch", mode, *overrides, f"run_dir={run_dir}", "data.val_files=[]",
         f"trainer.total_training_steps={STEPS}", "trainer.save_last=false", "logging.console=plain",
-        "logging.sinks=[jsonl]", *(["trainer.device=cpu"] if gpus == 1 else []),
+        "logging.sinks=[jsonl]", *(["trainer.device=cpu"] if _trains_on_cpu(gpus, overrides) else []),
     ]  # fmt: skip
+
+
+def _trains_on_cpu(gpus: int, overrides: Sequence[str]) -> bool:
+    return gpus == 1 and COLOCATED not in overrides
 
 
 def _launch(gpus: int, directory: Path, *overrides: str) -> Figures:
@@ -111,7 +118,7 @@ def _launch(gpus: int, directory: Path, *overrides: str) -> Figures:
 
     mfu = values("actor/mfu")
     return {
-        "Trainer": "on the CPU" if gpus == 1 else "on a GPU",
+        "Trainer": "on the CPU" if _trains_on_cpu(gpus, overrides) else "on a GPU",
         "tokens/s": times.tokens / times.wall_s,
         "MFU": fmean(mfu) if mfu else None,
         "Trainer idle": times.idle_trainer,
@@ -130,6 +137,10 @@ def _bfloat16(gpus: int, directory: Path, *overrides: str) -> Figures:
     return _launch(gpus, directory, ON_POLICY, "rollout.dtype=bfloat16", *trained, *overrides)
 
 
+def _in_turns(gpus: int, directory: Path) -> Figures:
+    return _launch(1, directory, COLOCATED)
+
+
 def _graphs(gpus: int, directory: Path) -> Figures:
     return _bfloat16(gpus, directory, "rollout.enforce_eager=false")
 
@@ -144,7 +155,8 @@ def _trained_at_size(name: str) -> Callable[[int, Path], Figures]:
         from benchmarks.models import QWEN_SHAPES, make_qwen
 
         model = make_qwen(directory / "model", QWEN_SHAPES[name])
-        keys = [f"model.path={model}", f"rollout.num_replicas={gpus - 1}", "trainer.ppo_mini_batch_size=16"]
+        keys = [f"model.path={model}", f"rollout.num_replicas={max(1, gpus - 1)}", "trainer.ppo_mini_batch_size=16"]
+        keys += [COLOCATED] if gpus == 1 else []
         # A random model gives no right answer, so the shipped reward would train nothing.
         keys.append("reward.function=benchmarks.overlap:reward")
         return _launch(gpus, directory, "rollout=gpu", "trainer=gpu", *keys)
@@ -217,10 +229,9 @@ def selfcheck_figures(stdout: str, stderr: str) -> Figures:
     return {f"{name} checks": sum(one["backend"] == name for one in results) for name in backends}
 
 
-_APART = "engines and training processes have GPUs of their own"
 ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow("quickstart", _quickstart),
-    SmokeRow("run, 0.5B", _trained_at_size("0.5B"), gpus=2, gpus_for=_APART),
+    SmokeRow("run, 0.5B", _trained_at_size("0.5B")),
     SmokeRow("bfloat16", _bfloat16),
     SmokeRow("CUDA graphs", _graphs),
     SmokeRow("engine with tensor parallelism", _right_weights("Qwen2", 2), gpus=2, gpus_for="one engine uses two"),
@@ -228,13 +239,13 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow("weights: disk", _weights("disk")),
     SmokeRow("weights: nccl", _weights("nccl"), gpus=2, gpus_for="one broadcasts, and the engine has the other"),
     SmokeRow("weights: ipc", missing="weight_sync.backend has no ipc"),
-    SmokeRow("sleep and wake", missing=f"{_APART}, so no engine has to sleep"),
+    SmokeRow("sleep and wake", _in_turns),
     SmokeRow("varlen attention", _updates()),
     SmokeRow("Liger", _updates(use_liger=True), package="liger_kernel", extra="liger"),
     SmokeRow("FSDP2, offload and the other backends", _selfcheck),
     SmokeRow("weights of experts (MoE)", _right_weights("Qwen3Moe")),
     SmokeRow("FP8", _fp8),
-    SmokeRow("run, 1.5B", _trained_at_size("1.5B"), gpus=2, gpus_for=_APART),
+    SmokeRow("run, 1.5B", _trained_at_size("1.5B")),
 )
 
 

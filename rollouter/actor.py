@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, InfraError
+from asyncrl.core.ports import SharedGpus
 from asyncrl.core.records import RecordSink, RunRecord, stream_records
 from asyncrl.core.tasks import task_group
 from asyncrl.profiling import ProfilerSettings, profile
@@ -25,7 +26,7 @@ from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.queue.actor import QueueClient
 from asyncrl.queue.payloads import make_payloads
 from asyncrl.queue.turn_log import FileTurns, NoTurns
-from asyncrl.weights.object_store import ObjectStoreFeed
+from asyncrl.weights.object_store import ObjectStoreFeed, StoreGpuTurns
 from rollouter.agent.parsing import AUTO
 from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
 from rollouter.gateway.external import ExternalAgent
@@ -138,6 +139,8 @@ class RolloutActor:
         config, call_s = self._config, self._config.timeouts.call_s
         scorer, pool = await self._start_generation(task, has_engines=start.has_engines)
         turns: FileTurns | NoTurns = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
+        fleet = self._fleet() if start.has_engines else UnavailableFleet()
+        shared = SharedGpus(StoreGpuTurns(store_handle, call_s=call_s), fleet) if config.takes_turns else None
         self._rollouter = Rollouter(
             config,
             task._replace(scorer=scorer),
@@ -145,11 +148,12 @@ class RolloutActor:
             payloads=make_payloads(config, run_dir, self._incarnation),
             turns=turns,
             feed=ObjectStoreFeed(store_handle, call_s=call_s),
-            fleet=self._fleet() if start.has_engines else UnavailableFleet(),
+            fleet=fleet,
             sink=sink,
             start=start,
             files=make_files(config, run_dir, task.decode),
             workers=pool,
+            gpus=shared,
         )
         SkipManager.watch(self._rollouter.waits.waiting)
         if self._stopped:

@@ -108,3 +108,9 @@ class UnavailableFleet:
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:
         return []
+
+    async def sleep(self) -> None:
+        return
+
+    async def wake(self) -> None:
+        return

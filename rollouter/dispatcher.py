@@ -106,6 +106,8 @@ class Dispatcher:
         for sample_id in admission.sample_ids:
             self._in_flight[sample_id] = self._parts.clock()
             profile.note("sample.admitted", sample=str(sample_id), permit_wait_s=wait_s)
+        if admission.sample_ids:  # of a sample that replaces a dropped one, perhaps while the engines sleep
+            await self._parts.engines_awake()
         return admission
 
     async def _admit_batches(self, group: TaskGroup) -> None:

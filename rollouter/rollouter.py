@@ -19,6 +19,7 @@ from asyncrl.core.failures import AsyncRLError, BugError, FencedError, first_fai
 from asyncrl.core.ports import (
     EngineFleet,
     PayloadStore,
+    SharedGpus,
     TurnLog,
     WeightFeed,
 )
@@ -50,6 +51,7 @@ class Rollouter:
         start: RolloutStart,
         files: Sequence[TrajectoryFiles] = (),
         workers: WorkerPool | None = None,
+        gpus: SharedGpus | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -67,6 +69,7 @@ class Rollouter:
             scorer=task.scorer,
             workers=workers,
             served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
+            engines_awake=lambda: self._versions.awake.wait(),
             agent=task.agent,
             files=files,
             clock=clock,
@@ -75,7 +78,7 @@ class Rollouter:
         self.waits = parts.waits
         self._dispatcher = Dispatcher(parts)
         self._validator = Validator(parts, task.val_prompts, task.decode) if task.val_prompts is not None else None
-        self._versions = WeightUpdateLoop(parts, start, feed=feed, sink=sink, validator=self._validator)
+        self._versions = WeightUpdateLoop(parts, start, feed=feed, sink=sink, validator=self._validator, gpus=gpus)
 
     async def run(self) -> None:
         """Generate until the queue has ended and the newest version is applied, or until `stop()`.
@@ -90,6 +93,8 @@ class Rollouter:
                     await group.start(self._versions.run, name="versions")
                     await self._dispatcher.run()
                     self._versions.finish()
+            if self._scope.cancelled_caught:
+                await self._versions.yield_gpus()
         except ExceptionGroup as failures:
             fenced = failures.subgroup(FencedError)
             error = first_failure(fenced or failures)

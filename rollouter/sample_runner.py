@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
@@ -202,6 +203,8 @@ class RolloutParts(GenerationParts):
     payloads: PayloadStore
     turns: TurnLog
     served_version: Callable[[], ServedVersion]
+    engines_awake: Callable[[], Awaitable[Any]] = anyio.lowlevel.checkpoint
+    """Wait until the engines are awake."""
     files: Sequence[TrajectoryFiles] = ()
     """They receive every scored sample of training."""
 

@@ -14,6 +14,10 @@ If a requested validation was not recorded (the Rollouter died, or the store los
 applied is validated.
 
 A publication or `finish()` wakes the loop.
+
+If the ranks use the engines' GPUs in turns with them (`placement: colocated`), the loop lends them to the ranks:
+
+    the Trainer wants them ─▶ fleet.sleep ─▶ grant ─▶ … ─▶ it has given them back ─▶ fleet.apply, or wake ─▶ validate?
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from anyio.abc import TaskStatus
 
 from asyncrl.config.resources.plan import validation_due
 from asyncrl.core.failures import InfraError
-from asyncrl.core.ports import ApplyReport, Publication, WeightFeed, WeightsVersion
+from asyncrl.core.ports import ApplyReport, GpuTurn, Publication, SharedGpus, WeightFeed, WeightsVersion
 from asyncrl.core.records import ApplyRecord, RecordSink, ValidationRecord
 from asyncrl.profiling import profile
 from rollouter.sample_runner import RolloutParts
@@ -62,8 +66,13 @@ class WeightUpdateLoop:
         feed: WeightFeed,
         sink: RecordSink,
         validator: Validator | None,
+        gpus: SharedGpus | None = None,
     ) -> None:
+        """`gpus`: those that the engines share with the ranks; None: the engines have their own."""
         self._parts = parts
+        self._gpus = gpus
+        self.awake = anyio.Event()
+        """Set while the engines can generate; a new event replaces it when they fall asleep."""
         self._feed = feed
         self._sink = sink
         self._validator = validator
@@ -92,18 +101,26 @@ class WeightUpdateLoop:
             InfraError: a version could not be applied, or the feed is gone.
             Others: see `Validator.run`.
         """
+        if self._gpus is not None:  # an earlier Rollouter may have lent them
+            await self._wait_for_engines_turn(self._gpus, "engines", "wanted")
         # In a resumed run the Trainer publishes its checkpoint before anything is generated.
         first = await self._feed.latest()
         if first is not None:
             await self._apply(first, initial=True)
         else:
+            if self._gpus is not None:
+                await self._gpus.fleet.wake()
             profile.set_position(step=1, version=0)
+        self.awake.set()
         # If generation began earlier, a resumed run would sample from the weights in the model's files.
         task_status.started()
         if self._validate_first or (first is not None and self._needs_validation(first)):
             await self._validate(first.step if first else 0)
         while not self._finishing:
-            await self._apply_and_validate(await self._wait_newer())
+            if self._gpus is None:
+                await self._apply_and_validate(await self._wait_newer())
+            else:
+                await self._lend_gpus(self._gpus)
         while (last := await self._feed.latest()) is not None and last.weights_version > self.weights_version:
             await self._apply_and_validate(last)
 
@@ -112,6 +129,45 @@ class WeightUpdateLoop:
         with anyio.CancelScope() as self._wait_scope, self._parts.waits.waiting("weights"):
             return await self._feed.wait_newer(self.weights_version, timeout_s=self._timeouts.call_s)
         return None
+
+    async def _lend_gpus(self, gpus: SharedGpus) -> None:
+        """Lend the GPUs to the ranks once the Trainer wants them, until it gives them back.
+
+        A version is applied only then, because until then the ranks have the memory that the engines need for it.
+        """
+        if await self._wait_turn(gpus, "wanted") is None:
+            return
+        self.awake = anyio.Event()
+        with self._parts.waits.waiting("apply", limit_s=self._timeouts.apply_call_s):
+            await gpus.fleet.sleep()
+        await gpus.turns.grant()
+        await self._wait_for_engines_turn(gpus, "engines")
+        newest = await self._feed.latest()
+        if newest is not None and newest.weights_version > self.weights_version:
+            await self._apply_and_validate(await self._wait_newer())
+        else:  # the Trainer needs more samples
+            await gpus.fleet.wake()
+            self.awake.set()
+
+    async def _wait_for_engines_turn(self, gpus: SharedGpus, *begins: GpuTurn) -> None:
+        """Return once one of `begins` is the turn, or after a call of `finish`, before which the Trainer has given the
+        GPUs back. If the store was restarted during the ranks' turn, grant it once more."""
+        while not self._finishing and (turn := await self._wait_turn(gpus, "engines", "wanted")) not in begins:
+            if turn == "wanted":
+                await gpus.turns.grant()
+
+    async def _wait_turn(self, gpus: SharedGpus, *wanted: GpuTurn) -> GpuTurn | None:
+        """Return the turn, or None if it is none of `wanted` in time or `finish` was called."""
+        with anyio.CancelScope() as self._wait_scope, self._parts.waits.waiting("gpus"):
+            return await gpus.turns.wait(*wanted, timeout_s=self._timeouts.call_s)
+        return None
+
+    async def yield_gpus(self) -> None:
+        """Leave the GPUs to the ranks when a run is stopped, so that the Trainer can write its last checkpoint."""
+        if self._gpus is not None:
+            with anyio.move_on_after(self._timeouts.stop_s):
+                await self._gpus.fleet.sleep()
+                await self._gpus.turns.grant()
 
     async def _apply_and_validate(self, publication: Publication | None) -> None:
         if publication is None or publication.weights_version <= self.weights_version:
@@ -135,6 +191,7 @@ class WeightUpdateLoop:
         else:
             publish_to_applied_s = self._parts.clock() - started
         self.weights_version, self.step, self._applied = publication.weights_version, publication.step, publication
+        self.awake.set()
         profile.set_position(step=self.step + 1, version=self.weights_version.version)
         # After the replicas, because the staleness gate counts only versions that every replica serves.
         await self._parts.queue.set_applied_version(publication.version, lineage=publication.lineage)

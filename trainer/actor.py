@@ -29,7 +29,7 @@ from asyncrl.queue.actor import QueueClient
 from asyncrl.queue.payloads import make_payloads
 from asyncrl.storage.checkpoint_manifest import LineageHistory, Progress, Resume
 from asyncrl.storage.run_dir import RunDir
-from asyncrl.weights.object_store import ObjectStorePublisher
+from asyncrl.weights.object_store import ObjectStorePublisher, StoreGpuTurns
 from skip import SkipManager
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class TrainerActor:
             bucket_bytes=sync.bucket_bytes,
             max_deltas=sync.max_deltas,
         )
+        turns = StoreGpuTurns(store, call_s=self._config.timeouts.call_s, lineage=history.lineage)
         # Importing torch takes seconds, so it must not block the event loop, nor the driver, which imports this module.
         parts = await to_thread.run_sync(_import_trainer)
         trainer = await parts.Trainer.start(
@@ -85,6 +86,7 @@ class TrainerActor:
             validated_step=validated_step,
             publisher=publisher,
             waits=self._waits,
+            turns=turns if self._config.takes_turns else None,
         )
         self._trainer, self._run_dir = trainer, run_dir
         return {

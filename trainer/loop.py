@@ -6,7 +6,8 @@
       ├──── drop ◀────────┘ nothing to train on            │
       └────────────────────────────────────────────────────┘ until total_steps, stop(), or the stream ends
 
-    lease       waits for READY samples, the end of the stream, or stop()
+    lease       waits for READY samples, the end of the stream, or stop(). On GPUs that the engines use, too, the ranks'
+                turn ends before it and begins after it (`trainer.ranks_turn`)
     experience  the ranks' forward passes: log-probs, values, scores (`trainer.experience`)
     train       a call to the ranks; never cancelled, and ended by `timeouts.train_s` or a hung rank (`Trainer.run`)
     log         writes the samples of the step to the Trainer's own log (`asyncrl.storage.trained_steps`)
@@ -59,6 +60,7 @@ from trainer.algorithms.objective import finish_metrics
 from trainer.batches import BatchSource, LeasedBatch, TrainSample
 from trainer.checkpoints import RoleCheckpoints
 from trainer.experience import ExperienceBuilder
+from trainer.ranks_turn import RanksTurn
 from trainer.schedule import LoopSettings, mini_batches
 from trainer.step_records import StepRecorder, batch_metrics, note_trained, role_metrics, sample_metrics
 from trainer.workers.worker import RoleGroup
@@ -85,6 +87,7 @@ class TrainLoop:
         progress: Progress | None = None,
         validated_step: int = 0,
         waits: WaitBoard | None = None,
+        turn: RanksTurn | None = None,
         end_traces: Callable[[int], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,6 +96,7 @@ class TrainLoop:
             end_traces: called with the number of each step that has ended.
             progress: the counts from which the loop starts, and which it updates.
             validated_step: the newest step whose weights were validated or will be; 0: none.
+            turn: that of the ranks on GPUs that they share with the engines; None: they have their own.
         """
         self._settings = settings
         self._queue = queue
@@ -109,6 +113,7 @@ class TrainLoop:
         """Number of samples rejected in the batches since the last one with a sample to train on."""
         self.progress = progress if progress is not None else Progress()
         self.waits = waits if waits is not None else WaitBoard(clock)
+        self._turn = turn if turn is not None else RanksTurn(None, self.waits, offload_s=0.0)
         self._first_step = self.progress.step
         self._steps = StepRecorder(self.progress, lineage=settings.lineage, clock=clock)
         self._validated_step = validated_step
@@ -143,12 +148,14 @@ class TrainLoop:
         batch, size, left_out = LeasedBatch(), self._settings.next_batch_size(self.progress), False
         self._steps.begin()
         try:
+            await self._turn.end()
             with self.waits.waiting("samples"), self._steps.phase("wait_samples") as span:
                 await self._batch_source.fill(batch, size, trainer_version=self.progress.version)
                 span.add(samples=len(batch.samples))
             self.progress.leases += len(batch.leases)
             left_out = self._settings.drop_partial and batch.ended and len(batch.samples) < size
             if batch.samples and not self._stopping and not left_out:
+                await self._turn.begin()
                 await self._train(batch, sink)
         except BaseException:
             await self._batch_source.release_after_failure(batch)
@@ -320,9 +327,12 @@ class TrainLoop:
             # back to the last checkpoint while its weights were being validated.
             unvalidated = self._settings.has_validation and self._validated_step < progress.step
             if unpublished or unvalidated:
+                await self._turn.begin()
                 await self._publish(last=True)
         if self._settings.save_last and self._checkpoints.is_due_at_end(progress.step):
+            await self._turn.begin()
             await self._checkpoints.begin(progress, tasks, last=True)
+        await self._turn.end()
         await self._checkpoints.wait_written()
         if not self._checkpoints.failed:
             await self._queue.close()

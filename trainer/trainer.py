@@ -14,7 +14,7 @@ from asyncrl.config.environment import model_config
 from asyncrl.config.resources.plan import validation_due
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import first_failure
-from asyncrl.core.ports import PayloadStore, WeightPublisher
+from asyncrl.core.ports import GpuTurns, PayloadStore, WeightPublisher
 from asyncrl.core.records import RecordSink
 from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
@@ -29,6 +29,7 @@ from trainer.batches import BatchSource, RowRules
 from trainer.checkpoints import CheckpointDirectory, HfExportSettings, RoleCheckpoints
 from trainer.experience import ExperienceBuilder
 from trainer.loop import TrainLoop
+from trainer.ranks_turn import RanksTurn
 from trainer.schedule import LoopSettings
 from trainer.tokenizer_checks import check_tokenizers
 from trainer.workers.group import TrainerGroups
@@ -49,6 +50,7 @@ class Trainer:
         files: CheckpointDirectory,
         trained_steps: TrainedStepsFile,
         waits: WaitBoard,
+        turn: RanksTurn,
         *,
         lineage: int,
         validated_step: int | None = None,
@@ -63,6 +65,8 @@ class Trainer:
             role: group for role, group in groups.roles.items() if role in ("actor", "critic")
         }
         self._waits = waits
+        self._turn = turn
+        turn.roles = tuple(groups.roles.values())
         self._loop: TrainLoop | None = None
         self._stopped = False
         self._served = anyio.Event()
@@ -81,6 +85,7 @@ class Trainer:
         validated_step: int | None,
         publisher: WeightPublisher,
         waits: WaitBoard,
+        turns: GpuTurns | None = None,
     ) -> Self:
         """Load the models and the checkpoint, if there is one, and publish its version.
 
@@ -98,6 +103,7 @@ class Trainer:
                 are set aside. Its newest lineage is that of the publisher.
             validated_step: the newest step with a recorded validation, except steps that a rewind has undone; None if
                 there is none.
+            turns: the turns on GPUs that the ranks share with the engines; None: they have their own.
 
         Raises:
             FencedError: another launch continues the run from `trainer.checkpoint_dir`.
@@ -116,11 +122,13 @@ class Trainer:
             remote=remote,
         )
         trained_steps = TrainedStepsFile(run_dir.path, history.lineage)
+        turn = RanksTurn(turns, waits, offload_s=config.timeouts.train_s)
+        await turn.begin()
         with waits.waiting("model"):
             await to_thread.run_sync(check_tokenizers, config)
             groups = await TrainerGroups.start(config, publisher=publisher, run_dir=run_dir.path)
         trainer = cls(
-            config, groups, files, trained_steps, waits, lineage=history.lineage, validated_step=validated_step
+            config, groups, files, trained_steps, waits, turn, lineage=history.lineage, validated_step=validated_step
         )
         try:
             trainer.attention = await trainer._trained["actor"].attention()
@@ -128,6 +136,7 @@ class Trainer:
             if resume is not None:
                 await trainer._resume(resume)
             await trainer._publish_start(new_run=resume is None and history.lineage == 0)
+            await turn.end()
         except BaseException:
             await groups.close()
             raise
@@ -179,6 +188,7 @@ class Trainer:
             InfraError, DeadlineError: the store did not accept it.
         """
         await self._trained["actor"].republish()
+        await self._turn.restore()
 
     @property
     def ranks(self) -> list[Mapping[str, Any]]:
@@ -283,6 +293,7 @@ class Trainer:
             progress=self.progress,
             validated_step=self._validated_step or 0,
             waits=self._waits,
+            turn=self._turn,
             end_traces=self._groups.end_traces,
         )
 

@@ -184,6 +184,7 @@ def as_evaluation(config: Config) -> Config:
             "data": config.data.model_copy(update={"train_files": (), "sampler": None}),
             "rollout": rollout.model_copy(update={"autoscaling": off, "dump_dir": None}),
             "skip": SkipConfig(),
+            "placement": "separate",
             "profiler": config.profiler.model_copy(update={"level": "off"}),
         }
     )

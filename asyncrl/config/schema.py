@@ -39,6 +39,10 @@ class Config(ConfigSection):
     """Groups experiments in metric sinks."""
     experiment_name: str = "quickstart"
     """Names the directory of the runs below runs/."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """GPUs of engines and training processes: `separate`, each has its own; `colocated`, both use the same ones in
+    turns. The engines sleep while the Trainer computes, and what the training processes have is in the memory of the
+    machine while the engines generate. For `asyncrl launch sync` on one machine (docs/gpu.md)."""
     run_dir: str | None = None
     """Directory of the run; null: runs/<experiment_name>/<time>/. With `resume`, it can only be the directory of the
     resumed run."""
@@ -169,6 +173,12 @@ class Config(ConfigSection):
     def syncs_adapters(self) -> bool:
         """Whether versions consist of LoRA adapters, which the engines add to the weights in the model's files."""
         return self.weight_sync.lora == "adapter" and not self.validates_only
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and ranks use the same GPUs in turns. A file for such a run may also be that of a command
+        that has only one of the two."""
+        return self.placement == "colocated" and self.mode == "sync" and not self.validates_only
 
     @property
     def longest_trajectory(self) -> int:

@@ -223,6 +223,28 @@ class WeightFeed(Protocol):
         """Return the newest publication above `weights_version`; None: there was none in time."""
 
 
+GpuTurn = Literal["engines", "wanted", "ranks"]
+"""Whose turn it is on GPUs that engines and ranks share (`placement: colocated`). `wanted`: still that of the engines,
+and the Trainer waits until they sleep."""
+
+
+class GpuTurns(Protocol):
+    """The turns on GPUs that engines and ranks share, as the weight store keeps them."""
+
+    async def take(self) -> None:
+        """Trainer: return once it is the ranks' turn, which begins when the Rollouter grants it."""
+
+    async def give_back(self) -> None:
+        """Trainer: let the engines' turn begin. The ranks have moved everything off the GPUs."""
+
+    async def wait(self, *turns: GpuTurn, timeout_s: float) -> GpuTurn | None:
+        """Return the turn once it is one of `turns`; None: it was not in time. A restarted store does not know whose
+        turn it is until the Trainer reports it."""
+
+    async def grant(self) -> None:
+        """Rollouter: let the ranks' turn begin. The engines sleep."""
+
+
 @dataclass(frozen=True, slots=True)
 class ApplyReport:
     """How one replica changed from one version to the next. Durations are in seconds."""
@@ -255,9 +277,11 @@ class ApplyReport:
         return WeightsVersion(self.lineage, self.version)
 
 
-ReplicaPhase = Literal["starting", "serving", "fetching", "pausing", "loading", "verifying", "leaving", "broken"]
-"""`leaving`: Serve has asked the replica to end, because fewer are wanted or its node is drained; its requests go on
-elsewhere."""
+ReplicaPhase = Literal[
+    "starting", "serving", "fetching", "pausing", "loading", "verifying", "sleeping", "leaving", "broken"
+]
+"""`sleeping`: the ranks have its GPUs (`placement: colocated`). `leaving`: Serve has asked the replica to end, because
+fewer are wanted or its node is drained; its requests go on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +418,24 @@ class EngineFleet(Protocol):
         """
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:
-        """Bring every replica to the publication's version."""
+        """Bring every replica to the publication's version, and wake those that sleep (`SleepingFleet`)."""
+
+
+class SleepingFleet(EngineFleet, Protocol):
+    """Replicas that sleep while the ranks use their GPUs (`placement: colocated`)."""
+
+    async def sleep(self) -> None:
+        """Let every replica finish its requests, hold new ones back, and free its GPUs."""
+
+    async def wake(self) -> None:
+        """Let every replica that sleeps take its GPUs back, with the version that it served before."""
+
+
+class SharedGpus(NamedTuple):
+    """The Rollouter's side of GPUs that engines and ranks share."""
+
+    turns: GpuTurns
+    fleet: SleepingFleet
 
 
 class PromptSource(Protocol):

@@ -195,7 +195,10 @@ class Run:
         longest, start meanwhile, once it is decided whether the run needs them."""
         skip = self._config.skip.async_rollout
         async with anyio.create_task_group() as parts:
-            parts.start_soon(self._start_first, self._trainer)
+            if self._config.takes_turns:  # engines fill the GPUs on which the ranks have already reserved their shares
+                await self._start_first(self._trainer)
+            else:
+                parts.start_soon(self._start_first, self._trainer)
             if skip.enable and skip.engines == "auto":
                 await self._start_first(self._rollouter)
                 self._status.has_engines = not await self._is_covered()

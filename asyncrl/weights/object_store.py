@@ -27,6 +27,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.run import BUCKET_BYTES
 from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedError, InfraError
 from asyncrl.core.ports import (
+    GpuTurn,
     Publication,
     ReplicaReport,
     StoreStatus,
@@ -41,6 +42,7 @@ from asyncrl.weights.broadcast import BroadcastRelay
 from asyncrl.weights.checksums import WeightChecksums
 from asyncrl.weights.deltas import DeltaChunk, DeltaWriter
 from asyncrl.weights.disk import DiskChunk, stored_chunks
+from asyncrl.weights.gpu_turns import GpuTurnRelay
 from asyncrl.weights.transport import IN_RAY, OwnChunk, StoredChunk
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class ServedRun:
     max_mismatch_kl: float | None = None
     adapters: bool = False
     """Whether versions consist of LoRA adapters."""
+    takes_turns: bool = False
+    """Whether the ranks use the engines' GPUs while these sleep."""
     profiler: ProfilerSettings = PROFILING_OFF
     """The profiler settings of the replicas, which send their events with their answers."""
 
@@ -79,11 +83,12 @@ class ServedRun:
             sync.verify,
             sync.max_mismatch_kl,
             config.syncs_adapters,
+            config.takes_turns,
             ProfilerSettings.of(config.profiler, None),
         )
 
 
-class WeightStoreActor(BroadcastRelay):
+class WeightStoreActor(GpuTurnRelay, BroadcastRelay):
     """Keeps the published versions and the references to their bytes. Everything runs on the actor's event loop."""
 
     def __init__(self, served: ServedRun | None = None, wall_clock: Callable[[], float] = time.time) -> None:
@@ -98,6 +103,8 @@ class WeightStoreActor(BroadcastRelay):
         self._changed = asyncio.Condition()
         self._knows_newest = not ray.get_runtime_context().was_current_actor_reconstructed
         """Whether an empty store means that nothing was published, which is unknown after a restart."""
+        if not self._knows_newest:
+            self._turn = None
         self._replicas = ReplicaReports()
         self._wanted_replicas: WantedReplicas | None = None
 
@@ -572,6 +579,38 @@ class ObjectStoreFeed:
             # Not awaited: if the call is lost, at worst one validation is repeated.
             self._store.acknowledge.remote(newest.weights_version)
         return newest
+
+
+class StoreGpuTurns:
+    """The access of both sides to the turns on shared GPUs (`ports.GpuTurns`)."""
+
+    def __init__(self, store: ray.actor.ActorHandle, *, call_s: float, lineage: int = 0) -> None:
+        """`lineage`: that of the Trainer."""
+        self._store = store
+        self._call_s = call_s
+        self._lineage = lineage
+
+    async def take(self) -> None:
+        limit_s = self._call_s
+        while not await _ask(
+            lambda _: self._store.want_gpus.remote(self._lineage, limit_s), 2 * limit_s, "waiting for the GPUs"
+        ):
+            pass
+
+    async def give_back(self) -> None:
+        await _ask(lambda _: self._store.return_gpus.remote(self._lineage), self._call_s, "returning the GPUs")
+
+    async def wait(self, *turns: GpuTurn, timeout_s: float) -> GpuTurn | None:
+        until = anyio.current_time() + timeout_s
+        turn: GpuTurn | None = await _ask(
+            lambda _: self._store.wait_gpu_turn.remote(turns, max(0.0, until - anyio.current_time())),
+            self._call_s + timeout_s,
+            "waiting for the turn on the GPUs",
+        )
+        return turn
+
+    async def grant(self) -> None:
+        await _ask(lambda _: self._store.grant_gpus.remote(), self._call_s, "granting the GPUs")
 
 
 async def _ask(call: Callable[[bool], Any], timeout_s: float, what: str) -> Any:

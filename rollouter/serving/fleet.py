@@ -92,6 +92,34 @@ class ServeFleet:
             await anyio.sleep(client.FIRST_BACKOFF_S)
             await replicas_up(self._app.name, self._timeouts.start_s)
 
+    async def sleep(self) -> None:
+        """See `ports.SleepingFleet`. A replica that starts is waited for. Raises as `_call_all`."""
+        await self._call_all("sleep_engine")
+
+    async def wake(self) -> None:
+        """See `ports.SleepingFleet`. Raises as `_call_all`."""
+        await self._call_all("wake_engine")
+
+    async def _call_all(self, method: str) -> None:
+        """Call every replica, and all of them again once Serve has replaced those that failed.
+
+        Raises:
+            InfraError: some replica still fails `timeouts.start_s` after the first failure.
+        """
+        until = math.inf
+        while True:
+            await replicas_up(self._app.name, self._timeouts.start_s)
+            outcomes = await self._everywhere(method, limit_s=self._timeouts.apply_call_s)
+            failures = [outcome for outcome in outcomes if isinstance(outcome, AsyncRLError)]
+            if not failures:
+                return
+            for failure in failures:
+                if not isinstance(failure, InfraError) or anyio.current_time() >= until:
+                    raise failure
+            until = min(until, anyio.current_time() + self._timeouts.start_s)
+            logger.warning("%s is called once more on all replicas: %s", method, failures[0].brief)
+            await anyio.sleep(client.FIRST_BACKOFF_S)
+
     async def _open_round(self, publication: Publication) -> str:
         """Open a round in which all replicas get the version by GPU broadcast. Return why there is none, or an empty
         string."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from asyncrl.assets import resolve
 from asyncrl.config.environment import model_config
-from asyncrl.config.resources.placement import Gang, replica_gang
+from asyncrl.config.resources.placement import ENGINE_SHARE, Gang, replica_gang
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import adapted_layers, engine_lora_rank
 from asyncrl.config.sections.rollout import AutoscalingConfig
@@ -263,6 +263,8 @@ def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
     }
     if gpus:
         kwargs["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        if config.takes_turns:
+            kwargs["enable_sleep_mode"] = True
     if config.model.tokenizer_path is not None:
         kwargs["tokenizer"] = resolve(config.model.tokenizer_path)
     return kwargs | rollout.engine_kwargs
@@ -279,6 +281,8 @@ def _lora_kwargs(config: Config) -> dict[str, Any]:
 
 def _env_vars(config: Config, gpus: bool) -> dict[str, str]:
     env_vars = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": config.logging.level.upper()}
+    if gpus and config.takes_turns:
+        env_vars["VLLM_RAY_PER_WORKER_GPUS"] = str(ENGINE_SHARE)
     if not gpus:
         env_vars |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),

@@ -32,8 +32,8 @@ BY_NAME = {row.name: row for row in gpu_smoke.ROWS}
         (RUNS, SmokeMachine(1), ""),
         (RUNS, SmokeMachine(0), "this machine shows no NVIDIA GPU"),
         (RUNS, SmokeMachine(1, "2.13.0+cpu"), "torch 2.13.0+cpu is a CPU build: run `make setup GPU=1`"),
-        (BY_NAME["run, 0.5B"], SmokeMachine(1), "needs 2 GPUs (engines and training processes have GPUs of their own)"),
-        (BY_NAME["run, 0.5B"], SmokeMachine(2), ""),
+        (BY_NAME["weights: nccl"], SmokeMachine(1), "needs 2 GPUs (one broadcasts, and the engine has the other)"),
+        (BY_NAME["weights: nccl"], SmokeMachine(2), ""),
         (SmokeRow("x", RUNS.measure, package="no_such_module", extra="x"), SmokeMachine(1), "pip install 'asyncrl[x]'"),
         (BY_NAME["weights: ipc"], SmokeMachine(8), "not built: "),
     ],
@@ -182,35 +182,38 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
-@pytest.mark.parametrize("name", ["quickstart", "bfloat16", "CUDA graphs", "FP8", "run, 0.5B", "run, 1.5B"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "bfloat16", "CUDA graphs", "FP8", "run, 0.5B", "run, 1.5B", "sleep and wake"]
+)
 def test_rows_launch_valid_configurations(
     name: str, gpus: int, launched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = BY_NAME[name]
-    if gpus < row.gpus:
-        return
+    row, at_size = BY_NAME[name], name.startswith("run, ")
+    shared = name == "sleep and wake" or (at_size and gpus == 1)
     monkeypatch.setattr("benchmarks.models.make_qwen", lambda path, shape: "asyncrl://quickstart")
     assert row.measure is not None
     figures = row.measure(gpus, tmp_path)
     shutil.rmtree(tmp_path / "run")  # a launch refuses to overwrite it
     ((command, mode, *overrides),) = launched
-    assert (command, mode) == ("launch", "fully_async")
+    assert (command, mode) == ("launch", "sync" if shared else "fully_async")
     source = gpu_smoke.ON_POLICY if gpu_smoke.ON_POLICY in overrides else None
-    outcome = check_config(source, [one for one in overrides if one != source])
+    outcome = check_config(source, [one for one in overrides if one != source], mode=mode)
     config = outcome.require()
-    assert errors(outcome.problems) == []
-    assert config.trainer.device == {1: "cpu", 8: "cuda" if row.gpus == 2 else "auto"}[gpus]
+    assert errors(outcome.problems) == [] and config.takes_turns == shared
+    assert config.trainer.device == ("cuda" if at_size else "auto" if shared or gpus == 8 else "cpu")
     assert (config.rollout.enforce_eager, config.rollout.dtype) == {
         "quickstart": (True, "float32"),
+        "sleep and wake": (True, "float32"),
         "bfloat16": (True, "bfloat16"),
         "FP8": (True, "bfloat16"),
     }.get(name, (False, "bfloat16"))
-    assert config.rollout.num_replicas == (7 if row.gpus == 2 else 1)
+    assert config.rollout.num_replicas == (7 if at_size and gpus == 8 else 1)
     assert config.rollout.engine_kwargs == ({"quantization": "fp8"} if name == "FP8" else {})
     on_policy = 3e-6 if source else None
     assert figures == {
-        "Trainer": "on the CPU" if gpus == 1 else "on a GPU", "tokens/s": 500.0, "MFU": 0.5, "Trainer idle": 0.5,
-        "engines idle": 0.1, "KL of texts": 1e-6, "KL of samples": on_policy,
+        "Trainer": "on the CPU" if gpus == 1 and not shared else "on a GPU",
+        "tokens/s": 500.0, "MFU": 0.5, "Trainer idle": 0.5, "engines idle": 0.1, "KL of texts": 1e-6,
+        "KL of samples": on_policy,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import anyio
 import ray
@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
+from asyncrl.core.ports import SharedGpus
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.waits import WaitBoard
 from asyncrl.queue.actor import QueueActor, QueueClient
@@ -30,7 +31,13 @@ from asyncrl.queue.sample_queue import QueueOptions
 from asyncrl.queue.turn_log import FileTurns
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.run_dir import RunDir
-from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, ServedRun, WeightStoreActor
+from asyncrl.weights.object_store import (
+    ObjectStoreFeed,
+    ObjectStorePublisher,
+    ServedRun,
+    StoreGpuTurns,
+    WeightStoreActor,
+)
 from rollouter.loading import load_task
 from rollouter.rewards.scorer import CombinedScorer
 from rollouter.rollouter import Rollouter
@@ -117,11 +124,14 @@ class OneEngine:
     weights."""
 
     def __init__(self, path: str, *, max_model_len: int) -> None:
+        self.calls: list[str] = []
+        """Calls that stop the engine, change its weights or move its memory, in order."""
+        self.is_awake = True
         self.model_config = SimpleNamespace(max_model_len=max_model_len)
         self.output_processor = SimpleNamespace(
             get_num_unfinished_requests=lambda: 0, request_states={}, propagate_error=lambda error: None
         )
-        self.engine_core = SimpleNamespace(pause_scheduler_async=self._nothing)
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
         self.weight_version = "0"
         self.worker = WorkerExtension()
         model = AutoModelForCausalLM.from_pretrained(path)
@@ -133,7 +143,22 @@ class OneEngine:
 
     async def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
-    resume_generation = abort = _nothing
+    abort = _nothing
+
+    async def _pause(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+        self.is_awake = False
+
+    async def wake_up(self, tags: list[str]) -> bool:
+        self.calls.append(f"wake {' '.join(tags)}")
+        self.is_awake = tags == ["kv_cache"]
+        return self.is_awake
 
     async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         return [await anyio.to_thread.run_sync(lambda: getattr(self.worker, method)(*args))]
@@ -142,6 +167,7 @@ class OneEngine:
         self.transfer.start_weight_update()
 
     async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
+        self.calls.append(f"load {request.update_info['version']}")
         await anyio.to_thread.run_sync(self.transfer.update_weights, request.update_info)
 
     async def finish_weight_update(self, version: str) -> None:
@@ -153,6 +179,7 @@ class OneEngine:
         yield SimpleNamespace(prompt_logprobs=[None, *log_probs[1:]])
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *, lora_request: Any) -> Any:
+        assert self.is_awake, "a request reached an engine that sleeps"
         tokens = [5] * min(4, params.max_tokens)
         output = SimpleNamespace(
             token_ids=tokens,
@@ -189,8 +216,8 @@ class OneReplica:
 
     def broadcast(self, method: str, *args: Any) -> Any:
         async def results_async(*, return_exceptions: bool) -> list[Any]:
-            assert method == "apply_version"
-            return [await self.weights.apply(*args)]
+            methods = {"apply_version": self.weights.apply, "sleep_engine": self.weights.sleep}
+            return [await {**methods, "wake_engine": self.weights.wake}[method](*args)]
 
         return SimpleNamespace(results_async=results_async)
 
@@ -226,8 +253,13 @@ class CollectedRecords(list[Any]):
         self.append(record)
 
 
-async def run(config: Config, directory: Path) -> tuple[CollectedRecords, CollectedRecords]:
+async def run(
+    config: Config, directory: Path, *, calls: list[str] | None = None
+) -> tuple[CollectedRecords, CollectedRecords]:
     """Train with `config` until the run ends.
+
+    Args:
+        calls: receives `OneEngine.calls`.
 
     Returns:
         The Rollouter's and the Trainer's records.
@@ -242,6 +274,8 @@ async def run(config: Config, directory: Path) -> tuple[CollectedRecords, Collec
         stack.enter_context(patch.object(worker_module, "get_tensor_model_parallel_world_size", lambda: 1))
         store = handles["store"] = LocalActor(WeightStoreActor())
         replica = OneReplica(config, store)
+        replica.engine.calls = calls if calls is not None else []
+        stack.enter_context(patch.object(fleet_module, "replicas_up", AsyncMock()))
         stack.enter_context(patch.object(fleet_module.serve, "get_deployment_handle", lambda *names: replica))
         task = load_task(config, directory / "cache", lambda _: None)  # no logs, whose filters ask the real Ray
         steps = config.trainer.total_training_steps or 1
@@ -249,6 +283,7 @@ async def run(config: Config, directory: Path) -> tuple[CollectedRecords, Collec
             config.samples_per_version, config.async_training.staleness_threshold, steps * config.samples_per_version
         )
         queue = LocalActor(QueueActor(QueueOptions(len(task.prompts), pacing), run_dir=directory))
+        turns = StoreGpuTurns(store, call_s=10.0) if config.takes_turns else None
         trainer = await Trainer.start(
             config,
             RunDir(directory),
@@ -257,7 +292,9 @@ async def run(config: Config, directory: Path) -> tuple[CollectedRecords, Collec
             validated_step=None,
             publisher=ObjectStorePublisher(store, call_s=10.0),
             waits=WaitBoard(),
+            turns=turns,
         )
+        fleet = ServeFleet(config, namespace=NAMESPACE)
         sinks = CollectedRecords(), CollectedRecords()
         rollouter = Rollouter(
             config,
@@ -266,9 +303,10 @@ async def run(config: Config, directory: Path) -> tuple[CollectedRecords, Collec
             payloads=make_payloads(config, directory, 1),
             turns=FileTurns(directory, 1),
             feed=ObjectStoreFeed(store, call_s=10.0),
-            fleet=ServeFleet(config, namespace=NAMESPACE),
+            fleet=fleet,
             sink=sinks[0],
             start=RolloutStart(validate_first=False),
+            gpus=SharedGpus(turns, fleet) if turns is not None else None,
         )
         async with anyio.create_task_group() as group:
             group.start_soon(rollouter.run)

@@ -11,10 +11,11 @@ from typing import Any
 import anyio
 import numpy as np
 
-from asyncrl.core.ports import Publication, Score, WeightsVersion
+from asyncrl.core.ports import GpuTurn, Publication, Score, WeightsVersion
 from asyncrl.core.records import RunRecord
 from asyncrl.core.trajectory import TokenRow, Trajectory
 from asyncrl.core.types import Prompt, Sample, SampleId, Turn
+from asyncrl.weights.gpu_turns import GpuTurnRelay
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -64,6 +65,8 @@ class FakeFeed:
     def __init__(self) -> None:
         self._latest: Publication | None = None
         self._changed = anyio.Condition()
+        self.delivered: list[int] = []
+        """Versions that `wait_newer` has returned. The store asks no later version to validate for these."""
 
     async def publish(
         self, version: int, *, lineage: int = 0, step: int = 0, validate: bool = False, published_at_s: float = 0.0
@@ -89,8 +92,29 @@ class FakeFeed:
             async with self._changed:
                 while self._latest is None or self._latest.weights_version <= weights_version:
                     await self._changed.wait()
+                self.delivered.append(self._latest.version)
                 return self._latest
         return None
+
+
+class FakeGpuTurns:
+    """The turns on shared GPUs (`ports.GpuTurns`), as the weight store keeps them. The engines begin."""
+
+    def __init__(self) -> None:
+        self.relay = GpuTurnRelay()
+        self.relay._turn = "engines"
+
+    async def take(self) -> None:
+        assert await self.relay.want_gpus(0, 10.0)
+
+    async def give_back(self) -> None:
+        await self.relay.return_gpus(0)
+
+    async def wait(self, *turns: GpuTurn, timeout_s: float) -> GpuTurn | None:
+        return await self.relay.wait_gpu_turn(turns, timeout_s)
+
+    async def grant(self) -> None:
+        await self.relay.grant_gpus()
 
 
 class ListPrompts:

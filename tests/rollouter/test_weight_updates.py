@@ -17,7 +17,7 @@ from asyncrl.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import DataError, InfraError, UserCodeError, first_failure
-from asyncrl.core.ports import Score, WeightsVersion
+from asyncrl.core.ports import ApplyReport, Publication, Score, SharedGpus, WeightsVersion
 from asyncrl.core.records import ApplyRecord, ValidationRecord
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import Prompt, Turn
@@ -28,7 +28,7 @@ from rollouter.validation.validator import Validator
 from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
 from tests.fakes.dispatcher import rollout_parts
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, ManualClock, make_prompt
+from tests.fakes.parts import FakeFeed, FakeGpuTurns, FakeScorer, ListPrompts, ListSink, ManualClock, make_prompt
 
 Error = TypeVar("Error", bound=Exception)
 VAL_PROMPTS = [
@@ -56,6 +56,7 @@ class VersionRig:
         scorer: FakeScorer | None = None,
         reward: RewardConfig | None = None,
         validation_data_dir: str | None = None,
+        gpus: SharedGpus | None = None,
     ) -> None:
         config = Config(
             rollout=RolloutConfig(response_length=6, max_model_len=16, val=ValSamplingConfig(n=2)),
@@ -83,6 +84,7 @@ class VersionRig:
             feed=self.feed,
             sink=self.sink,
             validator=validator,
+            gpus=gpus,
         )
 
     @asynccontextmanager
@@ -597,3 +599,110 @@ async def test_a_validation_prompt_that_takes_too_long_or_crashes_engines_is_lef
     assert record.metrics["num_prompts"] == 1
     assert "val_0_0 left out of the validation, took too long" in caplog.text
     assert "val_0_2 left out of the validation, crashed engines" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------- shared GPUs
+
+
+class SleepyFleet(FakeFleet):
+    """Replicas that can sleep. `happened` has the calls in order."""
+
+    def __init__(self) -> None:
+        super().__init__(num_replicas=2)
+        self.happened: list[str] = []
+
+    async def sleep(self) -> None:
+        self.happened.append("sleep")
+
+    async def wake(self) -> None:
+        self.happened.append("wake")
+
+    async def apply(self, publication: Publication) -> list[ApplyReport]:
+        self.happened.append(f"apply {publication.version}")
+        return await super().apply(publication)
+
+
+class SharedRig(VersionRig):
+    """A loop whose fleet shares its GPUs with a Trainer: the test."""
+
+    def __init__(self, **options: Any) -> None:
+        self.turns, self.sleepy = FakeGpuTurns(), SleepyFleet()
+        shared = SharedGpus(self.turns, self.sleepy)
+        super().__init__(fleet=self.sleepy, gpus=shared, **options)
+
+
+async def test_engines_sleep_until_the_trainer_has_given_the_gpus_back() -> None:
+    rig = SharedRig()
+    async with rig.running():
+        await rig.turns.take()
+        assert rig.sleepy.happened == ["wake", "sleep"], "a new Rollouter wakes them, in case an old one did not"
+        assert not rig.loop.awake.is_set()
+        await rig.feed.publish(1)
+        await anyio.wait_all_tasks_blocked()
+        assert rig.fleet.applied == [], "the ranks are not offloaded yet"
+        await rig.turns.give_back()
+        await rig.loop.awake.wait()
+        await rig.turns.take()
+        await rig.turns.give_back()  # for more samples of the same version
+        await rig.loop.awake.wait()
+    assert rig.sleepy.happened == ["wake", "sleep", "apply 1", "sleep", "wake"]
+    assert rig.feed.delivered == [1]
+
+
+async def test_a_validation_ends_before_the_engines_sleep() -> None:
+    rig = SharedRig()
+    rig.fleet.hold = True
+    async with rig.running():
+        await rig.turns.take()
+        await rig.feed.publish(1, validate=True)
+        await rig.turns.give_back()
+        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.turns.take)
+            await anyio.wait_all_tasks_blocked()
+            assert rig.sleepy.happened.count("sleep") == 1
+            rig.fleet.release_all()
+        assert rig.sleepy.happened.count("sleep") == 2 and rig.actions == ["apply 1", "validate 1"]
+        await rig.turns.give_back()
+
+
+async def test_a_store_that_was_restarted_in_the_ranks_turn_learns_the_turn_again() -> None:
+    rig = SharedRig()
+    async with rig.running():
+        await rig.turns.take()
+        rig.turns.relay._turn = None
+        await rig.turns.take()
+        assert rig.sleepy.happened == ["wake", "sleep"], "they sleep already"
+        await rig.turns.give_back()
+
+
+async def test_a_new_rollouter_does_not_touch_engines_in_the_ranks_turn() -> None:
+    rig = SharedRig()
+    await rig.turns.grant()
+    await rig.feed.publish(1)
+    async with rig.running():
+        await anyio.wait_all_tasks_blocked()
+        assert rig.sleepy.happened == []
+        await rig.turns.give_back()
+        await rig.loop.awake.wait()
+    assert rig.sleepy.happened == ["apply 1"]
+
+
+async def test_engines_that_do_not_sleep_end_the_rollouter() -> None:
+    rig = SharedRig()
+
+    async def fail() -> None:
+        raise InfraError("it does not sleep")
+
+    rig.sleepy.sleep = fail  # type: ignore[method-assign]
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.turns.take)
+        await rig.fails(InfraError)
+        group.cancel_scope.cancel()
+
+
+async def test_a_run_that_is_stopped_leaves_the_gpus_to_the_ranks() -> None:
+    rig = SharedRig()
+    await rig.loop.yield_gpus()
+    await rig.turns.take()
+    assert rig.sleepy.happened == ["sleep"]

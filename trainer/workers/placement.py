@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from asyncrl.config.resources.placement import Gang, rank_gang
+from asyncrl.config.resources.placement import RANK_SHARE, Gang, rank_gang
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import Dtype
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig, RoleConfig
@@ -44,6 +44,8 @@ class GroupPlan:
     node_labels: Mapping[str, str]
     """Labels of the nodes that may have ranks."""
     roles: tuple[RolePlan, ...]
+    gpu_share: float = 1.0
+    """Share of a GPU that each rank on GPUs reserves."""
 
     def gang(self, *, cpus: bool, gpu: bool) -> Gang:
         """Return the resources of the ranks and the nodes that may have them.
@@ -58,7 +60,7 @@ class GroupPlan:
             num_ranks=self.num_ranks,
             per_node=self.per_node,
             cpus=self.cpu_threads * cpus,
-            gpu=gpu,
+            gpus=self.gpu_share * gpu,
             node_labels=self.node_labels,
         )
 
@@ -126,6 +128,7 @@ def _group(config: Config, name: str, plans: list[RolePlan]) -> GroupPlan:
         per_node=config.trainer.n_gpus_per_node if name == "actor" else None,
         node_labels=config.trainer.node_labels,
         roles=tuple(plans),
+        gpu_share=RANK_SHARE if config.takes_turns else 1.0,
     )
 
 

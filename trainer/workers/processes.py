@@ -145,7 +145,7 @@ class Processes:
                 where = PlacementGroupSchedulingStrategy(self._bundles, self._bundle_of[rank])
             shell = actor.options(
                 num_cpus=self.plan.cpu_threads if reserve_cpus else 0,
-                num_gpus=1 if self.device == "cuda" else 0,
+                num_gpus=self.plan.gpu_share if self.device == "cuda" else 0,
                 max_restarts=0,
                 scheduling_strategy=where,
                 runtime_env={"env_vars": environment, **self._nsight(rank, profiling, shared=reserve_cpus)},

@@ -5,6 +5,7 @@ The worker is the same under `python`, `torchrun` and Ray. `trainer.workers.disp
 
 from __future__ import annotations
 
+import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -72,6 +73,14 @@ class TrainingWorker:
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the named parts to `device`, `cpu` or `cuda`; the next batch moves them back as needed."""
         self.engine.to(device, model=model, optimizer=optimizer, grad=grad)
+
+    @dispatched("all")
+    def offload(self) -> None:
+        """Move everything to the CPU, and free the GPU memory for other processes."""
+        self.engine.to("cpu")
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
 
     @dispatched("all")
     def set_loss_fn(self, loss: Loss) -> None:
@@ -294,6 +303,9 @@ class RoleGroup(ABC):
 
     async def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         await self.call("to", device, model=model, optimizer=optimizer, grad=grad)
+
+    async def offload(self) -> None:
+        await self.call("offload")
 
     async def reset(self) -> None:
         await self.call("reset")

@@ -22,6 +22,9 @@ Strategy = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD"]
 Unit = Literal["CPUs", "GPUs"]
 UNITS: tuple[Unit, ...] = ("CPUs", "GPUs")
 _REPLICA_SECTIONS = ("rollout", "reward_model")
+RANK_SHARE, ENGINE_SHARE = 0.6, 0.4
+"""Shares of a GPU that a rank and an engine reserve if they use it in turns (`placement: colocated`). Two ranks have no
+room on one GPU, and where each GPU has a rank, neither have two engines."""
 DRIVER_PARTS = ("driver", "queue", "weight store", "Rollouter", "Trainer")
 """Parts on the driver's node, where the run directory is. They reserve nothing."""
 
@@ -98,18 +101,20 @@ def rank_gang(
     num_ranks: int,
     per_node: int | None,
     cpus: float,
-    gpu: bool,
+    gpus: float,
     node_labels: Mapping[str, str],
 ) -> Gang:
     """Return the gang of a group of ranks.
 
     Args:
         per_node: ranks on each node, which then share a bundle; None: on as few nodes as possible.
-        cpus: CPUs that each rank reserves.
+        cpus, gpus: CPUs and GPUs that each rank reserves.
     """
     each = per_node or 1
     strategy: Strategy = "STRICT_SPREAD" if per_node else "PACK"
-    return Gang(name, section, 1, num_ranks // each, float(cpus * each), float(each * gpu), strategy, node_labels, each)
+    return Gang(
+        name, section, 1, num_ranks // each, float(cpus * each), float(gpus * each), strategy, node_labels, each
+    )
 
 
 def replica_gang(config: Config, *, gpus: bool) -> Gang:
@@ -121,7 +126,8 @@ def replica_gang(config: Config, *, gpus: bool) -> Gang:
         return Gang("engine replica", "rollout", rollout.num_replicas, 1, cpus, 0.0, "STRICT_PACK", rollout.node_labels)
     strategy: Strategy = "PACK" if rollout.spans_nodes else "STRICT_PACK"
     name = "engine worker" if rollout.spans_nodes else "engine replica"
-    return Gang(name, "rollout", rollout.num_replicas, size, 1.0, 1.0, strategy, rollout.node_labels)
+    share = ENGINE_SHARE if config.takes_turns else 1.0
+    return Gang(name, "rollout", rollout.num_replicas, size, 1.0, share, strategy, rollout.node_labels)
 
 
 def count_processes(tree: dict[str, Any], user_values: Mapping[str, Any]) -> None:
@@ -156,8 +162,10 @@ def gangs(config: Config, *, gpus: bool, trains: bool = True) -> tuple[Gang, ...
     labels = trainer.node_labels
 
     def ranks(name: str, section: str, number: int, per_node: int | None, device: str, threads: int) -> Gang:
-        gpu = device == "cuda" or (device == "auto" and gpus)
-        return rank_gang(name, section, num_ranks=number, per_node=per_node, cpus=threads, gpu=gpu, node_labels=labels)
+        share = float(device == "cuda" or (device == "auto" and gpus))
+        return rank_gang(
+            name, section, num_ranks=number, per_node=per_node, cpus=threads, gpus=share, node_labels=labels
+        )
 
     found = [
         ranks("policy rank", "trainer", trainer.num_workers, trainer.n_gpus_per_node, trainer.device,

@@ -182,6 +182,13 @@ def threads_at_once(parts: Sequence[PlannedProcess], *, alternating: bool) -> in
     return max(engines, others) if alternating else engines + others
 
 
+def _gpus_at_once(parts: Sequence[PlannedProcess], *, alternating: bool) -> int:
+    """Return how many GPUs the parts need; `alternating`: engines and the other processes use the same ones."""
+    engines = sum(part.count * part.gpus for part in parts if part.threads_key == ENGINE_THREADS)
+    others = sum(part.count * part.gpus for part in parts) - engines
+    return max(engines, others) if alternating else engines + others
+
+
 def _processes(
     config: Config, machine: MachineResources, num_parameters: int | None, teacher_parameters: int | None
 ) -> Iterator[PlannedProcess]:
@@ -277,7 +284,7 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
     slow, and the memory is an estimate, so these are warnings. `trains`: False for engines alone.
     """
     machine, parts = plan.machine, [part for part in plan.parts if trains or part.key.startswith("rollout.")]
-    if machine.gpus < (wanted := sum(part.count * part.gpus for part in parts)):
+    if machine.gpus < (wanted := _gpus_at_once(parts, alternating=config.takes_turns)):
         users = [part for part in parts if part.gpus]
         room, most = machine.gpus - wanted, max(users, key=lambda part: part.count)
         fix = _smaller(config, most, room + most.count) or (

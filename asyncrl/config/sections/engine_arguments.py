@@ -41,6 +41,7 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "load_format": "leave it out: weights are read from safetensors, never from a pickle",
     "logprobs_mode": "leave it out: log-probs must be those the loss expects",
     "weight_transfer_config": "set weight_sync.backend",
+    "enable_sleep_mode": "set placement",
     **dict.fromkeys(
         (
             "enable_lora",

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from asyncrl.config.environment import check_api_key, check_protocol, similar_path, visible_gpus, writable_parent
-from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, warning
+from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, configured, no_effect, warning
 from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import engine_lora_rank, num_prompts
-from asyncrl.config.sections.trainer import epoch_samples
+from asyncrl.config.sections.trainer import epoch_samples, model_roles
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -314,6 +314,18 @@ def _broadcast_gpus(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("weight_sync.backend", "nccl", consequence, fix)
 
 
+def _shared_gpus(config: Config) -> Iterator[ConfigProblem]:
+    """Check that there are GPUs to use in turns."""
+    if not config.takes_turns:
+        return
+    if config.trainer.device == "cpu" and visible_gpus():
+        consequence = "with placement=colocated training processes and engines use the same GPUs in turns"
+        yield ConfigProblem("trainer.device", "cpu", consequence, "set it to auto, or placement=separate")
+    elif not visible_gpus():
+        consequence = "this machine shows no GPU: the two sides take turns, which frees no memory on a CPU"
+        yield warning("placement", "colocated", consequence, "set placement=separate")
+
+
 def _checkpoint_dir(config: Config) -> Iterator[ConfigProblem]:
     key, given = "trainer.checkpoint_dir", config.trainer.checkpoint_dir
     if given is None:
@@ -347,6 +359,42 @@ def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "logs").is_dir()
 
 
+def _colocated(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse what engines and training processes cannot have if they use the same GPUs in turns."""
+    if not config.takes_turns:
+        return
+    rollout, trainer = config.rollout, config.trainer
+    parts = rollout.num_replicas * rollout.tensor_parallel_size
+    one_machine = "both sides share the GPUs of this machine"
+    no_room = "a GPU has one training process and one engine, and this would need another GPU"
+    refused = {
+        "ray.address": (config.ray.address is not None, one_machine, "set it to null"),
+        "trainer.nnodes": (trainer.nnodes is not None, one_machine, "leave it out, with trainer.n_gpus_per_node"),
+        "rollout.nnodes": (rollout.nnodes is not None, one_machine, "leave it out, with rollout.n_gpus_per_node"),
+        "rollout.autoscaling.enable": (rollout.autoscaling.enable, "the number of engines is fixed", "set it to false"),
+        "trainer.num_workers": (
+            trainer.num_workers != parts,
+            "each GPU has one training process and one part of an engine, and the engines have rollout.num_replicas x "
+            f"rollout.tensor_parallel_size = {rollout.num_replicas} x {rollout.tensor_parallel_size} parts",
+            f"set it to {parts}",
+        ),
+        "weight_sync.backend": (
+            config.weight_sync.backend == "nccl",
+            "rank 0 and an engine have the same GPU, and NCCL sends between different ones only",
+            "set it to object_store",
+        ),
+        "reward_model.placement": (config.reward_model.placement == "serve", no_room, "set it to worker"),
+        **{
+            f"{name}.placement": (role.placement == "own", no_room, "set it to actor")
+            for name, role in model_roles(config).items()
+        },
+    }
+    for key, (applies, consequence, fix) in refused.items():
+        if applies:
+            text, fix = f"with placement=colocated {consequence}", f"{fix}, or use placement=separate"
+            yield ConfigProblem(key, configured(config, key), text, fix)
+
+
 SERVER_RULES: tuple[RuleFunction, ...] = (
     ConfigRule("serve.host", lambda c: c.serve.host not in LOOPBACK and not c.serve.api_key_env,
                "anybody who reaches this address could use the model",
@@ -359,6 +407,10 @@ SERVER_RULES: tuple[RuleFunction, ...] = (
 
 RULES: tuple[RuleFunction, ...] = (
     *SERVER_RULES,
+    ConfigRule("placement", lambda c: c.placement == "colocated" and c.mode == "fully_async",
+               "engines and Trainer would use the same GPUs in turns, and here both compute all the time",
+               "use `asyncrl launch sync`, or set placement=separate"),
+    _colocated,
     ConfigRule("async_training.max_staleness", lambda c: c.async_training.max_staleness is not None
                and c.async_training.stale_action == "drop"
                and c.async_training.max_staleness < c.async_training.staleness_threshold,
@@ -424,7 +476,7 @@ SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key,)
 PORT_ENVIRONMENT: tuple[RuleFunction, ...] = (_port,)
 """A check for `asyncrl serve`. An application that is deployed separately uses the port of Ray Serve."""
 
-ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume, _weights_dir, _broadcast_gpus)
+ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume, _weights_dir, _broadcast_gpus, _shared_gpus)
 DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _checkpoint_dir, _unbounded_journal_of_epochs)
 
 NO_EFFECT = (

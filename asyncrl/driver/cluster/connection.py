@@ -216,6 +216,8 @@ def _start(config: Config, namespace: str) -> None:
         _init(config.ray.address, debug=debug, namespace=namespace, runtime_env=_runtime_env(config))
         return
     # Logical slots, one for each thread of the engines; the operating system shares the cores.
+    # With GPUs that are used in turns, Ray knows only these, so that it puts both sides on the same ones.
+    shared = config.trainer.num_workers if config.takes_turns and visible_gpus() else None
     slots = config.rollout.max_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
     from rollouter.serving.ray_internals import processes_in_own_sessions
 
@@ -225,6 +227,7 @@ def _start(config: Config, namespace: str) -> None:
             debug=debug,
             namespace=namespace,
             num_cpus=max(os.cpu_count() or 1, slots + 1),
+            num_gpus=shared,
             object_store_memory=config.ray.object_store_memory_bytes,
             include_dashboard=False,
             runtime_env=config.ray.runtime_env or None,

@@ -72,6 +72,8 @@ _TRAINER_WAITS: Mapping[str, tuple[str, WaitCause]] = {
     "critic": ("is blocked on its ranks' critic step", "ranks"),
     "train": ("is blocked on its ranks' optimizer step", "ranks"),
     "publish": ("is blocked on its ranks' publication of a version", "ranks"),
+    "gpus": ("is blocked on the engines, which do not sleep yet", "engine"),
+    "offload": ("is blocked on its ranks, which free the GPUs for the engines", "ranks"),
     "trace": ("is blocked on its ranks' traces of a step", "ranks"),
     "checkpoint": ("is blocked on reading or writing a checkpoint", "checkpoint"),
 }
@@ -89,6 +91,7 @@ _REPLICA_PHASES = {
     "pausing": "is paused",
     "loading": "is paused and loads weights",
     "verifying": "is paused and verifies weights",
+    "sleeping": "sleeps while the ranks have its GPUs",
     "broken": "is broken",
 }
 

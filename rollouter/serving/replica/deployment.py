@@ -21,6 +21,8 @@ METHODS = (
     "generate_tokens",
     "apply_version",
     "broadcast_member",
+    "sleep_engine",
+    "wake_engine",
     "attach",
     "check_health",
     "record_autoscaling_stats",

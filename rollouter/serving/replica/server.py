@@ -26,7 +26,7 @@ from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publicati
 from asyncrl.profiling import profile
 from asyncrl.storage.media import restrict_formats
 from asyncrl.weights.broadcast import BroadcastMember
-from asyncrl.weights.object_store import ServedRun, attached_run
+from asyncrl.weights.object_store import ServedRun, StoreGpuTurns, attached_run
 from rollouter.serving.autoscaling import replica_metrics
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.http_metrics import engine_metrics
@@ -69,6 +69,8 @@ class RolloutServer(LLMServer):
             engine_s=options.timeouts.engine_s,
         )
         self._health.report_to(store)
+        if run.takes_turns:
+            await wait_for_gpus(store, self._call_s)
         await super().__init__(LLMConfig(**options.llm_config), engine_cls=OpenAIEngine if openai else RolloutEngine)
         llm = self.engine.client
         await self._health.attach(self.engine)
@@ -172,6 +174,16 @@ class RolloutServer(LLMServer):
         report = await self._weights.apply(publication, mode, clear_kv, broadcast)
         return replace(report, events=tuple(self._forwarder.take_all()))
 
+    async def sleep_engine(self) -> None:
+        """See `WeightUpdates.sleep`. Raises also as `apply_version`."""
+        await self._check_present()
+        await self._weights.sleep()
+
+    async def wake_engine(self) -> None:
+        """See `WeightUpdates.wake`. Raises also as `apply_version`."""
+        await self._check_present()
+        await self._weights.wake()
+
     async def _check_present(self) -> None:
         if self._health.leaving:
             raise ReplicaLeftError(f"replica {self._facts.replica} is leaving")
@@ -190,6 +202,14 @@ class RolloutServer(LLMServer):
         if self._health.broken:
             raise InfraError(self._health.broken)
         await super().check_health()
+
+
+async def wait_for_gpus(store: Any, call_s: float) -> None:
+    """Return once it is the engines' turn on the GPUs that they share with the ranks. A replica that is replaced during
+    the ranks' turn would take memory that the ranks need, or find too little and fail."""
+    turns = StoreGpuTurns(store, call_s=call_s)
+    while await turns.wait("engines", "wanted", timeout_s=call_s) is None:
+        pass
 
 
 async def start_server(options: ServingOptions, *, openai: bool) -> RolloutServer:

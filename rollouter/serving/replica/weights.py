@@ -8,6 +8,10 @@ Trainer broadcasts. If that fails, it fetches the version within the pause.
 A version consists of full weights, which vLLM's workers fetch and load, or of LoRA adapters, which this process fetches
 and vLLM loads from files (`ServedRun.adapters`).
 
+If the replica's GPUs are also those of the ranks, it sleeps while they compute, and wakes up for the next version:
+
+    sleep: close gate → drain → sleep … wake up weights → load → wake up KV cache → open gate
+
 After an update, the replica is in one of three states. It serves the new version. Or it still serves the old version
 and reports this, because the update failed before the load. Or it is broken, because its engine did not answer or the
 update failed during or after the load, so that its weights are unknown.
@@ -18,7 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
@@ -97,6 +102,9 @@ class WeightUpdates:
         self.adapter: LoRARequest | None = None
         """The adapter that the engine serves; None if it serves full weights, or no version yet."""
         self._verified = False
+        self.asleep = False
+        """Whether the engine sleeps, or wakes up right now. The gate is closed meanwhile."""
+        self._slept_at = 0.0
         self._fallback: str | None = None
         """See `ApplyReport.fallback`, for the current update."""
         self._lock = asyncio.Lock()
@@ -139,6 +147,8 @@ class WeightUpdates:
         """
         if self._store is None:
             return
+        if self.asleep:  # `apply` would wake the engine while the ranks have its GPUs
+            await self.gate.wait()
         joining = self._joining
         if joining is None or (joining.done() and (joining.cancelled() or joining.exception() is not None)):
             self._joining = joining = asyncio.create_task(self._catch_up())
@@ -149,6 +159,7 @@ class WeightUpdates:
         self, publication: Publication, mode: PauseMode, clear_kv: bool, broadcast: bool = False
     ) -> ApplyReport:
         """Update the engine to `publication`. A replica that serves it already, or a newer version, answers at once.
+        An engine that sleeps wakes up.
 
         The replica answers within twice `timeouts.apply_s` plus `timeouts.engine_s` plus `PROBE_LIMIT_S`.
 
@@ -162,20 +173,9 @@ class WeightUpdates:
             BugError: the engine's weights differ from the published ones, or it computes other log-probs with them.
         """
         health, weights_version = self._health, publication.weights_version
-        until = asyncio.get_running_loop().time() + self.timeouts.apply_s
-        try:
-            async with asyncio.timeout_at(until):
-                await self._lock.acquire()
-        except TimeoutError as error:
-            raise InfraError.wrap(
-                f"{health.describe_state()}: it was busy with another version for {self.timeouts.apply_s:g} s "
-                "(timeouts.apply_s)",
-                error,
-            ) from error
-        try:
-            if health.broken:
-                raise InfraError(health.broken)
+        async with self._exclusive() as until:
             if weights_version <= health.weights_version:
+                await self._wake()
                 return self._report()
             adapter = new_adapter(weights_version) if self.run.adapters else None
             receiver: BroadcastReceiver | None = None
@@ -203,6 +203,79 @@ class WeightUpdates:
                 fallback=self._fallback,
                 **swap._asdict(),
             )
+
+    async def sleep(self) -> None:
+        """Wait for the end of all requests in the engine, hold new ones back, and free the GPU memory of the engine.
+
+        At vLLM's level 1 the weights move to the memory of the machine. At level 2 they would be lost, so a replica
+        could neither keep its version if it cannot fetch the next one, nor wake up without a new one.
+
+        Raises:
+            InfraError: requests did not end in time, and the engine continues; or the replica is broken.
+        """
+        async with self._exclusive() as until:
+            if self.asleep:
+                return
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._begin_pause(self._health.weights_version, "wait", False)
+                    self.asleep, self._slept_at = True, time.perf_counter()
+                    self._health.enter("sleeping")
+                    await self._llm.sleep(level=1)
+            except BaseException as error:
+                await asyncio.shield(self._recover("falling asleep", error, self.asleep))
+                self._end_pause()
+                self._health.end_update()
+                if isinstance(error, Exception):
+                    raise InfraError.wrap(f"{self._health.describe_state()}: it does not sleep", error) from error
+                raise
+
+    async def wake(self) -> None:
+        """Serve the same version as before `sleep`. An engine that does not sleep continues.
+
+        Raises:
+            InfraError: the replica is broken.
+        """
+        async with self._exclusive():
+            await self._wake()
+
+    async def _wake(self) -> None:
+        if not self.asleep:
+            return
+        try:
+            async with asyncio.timeout(self.timeouts.apply_s):
+                await self._llm.wake_up(tags=["weights"])
+                await self._llm.wake_up(tags=["kv_cache"])
+        except BaseException as error:
+            await asyncio.shield(self._recover("waking up", error, True))
+            if isinstance(error, Exception):
+                raise InfraError.wrap(self._health.broken, error) from error
+            raise
+        finally:
+            self._end_pause()
+        self._health.end_update()
+
+    @asynccontextmanager
+    async def _exclusive(self) -> AsyncIterator[float]:
+        """Hold the lock for an update in the block, and yield its deadline, by the loop's clock.
+
+        Raises:
+            InfraError: another update did not end within `timeouts.apply_s`, or the replica is broken.
+        """
+        until = asyncio.get_running_loop().time() + self.timeouts.apply_s
+        try:
+            async with asyncio.timeout_at(until):
+                await self._lock.acquire()
+        except TimeoutError as error:
+            raise InfraError.wrap(
+                f"{self._health.describe_state()}: it was busy with another version for {self.timeouts.apply_s:g} s "
+                "(timeouts.apply_s)",
+                error,
+            ) from error
+        try:
+            if self._health.broken:
+                raise InfraError(self._health.broken)
+            yield until
         finally:
             self._lock.release()
 
@@ -322,16 +395,22 @@ class WeightUpdates:
         adapter: LoRARequest | None,
         receiver: BroadcastReceiver | None,
     ) -> _Swap:
-        """Pause the engine, load the version, and resume."""
+        """Pause the engine, load the version, and resume.
+
+        If the engine sleeps, its weights wake up before the load and its KV cache after it, which may need the memory
+        that the load has used.
+        """
         health = self._health
         in_flight = self._llm.output_processor.get_num_unfinished_requests()
         requested = time.perf_counter()
         try:
             async with asyncio.timeout_at(until):
-                held = await self._begin_pause(weights_version, mode, clear_kv)
+                held = 0 if self.asleep else await self._begin_pause(weights_version, mode, clear_kv)
                 # The pause starts here: the steps that were running (with `wait`, all steps) sampled tokens until now.
                 started = time.perf_counter()
                 health.enter("loading")
+                if self.asleep:
+                    await self._llm.wake_up(tags=["weights"])
                 with self._span("sync.load", weights_version):
                     if receiver is None:
                         await self._load(weights_version, adapter)
@@ -339,12 +418,14 @@ class WeightUpdates:
                         await self._receive(receiver, weights_version, until)
                 load_s = time.perf_counter() - started
                 health.weights_version, self.adapter = weights_version, adapter
+                if self.asleep:
+                    await self._llm.wake_up(tags=["kv_cache"])
                 await self._llm.resume_generation()
         except BaseException as error:
             if receiver is not None:
                 receiver.fail(error)
             is_touched = health.paused and (receiver is None or receiver.has_started)
-            await asyncio.shield(self._recover(weights_version.version, error, is_touched))
+            await asyncio.shield(self._recover(f"loading version {weights_version.version}", error, is_touched))
             if isinstance(error, Exception):
                 raise InfraError.wrap(
                     f"{health.describe_state()}: applying version {weights_version.version} failed", error
@@ -403,6 +484,9 @@ class WeightUpdates:
 
     def _end_pause(self) -> None:
         """Open the gate, so that waiting requests enter the engine."""
+        if self.asleep:
+            self.asleep, slept_s = False, time.perf_counter() - self._slept_at
+            profile.record_ended("engine.asleep", slept_s, replica=self._health.replica)
         self._health.paused = False
         self.pauses.end(time.monotonic())
         self.gate.set()
@@ -410,12 +494,12 @@ class WeightUpdates:
     def _span(self, name: str, weights_version: WeightsVersion) -> ProfilerSpan:
         return profile.span(name, version=weights_version.version, replica=self._health.replica)
 
-    async def _recover(self, version: int, error: BaseException, is_touched: bool) -> None:
-        """Recover from a failed swap: serve the old version if its weights are untouched, else give up."""
+    async def _recover(self, what: str, error: BaseException, is_touched: bool) -> None:
+        """Recover from a failed pause for `what`: serve the old version if its weights are untouched, else give up."""
         if self._health.broken:
             return
         if is_touched:
-            self._health.give_up(f"loading version {version} failed half-way: {error!r}")
+            self._health.give_up(f"{what} failed half-way: {error!r}")
             return
         try:
             async with asyncio.timeout(self.timeouts.engine_s):

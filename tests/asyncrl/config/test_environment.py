@@ -490,6 +490,16 @@ def test_keys_that_need_a_gpu_are_reported_on_a_machine_without_one(monkeypatch:
     assert machine_problems(changes) == []
 
 
+def test_gpus_are_shared_only_where_both_sides_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    colocated = {"placement": "colocated", "mode": "sync"}
+    show_gpus(monkeypatch, 0)
+    problem = single(machine_problems(colocated))
+    assert problem.severity == "warning" and "frees no memory on a CPU" in problem.consequence
+    show_gpus(monkeypatch, 1)
+    assert machine_problems(colocated) == []
+    assert single(machine_problems(colocated | {"trainer.device": "cpu"})).key == "trainer.device"
+
+
 def test_an_attention_that_this_machine_cannot_compute_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     half = {"trainer.dtype": "bfloat16"}
     flash = half | {"trainer.attn_implementation": "flash_attention_2"}

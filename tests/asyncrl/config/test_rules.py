@@ -54,6 +54,7 @@ TWO_NODES: Changes = {
     "trainer.num_workers": 2,
     "trainer.strategy": "fsdp2",
 }
+COLOCATED: Changes = {"placement": "colocated", "mode": "sync"}
 NSYS: Changes = {"profiler.tool": "nsys", "profiler.steps": [1]}
 
 
@@ -66,6 +67,25 @@ def tools(**fields: Any) -> Changes:
 
 
 BROKEN: list[tuple[str, Changes, str]] = [
+    ("placement", {"placement": "colocated"}, "here both compute all the time"),
+    ("ray.address", COLOCATED | {"ray.address": "auto"}, "the GPUs of this machine"),
+    (
+        "trainer.nnodes",
+        COLOCATED | {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 1},
+        "with placement=colocated both sides share the GPUs of this machine",
+    ),
+    ("rollout.nnodes", COLOCATED | {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 1}, "of this machine"),
+    ("ray.address", COLOCATED | {"rollout.attach": "servers", "ray.address": "auto"}, "the GPUs of this machine"),
+    (
+        "rollout.autoscaling.enable",
+        COLOCATED | {"rollout.autoscaling": {"enable": True, "max_replicas": 2}},
+        "the number of engines is fixed",
+    ),
+    ("trainer.num_workers", COLOCATED | {"rollout.num_replicas": 2}, "tensor_parallel_size = 2 x 1 parts"),
+    ("weight_sync.backend", COLOCATED | NCCL, "NCCL sends between different ones only"),
+    ("reward_model.placement", COLOCATED | SERVED, "this would need another GPU"),
+    ("ref.placement", COLOCATED | REFERENCE | {"ref.placement": "own"}, "this would need another GPU"),
+    ("rollout.engine_kwargs.enable_sleep_mode", {"rollout.engine_kwargs": {"enable_sleep_mode": True}}, "asyncrl sets"),
     ("experiment_name", {"experiment_name": "a/b"}, "below runs/"),
     ("project_name", RECORD | {"project_name": "../elsewhere"}, "dump_dir"),
     ("run_dir", {"run_dir": "s3://bucket/run"}, "only checkpoints can go to a URL"),
@@ -335,6 +355,11 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
 ]  # fmt: skip
 
 VALID: list[Changes] = [
+    COLOCATED,
+    COLOCATED
+    | ADAPTERS
+    | {"trainer.num_workers": 4, "rollout.num_replicas": 2, "rollout.tensor_parallel_size": 2}
+    | {"trainer.strategy": "fsdp2"},
     TWO_NODES | {"trainer.checkpoint_dir": "/shared/run", "trainer.save_freq": 5},
     TWO_NODES | {"trainer.save_last": False},
     {

@@ -288,3 +288,19 @@ def test_error_messages_name_the_log_files_of_the_process(tmp_path: Path) -> Non
             assert own_log(file.fileno()) == f"{tmp_path}/{expected}"
     with Path("/dev/null").open("w") as file:
         assert "logs/ of the Ray session" in own_log(file.fileno())
+
+
+async def test_all_replicas_fall_asleep_also_those_that_are_replaced_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle([[None, DEAD], [None, ReplicaLeftError("b is leaving")], [None, None], [None, None]])
+    fleet = make(monkeypatch, handle)
+    await fleet.sleep()
+    assert handle.asked == ["up?", "sleep_engine"] * 3
+    await fleet.wake()
+    assert handle.asked[6:] == ["up?", "wake_engine"]
+
+
+async def test_a_replica_that_never_falls_asleep_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InfraError, match="it does not sleep"):
+        await make(monkeypatch, Handle([[InfraError("it does not sleep")]] * 10_000), start_s=0.05).sleep()
+    with pytest.raises(BugError):
+        await make(monkeypatch, Handle([[BugError("wrong weights")]])).sleep()

@@ -36,6 +36,16 @@ def test_options_on_cpu() -> None:
     assert deployment_options(built)["num_replicas"] == 2
 
 
+def test_engines_that_share_their_gpus_with_ranks_can_sleep() -> None:
+    built = options(gpus=True, placement="colocated", mode="sync", rollout={"tensor_parallel_size": 2})
+    assert built.gang.bundles == [{"GPU": 0.4, "CPU": 1.0}] * 2
+    assert built.llm_config["engine_kwargs"]["enable_sleep_mode"] is True
+    assert built.env_vars["VLLM_RAY_PER_WORKER_GPUS"] == "0.4"
+    for alone in (options(gpus=True, placement="colocated"), options(gpus=False, placement="colocated", mode="sync")):
+        assert alone.gang.bundles[0].get("GPU", 1.0) == 1.0, "asyncrl serve, and a CPU"
+        assert "enable_sleep_mode" not in alone.llm_config["engine_kwargs"]
+
+
 def test_with_autoscaling_serve_follows_the_run_at_once() -> None:
     scaling = {"enable": True, "min_replicas": 2, "max_replicas": 5, "up_after_s": 7, "down_after_s": 9}
     built = deployment_options(options(rollout={"num_replicas": 3, "autoscaling": scaling}))

@@ -157,6 +157,14 @@ def lacking(changes: dict[str, Any], machine: MachineResources, *, num_parameter
     return list(shortages(plan_of(config, machine, num_parameters=num_parameters), config))
 
 
+def test_engines_and_ranks_that_take_turns_need_a_gpu_once() -> None:
+    colocated = {"placement": "colocated", "trainer.num_workers": 2, "rollout.num_replicas": 2}
+    two = MachineResources(cpus=64, gpus=2)
+    assert lacking(colocated | {"mode": "sync"}, two) == []
+    assert "4 GPUs are needed" in single(lacking(colocated, two)).consequence
+    assert "2 GPUs are needed" in single(lacking(colocated | {"mode": "sync"}, MachineResources(64, 1))).consequence
+
+
 def test_too_few_gpus_are_an_error_at_the_key_that_demands_most() -> None:
     two = MachineResources(cpus=64, gpus=2)
     problem = single(lacking({"rollout.num_replicas": 4, "trainer.device": "cuda"}, two))
