@@ -106,12 +106,15 @@ class WeightUpdateLoop:
         # In a resumed run the Trainer publishes its checkpoint before anything is generated.
         first = await self._feed.latest()
         if first is not None:
-            await self._apply(first, initial=True)
+            try:
+                await self._apply(first, initial=True)
+            except InfraError as error:
+                await self._lend_to_successor(error)
         else:
             if self._gpus is not None:
                 await self._gpus.fleet.wake()
             profile.set_position(step=1, version=0)
-        self.awake.set()
+            self.awake.set()
         # If generation began earlier, a resumed run would sample from the weights in the model's files.
         task_status.started()
         if self._validate_first or (first is not None and self._needs_validation(first)):
@@ -135,8 +138,10 @@ class WeightUpdateLoop:
 
         A version is applied only then, because until then the ranks have the memory that the engines need for it.
         """
-        if await self._wait_turn(gpus, "wanted") is None:
-            return
+        if await self._wait_turn(gpus, "wanted") is not None:
+            await self._lend_now(gpus)
+
+    async def _lend_now(self, gpus: SharedGpus) -> None:
         self.awake = anyio.Event()
         with self._parts.waits.waiting("apply", limit_s=self._timeouts.apply_call_s):
             await gpus.fleet.sleep()
@@ -144,10 +149,26 @@ class WeightUpdateLoop:
         await self._wait_for_engines_turn(gpus, "engines")
         newest = await self._feed.latest()
         if newest is not None and newest.weights_version > self.weights_version:
-            await self._apply_and_validate(await self._wait_newer())
+            try:
+                await self._apply_and_validate(await self._wait_newer())
+            except InfraError as error:
+                await self._lend_to_successor(error)
         else:  # the Trainer needs more samples
             await gpus.fleet.wake()
             self.awake.set()
+
+    async def _lend_to_successor(self, error: InfraError) -> None:
+        """If a version could not be applied, perhaps because its Trainer has died, lend the GPUs to the next Trainer,
+        which publishes again. It cannot start without them.
+
+        Raises:
+            InfraError: `error`, if no Trainer wants them within `timeouts.start_s`.
+        """
+        start_s = self._timeouts.start_s
+        if self._gpus is None or await self._gpus.turns.wait("wanted", timeout_s=start_s) is None:
+            raise error
+        logger.warning("%s; the Trainer publishes again", error.brief)
+        await self._lend_now(self._gpus)
 
     async def _wait_for_engines_turn(self, gpus: SharedGpus, *begins: GpuTurn) -> None:
         """Return once one of `begins` is the turn, or after a call of `finish`, before which the Trainer has given the

@@ -51,7 +51,7 @@ class GpuTurnRelay:
         """Begin the ranks' turn."""
         await self._set("ranks")
 
-    async def wait_gpu_turn(self, turns: Collection[GpuTurn | None], timeout_s: float) -> GpuTurn | None:
+    async def wait_gpu_turn(self, turns: Collection[str], timeout_s: float) -> GpuTurn | None:
         """Return the turn once it is one of `turns`; None: it was not in time."""
         try:
             async with asyncio.timeout(timeout_s), self._turned:

@@ -36,6 +36,9 @@ class ServeFleet:
         self._timeouts = config.timeouts
         self._max_attempts = config.rollout.max_attempts
         self._clear_kv = config.weight_sync.clear_kv_cache
+        limits = config.timeouts
+        # A Trainer that died is replaced only once the engines have left the GPUs to it.
+        self._retry_s = limits.probe_s if config.takes_turns else limits.start_s
         self._broadcasts = config.weight_sync.backend == "nccl"
         self._mode = config.async_training.partial_mode if config.async_training.partial_rollout else "wait"
         self._app = rollout_app(config, namespace)
@@ -56,7 +59,8 @@ class ServeFleet:
         contain its version: the older one cannot be fetched any more if its Trainer has died.
 
         Raises:
-            InfraError: a replica failed, and no other replica has succeeded for `timeouts.start_s`.
+            InfraError: a replica failed, and no other replica has succeeded for `timeouts.start_s`, or for
+                `timeouts.probe_s` if the Trainer may be waiting for the GPUs of the engines.
             BugError: the weights of an engine differ from the published ones.
         """
         reports: dict[str, ApplyReport] = {}
@@ -70,7 +74,7 @@ class ServeFleet:
             has_progress = any(isinstance(one, ApplyReport) and one.replica not in reports for one in outcomes)
             if has_progress or until == math.inf:
                 # The time starts at the end of a try, so that a try that used all of its time is repeated.
-                until = anyio.current_time() + self._timeouts.start_s
+                until = anyio.current_time() + self._retry_s
             for report in outcomes:
                 # A replica that already serves the version answers at once, with a report without timings.
                 if isinstance(report, ApplyReport) and not (

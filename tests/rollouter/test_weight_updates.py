@@ -706,3 +706,34 @@ async def test_a_run_that_is_stopped_leaves_the_gpus_to_the_ranks() -> None:
     await rig.loop.yield_gpus()
     await rig.turns.take()
     assert rig.sleepy.happened == ["sleep"]
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_a_version_that_died_with_its_trainer_does_not_keep_the_gpus_from_the_next_one(at_start: bool) -> None:
+    rig = SharedRig()
+    lost = InfraError("its owner is dead")
+    if at_start:
+        await rig.feed.publish(1)
+        rig.fleet.apply_error = lost
+    async with rig.running():
+        if not at_start:
+            await rig.turns.take()
+            await rig.feed.publish(1)
+            rig.fleet.apply_error = lost
+            await rig.turns.give_back()
+        await anyio.wait_all_tasks_blocked()
+        await rig.turns.take()  # the next Trainer, at its start
+        assert not rig.loop.awake.is_set()
+        rig.fleet.apply_error = None
+        await rig.feed.publish(2)
+        await rig.turns.give_back()
+        await rig.loop.awake.wait()
+    assert rig.sleepy.happened[-3:] == ["apply 1", "sleep", "apply 2"]
+    assert rig.loop.weights_version == WeightsVersion(0, 2)
+
+
+async def test_a_version_that_cannot_be_applied_is_an_error_if_no_trainer_wants_the_gpus() -> None:
+    rig = SharedRig(start_s=0.01)
+    rig.fleet.apply_error = InfraError("its owner is dead")
+    await rig.feed.publish(1)
+    assert "its owner is dead" in (await rig.fails(InfraError)).message
