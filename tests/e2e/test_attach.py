@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,11 +28,16 @@ BIN = Path(sys.executable).parent
 
 @dataclass
 class DeployedServers:
-    """A Ray cluster on which the example of `examples/serve` runs."""
+    """A Ray cluster, on which the example of `examples/serve` can be deployed."""
 
     address: str
     dashboard: str
-    url: str
+    http: str
+    """Base URL of Serve's applications."""
+
+    @property
+    def url(self) -> str:
+        return f"{self.http}/{APP}/v1"
 
     def serve(self, *arguments: str) -> str:
         """Run one of Serve's commands and return its output."""
@@ -40,18 +47,45 @@ class DeployedServers:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def deploy(self, file: Path, **options: Any) -> None:
+        """Deploy the example with options of Serve's for the deployment, written to `file`, and wait until it runs."""
+        config = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+        config["http_options"]["port"] = int(self.http.rpartition(":")[2])
+        config["applications"][0]["deployments"][0] |= options
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
+        self.serve("deploy", str(file))
+        self.wait_for(APP)
+
+    def wait_for(self, app: str) -> None:
+        """Wait until an application runs."""
+        until = time.monotonic() + 240
+        while (found := self.get("serve/applications/")["applications"].get(app, {})).get("status") != "RUNNING":
+            assert time.monotonic() < until and found.get("status") != "DEPLOY_FAILED", found
+            time.sleep(0.5)
+
+    def deployed(self) -> dict[str, Any]:
+        """Return what Serve says of the deployment."""
+        return self.get("serve/applications/")["applications"][APP]["deployments"]["rollout"]
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Return an answer of the dashboard's API."""
+        answer = httpx.get(f"{self.dashboard}/api/{path}", timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     def attach(self, where: Path, *overrides: str, run_dir: Path | None = None) -> LaunchedRun:
         where.mkdir(exist_ok=True)
         keys = (f"ray.address={self.address}", f"rollout.attach={APP}", "trainer.save_freq=2", *overrides)
         return start(where, *SHORT, *keys, run_dir=run_dir)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedServers]:
-    """Start a cluster and deploy the example as a user does."""
-    directory = Path("/tmp") / f"attach-{os.getpid()}"  # short, because it contains sockets
+@contextmanager
+def ray_cluster(name: str) -> Iterator[DeployedServers]:
+    """Start a cluster of one node, as `ray start` does."""
+    directory = Path("/tmp") / f"{name}-{os.getpid()}"  # short, because it contains sockets
     port, dashboard, http = free_port(), free_port(), free_port()
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    environment = pytest.MonkeyPatch()
+    environment.setenv("RAY_AUTH_MODE", "disabled")
     cluster = subprocess.Popen(
         [
             BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4",
@@ -60,36 +94,34 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedServer
         ],
         start_new_session=True,
     )  # fmt: skip
-    deployed = DeployedServers(
-        f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{http}/{APP}/v1"
-    )
+    servers = DeployedServers(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{http}")
     try:
-        config = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
-        config["http_options"]["port"] = http
-        file = tmp_path_factory.mktemp("deploy") / "rollout.yaml"
-        file.write_text(yaml.safe_dump(config), encoding="utf-8")
         until = time.monotonic() + 120
         while True:
             try:
-                httpx.get(f"{deployed.dashboard}/api/serve/applications/")
+                servers.get("serve/applications/")
                 break
             except httpx.TransportError:
                 assert time.monotonic() < until and cluster.poll() is None, "the cluster did not start"
                 time.sleep(0.5)
-        deployed.serve("deploy", str(file))
-        until = time.monotonic() + 240
-        while (app := yaml.safe_load(deployed.serve("status"))["applications"].get(APP, {})).get("status") != "RUNNING":
-            assert time.monotonic() < until and app.get("status") != "DEPLOY_FAILED", app
-        yield deployed
-        deployed.serve("shutdown", "-y")
+        yield servers
     finally:
-        del os.environ["RAY_AUTH_MODE"]
+        environment.undo()
         cluster.send_signal(signal.SIGTERM)
         try:
             cluster.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(cluster.pid, signal.SIGKILL)
             raise
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployedServers]:
+    """Start a cluster and deploy the example as a user does."""
+    with ray_cluster("attach") as servers:
+        servers.deploy(tmp_path_factory.mktemp("deploy") / "rollout.yaml")
+        yield servers
+        servers.serve("shutdown", "-y")
 
 
 @pytest.mark.slow
@@ -105,6 +137,47 @@ def test_deployed_servers_stream_tokens_as_they_are_sampled(servers: DeployedSer
     assert chunks[-1][1]["usage"]["completion_tokens"] == 100
     with_text = [at for at, chunk in chunks if chunk["choices"] and chunk["choices"][0]["text"]]
     assert len(with_text) > 5 and with_text[-1] - with_text[0] > 0.05, "Ray sends the tokens of 50 ms at a time"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_options_of_serve_mean_what_they_mean_for_other_applications(servers: DeployedServers, tmp_path: Path) -> None:
+    file = tmp_path / "rollout.yaml"
+    (first,) = servers.deployed()["replicas"]
+    servers.deploy(file, user_config={"timeouts": {"engine_s": 90}})
+    (same,) = servers.deployed()["replicas"]
+    assert same["pid"] == first["pid"], "a new user_config does not restart an engine"
+
+    servers.deploy(file, ray_actor_options={"num_cpus": 0.5})
+    (other,) = servers.deployed()["replicas"]
+    assert other["pid"] != first["pid"], "another reservation needs another process"
+    actors = servers.get("v0/actors?detail=true&limit=1000")["data"]["result"]["result"]
+    (actor,) = (one for one in actors if one["actor_id"] == other["actor_id"])
+    reserved = {name: amount for name, amount in actor["required_resources"].items() if name.startswith("CPU")}
+    assert set(reserved.values()) == {0.5}, reserved
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_serve_run_starts_servers_and_ctrl_c_ends_them(tmp_path: Path) -> None:
+    arguments = ("rollouter.serving.app:build_app", "model=asyncrl://quickstart", "num_replicas=1")
+    question = {"model": "quickstart", "prompt": "12+34=", "max_tokens": 8, "temperature": 0}
+    output = tmp_path / "output.txt"
+    with ray_cluster("run") as servers, output.open("w", encoding="utf-8") as printed:
+        port = servers.http.rpartition(":")[2]
+        command = [BIN / "serve", "start", "--address", servers.address, "--http-port", port]
+        subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT, timeout=120, check=True)
+        command = [BIN / "serve", "run", "--address", servers.address, "--name", APP, "--route-prefix", f"/{APP}"]
+        running = subprocess.Popen([*command, *arguments], cwd=tmp_path, stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            servers.wait_for(APP)
+            answer = httpx.post(f"{servers.url}/completions", json=question, timeout=60)
+            assert answer.status_code == 200, answer.text
+        finally:
+            running.send_signal(signal.SIGINT)
+            running.wait(60)
+        assert running.returncode == 0, output.read_text(encoding="utf-8")
+        assert not servers.get("serve/applications/")["applications"]
 
 
 def replicas(run: LaunchedRun) -> set[int]:

@@ -55,6 +55,15 @@ class ThreeNodes:
         """Kill all processes of a node for engines."""
         self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
 
+    def drain(self, node_id: str) -> None:
+        """Announce that a node will be preempted in five minutes, as a cloud's notice does."""
+        reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "preempted")
+        command = [BIN / "ray", "drain-node", "--address", self.address, "--node-id", node_id, *reason]
+        done = subprocess.run(
+            [*command, "--deadline-remaining-seconds", "300"], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def created_bytes(self, node_id: str) -> int:
         """Return how many bytes of objects a node's object store has got so far, by puts and by transfers."""
         from ray._private.internal_api import node_stats
@@ -157,7 +166,7 @@ def test_engines_of_killed_drivers_are_removed_by_the_next_launch_and_by_clean(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_on_three_nodes_fetches_weights_once_per_node_and_survives_the_loss_of_one(
+def test_a_run_on_three_nodes_fetches_weights_once_per_node_and_survives_preempted_and_lost_ones(
     nodes: ThreeNodes, tmp_path: Path
 ) -> None:
     run = start(tmp_path, *ENDLESS, f"ray.address={nodes.address}", "rollout.num_replicas=3")
@@ -175,16 +184,21 @@ def test_a_run_on_three_nodes_fetches_weights_once_per_node_and_survives_the_los
         copies = (nodes.created_bytes(node) - before[node]) / weights
         assert passed - 2 <= copies <= passed + 2, f"{copies} copies of {passed} versions on {node} of {where}"
 
-    # The loss of the node with two replicas leaves room for one of them, until another node is added.
+    # Replicas leave a node that will be preempted, once others have taken their places.
+    nodes.add()
+    nodes.drain(crowded)
+    run.wait_until(lambda: len(serving(run)) >= 3 and crowded not in serving(run).values(), "replicas elsewhere", 300)
+    assert not run.state()["pending_demands"]
+    nodes.kill(crowded)
+
+    # The loss of the node with two replicas, without a word, leaves room for one of them.
+    (crowded,) = (node for node, number in Counter(serving(run).values()).items() if number == 2)
     nodes.kill(crowded)
     run.wait_until(lambda: bool(run.state()["pending_demands"]), "pending demand", 200)
     run.wait_until(lambda: len(serving(run)) == 2, "replica on the remaining node", 300)
     assert run.state()["pending_demands"] == ["1 x engine replica: 1 CPU on one node"]
-    added = nodes.add()
-    run.wait_until(lambda: added in serving(run).values(), "replica on the new node", 300)
     step = run.state()["step"]
-    run.wait_until(lambda: run.state()["step"] > step + 2, "steps with the new replica", 200)
-    assert not run.state()["pending_demands"]
+    run.wait_until(lambda: run.state()["step"] > step + 2, "steps with the two replicas", 200)
     run.interrupt()
     assert run.wait(120) == 130, run.output()
     summary = run.summary()

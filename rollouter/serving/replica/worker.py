@@ -8,8 +8,8 @@ that vLLM rearranges after it has loaded them (`_is_rearranged`) take part in th
 the model's files again, fill them, rearrange them, and copy the result to where the engine reads it.
 
 vLLM imports this module for its `worker_extension_cls`, before it loads the model. On CPU, the module switches oneDNN
-off, and in 16 bits the kernels for small layers on CPUs with AMX. Otherwise vLLM would prepack linear layers for them and
-empty their weights, and an update in place would fail or, through a reload, leave stale layers and report success.
+off, and the kernels for small layers of 16 bits on CPUs with AMX. Otherwise vLLM would prepack linear layers for them
+and empty their weights, and an update in place would fail or, through a reload, leave stale layers and report success.
 """
 
 from __future__ import annotations
