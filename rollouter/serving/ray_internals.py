@@ -81,6 +81,22 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(LLM_MODULES[name]), name)
 
 
+def import_llm_library(most_attempts: int = 20) -> None:
+    """Import Ray's LLM library.
+
+    Ray 2.60 registers its connectors in the cluster during the import, after it has looked whether they are registered.
+    So of two replicas that start at the same time, the import of one may fail; it succeeds when it is repeated.
+    """
+    for attempt in range(1, most_attempts + 1):
+        try:
+            import_module("ray.serve.llm")
+        except ValueError as error:
+            if "is already registered" not in str(error) or attempt == most_attempts:
+                raise
+        else:
+            return
+
+
 @contextmanager
 def processes_in_own_sessions() -> Iterator[None]:
     """Start Ray inside this context: each process of its node (GCS, raylet, …) gets a session of its own (Linux).

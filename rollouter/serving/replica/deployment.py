@@ -15,7 +15,7 @@ from asyncrl.config.sections.base import ConfigSection
 from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from asyncrl.core.imports import collection_paused
 from rollouter.serving.options import ServingOptions
-from rollouter.serving.ray_internals import serve_log_stays_open
+from rollouter.serving.ray_internals import import_llm_library, serve_log_stays_open
 
 METHODS = (
     "generate_tokens",
@@ -55,6 +55,8 @@ class RolloutReplica:
         try:
             with collection_paused():
                 import rollouter.serving.replica.vllm_imports  # noqa: F401  before Ray's LLM library imports vLLM
+
+                import_llm_library()
                 from rollouter.serving.replica.server import start_server
 
             with serve_log_stays_open():

@@ -191,7 +191,7 @@ def test_null_unsets_a_text() -> None:
         ("num_generations=4", "num_generations", "use rollout.n, which TRL calls num_generations"),
         ("trainer.num_generation=4", "trainer.num_generation", "use rollout.n, which TRL calls num_generations"),
         ("max_completion_length=4", "max_completion_length", "use rollout.response_length, which TRL"),
-        ("vllm_mode=colocate", "vllm_mode", "engines always have processes and GPUs of their own"),
+        ("vllm_mode=colocate", "vllm_mode", "for `colocate`, set placement=colocated"),
         ("orchestrator.group_size=4", "orchestrator.group_size", "use rollout.n, which prime-rl calls"),
         ("saver.freq_steps=4", "saver.freq_steps", "use trainer.save_freq, which AReaL calls"),
         ("n_samples_per_prompt=4", "n_samples_per_prompt", "use rollout.n, which slime calls"),

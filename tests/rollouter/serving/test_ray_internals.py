@@ -182,3 +182,22 @@ async def test_a_broadcast_that_serve_does_not_send_is_a_timeout() -> None:
 
     with pytest.raises(TimeoutError):
         await ray_internals.each_answer(DeploymentBroadcastResponse(sent(), None), limit_s=0.05)
+
+
+def test_an_import_that_another_replica_disturbs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = ValueError("kv_connector_backend 'NixlConnector' is already registered. Use unregister() first")
+    results: list[Exception | None] = [taken, taken, None]
+
+    def import_module(name: str) -> None:
+        if error := results.pop(0):
+            raise error
+
+    monkeypatch.setattr(ray_internals, "import_module", import_module)
+    ray_internals.import_llm_library()
+    assert results == []
+    results[:] = [taken, taken]
+    with pytest.raises(ValueError, match="already registered"):
+        ray_internals.import_llm_library(most_attempts=2)
+    results[:] = [ValueError("of another kind")]
+    with pytest.raises(ValueError, match="another kind"):
+        ray_internals.import_llm_library()
