@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,9 @@ from rollouter.serving.options import DEPLOYMENT_NAME, rollout_app
 
 logger = logging.getLogger(__name__)
 
+REPLACED_S = 10.0
+"""Time for which a version waits until Serve has replaced replicas that have failed. If the cluster has no room for
+them, the others are updated without them."""
 LEFT_S = 0.2
 """Time after which a broadcast that has met a leaving replica is repeated. Serve has taken the replica out by then."""
 
@@ -51,8 +55,8 @@ class ServeFleet:
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:
         """Update all replicas to the publication's version concurrently. If a replica fails, try again once Serve has
-        replaced it. A replica that leaves does not delay this, and one that joins applies the newest version before it
-        serves.
+        replaced it, or after `REPLACED_S`. A replica that leaves does not delay this, and one that joins applies the
+        newest version before it serves.
 
         A replica that does not answer delays this until Serve replaces it, after about 1.5 times `timeouts.probe_s`.
         If a replica fails and there is a newer publication by then, the newer one is applied instead, and the reports
@@ -94,7 +98,8 @@ class ServeFleet:
             publication = await self._newest(publication)
             logger.warning("version %d is applied once more: %s", publication.version, failures[0].brief)
             await anyio.sleep(client.FIRST_BACKOFF_S)
-            await replicas_up(self._app.name, self._timeouts.start_s)
+            with suppress(DeadlineError):
+                await replicas_up(self._app.name, min(REPLACED_S, self._timeouts.start_s))
 
     async def sleep(self) -> None:
         """See `ports.SleepingFleet`. A replica that starts is waited for. Raises as `_call_all`."""

@@ -76,7 +76,9 @@ def patched() -> Iterator[None]:
     """Replace Ray Serve."""
 
     async def replicas_up(app: str, limit_s: float) -> None:
-        await FLEETS[app].until_all_up()
+        with anyio.move_on_after(limit_s):
+            return await FLEETS[app].until_all_up()
+        raise DeadlineError(f"not all replicas were up within {limit_s:g} s")
 
     serve = SimpleNamespace(get_deployment_handle=lambda *names: None)
     with (

@@ -259,7 +259,8 @@ PLANTED = {
         ("poison that has crashed more than", "virtual seconds without an end"),
     ),
     "innocent samples are blamed": PlantedBug(
-        ((CrashBlame, "assess", blame_every_session),), ("innocent samples were dropped", "no prompt gets through")
+        ((CrashBlame, "assess", blame_every_session),), ("innocent samples were dropped", "no prompt gets through"),
+        most_seeds=1000,
     ),
     "a validation is skipped": PlantedBug(
         ((WeightUpdateLoop, "_validate", do_nothing),), ("the last validation is of step",)
@@ -318,7 +319,7 @@ PLANTED = {
     ),
     "a decision rests on a moment": PlantedBug(
         ((ReplicaAutoscaler, "_mean", lambda self, period_s: self._observed[-1].load),),
-        ("with a constant number of replicas",),
+        ("with a constant number of replicas", "although the Trainer waited"),
         autoscaled=True,
     ),
     "a decision does not wait for the one before": PlantedBug(

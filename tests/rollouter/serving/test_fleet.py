@@ -133,6 +133,22 @@ async def test_a_replica_that_leaves_does_not_delay_a_version(monkeypatch: pytes
     assert handle.asked == ["apply_version", "apply_version"], "nothing waits for a replacement of b"
 
 
+async def test_a_replica_for_whose_replacement_there_is_no_room_does_not_delay_a_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float] = []
+
+    async def no_room(namespace: str, limit_s: float) -> None:
+        limits.append(limit_s)
+        raise DeadlineError("not replaced")
+
+    handle = Handle([[report("a", 3, 0.5), DEAD], [report("a", 3)]])
+    fleet = make(monkeypatch, handle)
+    monkeypatch.setattr(module, "replicas_up", no_room)
+    assert await fleet.apply(published(3)) == [report("a", 3, 0.5)]
+    assert limits == [module.REPLACED_S]
+
+
 def test_a_replica_on_a_preempted_node_left_as_planned() -> None:
     preempted = ray.exceptions.ActorDiedError()
     preempted._preempted = True
