@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
 import pytest
 
 from asyncrl.core.failures import DivergenceError
 from asyncrl.core.types import Sample, SampleId, Span
+from asyncrl.core.waits import WaitBoard
 from asyncrl.observe.metrics.registry import describe
 from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.profiling.catalog import EVENTS, FIELDS, SECTIONS
@@ -25,6 +27,7 @@ from tests.fakes.trainer_parts import CopyingPublisher, feed, make_sample
 from tests.fakes.trainer_rig import RULES, TrainerRig
 from tests.trainer.conftest import Recorded
 from trainer.engines.base import EngineSpec
+from trainer.ranks_turn import RanksTurn
 from trainer.workers.tracing import RankProfiling, set_up_profiling
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
@@ -253,6 +256,9 @@ async def test_every_documented_event_of_trainer_and_ranks_is_recorded(recorded:
     rig = TrainerRig(total_steps=1, with_critic=True)
     await rig.run(2)
     await run_some_calls(spec)
+    turn = RanksTurn(AsyncMock(), WaitBoard(), offload_s=1.0)
+    await turn.begin()
+    await turn.end()
     expected = {info.name for title in ("Trainer", "Ranks") for info in SECTIONS[title]}
     assert {event["event"] for event in recorded.all()} == expected
 

@@ -23,6 +23,7 @@ from tests.fakes.parts import MemoryPayloads
 from tests.fakes.trainer_parts import FakeGroup, TrainerRecords, feed
 from trainer import trainer as trainer_module
 from trainer.checkpoints import CheckpointDirectory
+from trainer.ranks_turn import RanksTurn
 from trainer.trainer import Trainer
 from trainer.workers.group import TrainerGroups
 
@@ -35,8 +36,10 @@ def make(
     config = config or Config()
     files = CheckpointDirectory(run_dir / CHECKPOINTS, identity=run_identity(config), keep=1)
     record = TrainedStepsFile(run_dir, lineage)
+    waits = WaitBoard()
+    turn = RanksTurn(None, waits, offload_s=1.0)
     return Trainer(
-        config, TrainerGroups([]), files, record, WaitBoard(), lineage=lineage, validated_step=validated_step
+        config, TrainerGroups([]), files, record, waits, turn, lineage=lineage, validated_step=validated_step
     )
 
 
