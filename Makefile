@@ -74,7 +74,7 @@ bench-setup: setup ## create .bench/, an environment for each peer of python -m 
 	  if $$install -r $$list 2> >(tee $$venv/install.err >&2); then echo "$$wanted" > $$venv/.set-up-for; fi
 	done
 
-bench-check: setup ## compare ratios of speed with benchmarks/baseline.json (less than 10 minutes on two idle cores)
+bench-check: setup ## compare ratios of speed with benchmarks/baseline.json (about 10 minutes on two idle cores)
 	@$(PY) -m benchmarks.check
 
 demo: setup ## train the included model: asyncrl launch fully_async

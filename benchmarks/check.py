@@ -1,6 +1,6 @@
 """Check before a release that nothing has become slower: compare ratios with those in `benchmarks/baseline.json`.
 
-    make bench-check                             # all of them, in less than 10 minutes on two idle cores
+    make bench-check                             # all of them, in about 10 minutes on two idle cores
     python -m benchmarks.check --only rollout,overlap
     python -m benchmarks.check --update          # write the measured ratios as the new baseline
 
