@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,15 +24,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.compare.measure import PeerFailedError, run_measured
 from benchmarks.compare.peers import ENVIRONMENTS
-from benchmarks.report import arguments, report
+from benchmarks.report import Table, arguments, report
 from benchmarks.running import print_progress
 
 BASELINE = Path(__file__).with_name("baseline.json")
 TOLERANCE = 0.15
 """Share by which a ratio may be worse than its baseline; machines are noisy."""
-LIMIT_S = 600.0
-"""Time limit of one benchmark."""
 Result = Mapping[str, Any]
 """The JSON of a benchmark."""
 
@@ -114,14 +112,19 @@ GUARDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(argv)
-    baseline: dict[str, float] = json.loads(BASELINE.read_text(encoding="utf-8"))
+    parser = _parser()
+    options = parser.parse_args(argv)
     names = [name for name in options.only if _is_set_up(name)]
-    rows = [check(name, GUARDS[name], None if options.update else baseline.get(name), _measure) for name in names]
+    if not names:
+        parser.error("nothing is left to measure")
+    baseline: dict[str, float] = json.loads(BASELINE.read_text(encoding="utf-8"))
+    rows: Table = []
+    for name in names:
+        rows.append(check(name, GUARDS[name], None if options.update else baseline.get(name), _measure))
+        if options.update and (measured := rows[-1]["measured"]) is not None:  # each at once, in case of Ctrl-C
+            baseline[name] = round(measured, 3)
+            BASELINE.write_text(json.dumps(baseline, indent=2) + "\n", encoding="utf-8")
     report("check", rows, options.json, aim=f"no ratio worse than its baseline by more than {TOLERANCE:.0%}")
-    if options.update:
-        baseline |= {row["ratio"]: round(row["measured"], 3) for row in rows if row["measured"] is not None}
-        BASELINE.write_text(json.dumps(baseline, indent=2) + "\n", encoding="utf-8")
     if any(row["verdict"] in ("WORSE", "FAILED") for row in rows):
         sys.exit(1)
 
@@ -131,7 +134,7 @@ def check(name: str, guard: Guard, baseline: float | None, measure: Callable[[Gu
 
     Args:
         baseline: None: there is nothing to compare with.
-        measure: Runs the benchmark and returns the ratio, or raises `RuntimeError` or `TimeoutExpired`.
+        measure: Runs the benchmark and returns the ratio, or raises `PeerFailedError`.
     """
     started = time.monotonic()
     measured: float | None = None
@@ -140,7 +143,7 @@ def check(name: str, guard: Guard, baseline: float | None, measure: Callable[[Gu
         if baseline is not None and guard.worse_by(measured, baseline) > TOLERANCE:
             print_progress(f"{name}: {measured:.3g} is worse than {baseline:.3g}; measuring again")
             measured = guard.better(measured, measure(guard))
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
+    except PeerFailedError as error:
         print_progress(f"{name}: {error}")
     if measured is None:
         verdict = "FAILED"
@@ -149,23 +152,21 @@ def check(name: str, guard: Guard, baseline: float | None, measure: Callable[[Gu
     else:
         worse_by = guard.worse_by(measured, baseline)
         verdict = "WORSE" if worse_by > TOLERANCE else "better" if worse_by < -TOLERANCE else "ok"
-    print_progress(f"{name}: {verdict}, {time.monotonic() - started:.0f} s")
+    ratio = "no ratio" if measured is None else f"{measured:.3g}"
+    print_progress(f"{name}: {ratio}, {verdict}, {time.monotonic() - started:.0f} s")
     return {"ratio": name, "what": guard.what, "baseline": baseline, "measured": measured, "verdict": verdict}
 
 
 def _measure(guard: Guard) -> float:
-    """Run the benchmark and return its ratio. Raises `RuntimeError` or `TimeoutExpired`."""
+    """Run the benchmark and return its ratio. Raises `PeerFailedError`."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as directory:
         file = Path(directory) / "result.json"
-        command = [sys.executable, "-m", *guard.command, "--json", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr[-2000:]}")
+        run_measured([sys.executable, "-m", *guard.command, "--json", str(file)], {}, Path(directory))
         result = json.loads(file.read_text(encoding="utf-8"))
     try:
         return float(guard.read(result))
     except (KeyError, ValueError) as error:
-        raise RuntimeError(f"the result of {' '.join(guard.command)} has no ratio: {error!r}") from error
+        raise PeerFailedError(f"the result of {' '.join(guard.command)} has no ratio: {error!r}") from error
 
 
 def _is_set_up(name: str) -> bool:

@@ -224,8 +224,8 @@ class WeightFeed(Protocol):
 
 
 GpuTurn = Literal["engines", "wanted", "ranks"]
-"""Whose turn it is on GPUs that engines and ranks share (`placement: colocated`). `wanted`: still that of the engines,
-and the Trainer waits until they sleep."""
+"""The turn on GPUs that engines and ranks share (`placement: colocated`). `wanted`: still that of the engines, and the
+Trainer waits until they sleep."""
 
 
 class GpuTurns(Protocol):

@@ -1,7 +1,7 @@
 """Versions as changes to the version before (`weight_sync.max_deltas`), for links that are slow.
 
 Every chunk names all files that it consists of: a whole chunk, and the changes to it, oldest first. So a replica can
-read a version whatever it served before, and needs only the files that follow the newest version of the chunk on its
+read any version, and needs only the files that follow the newest version of the chunk on its
 node. The result is a file on the node, which its engines map; they keep it until they have loaded the next version.
 
 The Trainer has a copy of the last version in memory, to find the changes. A new Trainer has none, so it begins with

@@ -1,4 +1,4 @@
-"""Whose turn it is on GPUs that engines and ranks use in turns (`placement: colocated`), as the weight store keeps it.
+"""The turns on GPUs that engines and ranks share (`placement: colocated`), as the weight store keeps them.
 
     engines ── the Trainer has a lease ──▶ wanted ── the engines sleep ──▶ ranks ── the ranks are offloaded ──▶ engines
 

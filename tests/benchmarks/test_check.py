@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from benchmarks.check import BASELINE, GUARDS, Guard, check, main
+from benchmarks.compare.measure import PeerFailedError
 
 
 def measures(*results: float | Exception) -> Callable[[Guard], float]:
@@ -33,8 +35,8 @@ def measures(*results: float | Exception) -> Callable[[Guard], float]:
         (True, [1.1], 1.1, "ok"),
         (True, [0.7], 0.7, "better"),
         (True, [1.5, 1.3], 1.3, "WORSE"),
-        (False, [RuntimeError("no engine")], None, "FAILED"),
-        (False, [0.7, RuntimeError("no engine")], 0.7, "WORSE"),
+        (False, [PeerFailedError("no engine")], None, "FAILED"),
+        (False, [0.7, PeerFailedError("no engine")], 0.7, "WORSE"),
     ],
 )
 def test_a_worse_ratio_is_measured_again_and_the_better_one_counts(
@@ -62,3 +64,32 @@ def test_the_exit_code_is_one_if_a_ratio_is_worse(monkeypatch: pytest.MonkeyPatc
     assert ended.value.code == 1
     monkeypatch.setattr("benchmarks.check._measure", lambda guard: baseline)
     main(["--only", "rollout"])
+
+
+def test_a_selection_that_leaves_nothing_to_measure_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.check.ENVIRONMENTS", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "peers"])
+    assert ended.value.code == 2 and "make bench-setup" in capsys.readouterr().err
+
+
+def test_an_update_keeps_what_was_measured_before_it_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "baseline.json"
+    file.write_text('{"rollout": 1.0, "queue": 2.0}')
+    monkeypatch.setattr("benchmarks.check.BASELINE", file)
+    results = iter([1.5])
+
+    def measure(guard: Guard) -> float:
+        try:
+            return next(results)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr("benchmarks.check._measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--only", "rollout,queue", "--update"])
+    assert json.loads(file.read_text()) == {"rollout": 1.5, "queue": 2.0}
