@@ -52,7 +52,7 @@ class SimulatedFleet:
         self._config = config
         self._trace = trace
         self._queue = queue
-        self._balancer = SessionBalancer(random.Random(seed))
+        self._balancer = SessionBalancer(random.Random(seed), lambda: clock.now)
         self._calls: dict[SimulatedRequest, _Call] = {}
         self._num_calls = 0
         self._num_engines = 0

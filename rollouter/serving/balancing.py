@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import heapq
 import random
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Container, Hashable, Iterable
+from collections.abc import Callable, Collection, Container, Hashable, Iterable
 from typing import NamedTuple
 
 MAX_AFFINITY_KEYS = 20_000
 """Maximum number of samples whose replica is remembered, 0.3 KB each: 160,000 conversations in groups of 8."""
+AFFINITY_S = 600.0
+"""How long the replica of a sample without calls is remembered. Most tools answer sooner, and later its KV cache has
+mostly been evicted."""
 
 
 def affinity_key(session: str) -> str:
@@ -97,44 +101,57 @@ class OutstandingTokens:
             del self._tokens[replica]
 
 
-class ReplicaAffinity:
-    """Remembers the replica of each sample, so that its next turns find their KV cache. The least recently used sample
-    is forgotten first."""
+class _Home(NamedTuple):
+    """The replica of a sample."""
 
-    def __init__(self, max_keys: int = MAX_AFFINITY_KEYS) -> None:
+    replica: str
+    context: int
+    """The longest context that was sent to it, in tokens."""
+    used_at: float
+
+
+class ReplicaAffinity:
+    """Remembers the replica of each sample, so that its next turns find their KV cache. A sample is forgotten some time
+    after its last call, and the least recently used one first if there are too many."""
+
+    def __init__(self, max_keys: int = MAX_AFFINITY_KEYS, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns a time in seconds."""
         self._max_keys = max_keys
-        self._replicas: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._clock = clock
+        self._replicas: OrderedDict[str, _Home] = OrderedDict()
 
     def find(self, session: str, available: Container[str]) -> str | None:
         """Return the session's replica if it is available."""
         key = affinity_key(session)
-        if key not in self._replicas or (replica := self._replicas[key][0]) not in available:
+        if (home := self._replicas.get(key)) is None or home.replica not in available:
             return None
-        self._replicas.move_to_end(key)
-        return replica
+        self._use(key, home.replica, home.context)
+        return home.replica
 
     def cached(self, session: str, replica: str) -> int:
         """Return the longest context of the sample that was sent to the replica, in tokens."""
-        known = self._replicas.get(affinity_key(session))
-        return known[1] if known is not None and known[0] == replica else 0
+        home = self._replicas.get(affinity_key(session))
+        return home.context if home is not None and home.replica == replica else 0
 
     def assign(self, session: str, replica: str, context: int = 0) -> None:
         """Remember the session's replica, and the length of the context that was sent to it. A session without a name
         is ignored."""
-        if not session:
-            return
-        key = affinity_key(session)
-        self._replicas[key] = replica, max(context, self.cached(session, replica))
+        if session:
+            self._use(affinity_key(session), replica, max(context, self.cached(session, replica)))
+
+    def _use(self, key: str, replica: str, context: int) -> None:
+        now = self._clock()
+        self._replicas[key] = _Home(replica, context, now)
         self._replicas.move_to_end(key)
-        while len(self._replicas) > self._max_keys:
+        while len(self._replicas) > self._max_keys or next(iter(self._replicas.values())).used_at < now - AFFINITY_S:
             self._replicas.popitem(last=False)
 
 
 class SessionBalancer:
     """Chooses the replicas of calls, and remembers what each replica was sent."""
 
-    def __init__(self, rng: random.Random | None = None) -> None:
-        self._affinity = ReplicaAffinity()
+    def __init__(self, rng: random.Random | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._affinity = ReplicaAffinity(clock=clock)
         self.outstanding = OutstandingTokens(rng)
 
     def choose(self, session: str, replicas: Collection[str], count: int = 1) -> list[str]:

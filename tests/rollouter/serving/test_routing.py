@@ -21,7 +21,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 
 from asyncrl.core.ports import GenerateRequest
 from benchmarks.routing import ReplicaSpeed, SimulatedReplica, make_router
-from rollouter.serving.balancing import OutstandingTokens, ReplicaAffinity, affinity_key
+from rollouter.serving.balancing import AFFINITY_S, OutstandingTokens, ReplicaAffinity, affinity_key
 from rollouter.serving.options import ROUTER
 from rollouter.serving.ray_internals import RequestMetadata, choose_replica
 from rollouter.serving.routing import call_size
@@ -55,6 +55,18 @@ def test_the_least_recently_used_sessions_are_forgotten() -> None:
     assert affinity.find("one", {"a"}) == "a"
     affinity.assign("three", "a")
     assert affinity.find("one", {"a"}) == "a" and affinity.find("two", {"a"}) is None
+
+
+def test_a_sample_is_forgotten_some_time_after_its_last_call() -> None:
+    now = 0.0
+    affinity = ReplicaAffinity(clock=lambda: now)
+    affinity.assign("ended", "a")
+    affinity.assign("slow", "a")
+    now = AFFINITY_S
+    assert affinity.find("slow", {"a"}) == "a"
+    now = 1.5 * AFFINITY_S
+    affinity.assign("new", "a")
+    assert affinity.find("ended", {"a"}) is None and affinity.find("slow", {"a"}) == "a"
 
 
 def test_a_session_without_a_name_has_no_affinity() -> None:
