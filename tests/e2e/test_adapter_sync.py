@@ -1,4 +1,5 @@
-"""A launch with LoRA whose versions are adapters: engines verify each of them, and compute what the Trainer does."""
+"""A launch with LoRA whose versions are adapters: engines, also one of two processes (tensor parallelism), verify each
+of them, and compute what the Trainer does."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from tests.e2e.launches import QUIET, start
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("mode", "num_replicas", "steps"), [("keep", 2, 30), ("abort", 1, 6)])
+@pytest.mark.parametrize(("mode", "num_replicas", "tensor_parallel", "steps"), [("keep", 2, 1, 30), ("abort", 1, 2, 6)])
 def test_engines_load_adapters_while_requests_are_in_flight(
-    tmp_path: Path, mode: str, num_replicas: int, steps: int
+    tmp_path: Path, mode: str, num_replicas: int, tensor_parallel: int, steps: int
 ) -> None:
     """Of two engines one is killed, and its successor loads the newest adapter."""
     run = start(
         tmp_path, *QUIET, "model=quickstart_lora", f"trainer.total_training_steps={steps}", "trainer.optim.lr=2e-3",
         "weight_sync.lora=adapter", "weight_sync.verify=every", f"rollout.num_replicas={num_replicas}",
-        f"async_training.partial_mode={mode}",
+        f"async_training.partial_mode={mode}", f"rollout.tensor_parallel_size={tensor_parallel}",
     )  # fmt: skip
     if num_replicas == 2:
         run.wait_for("step 4/")

@@ -18,6 +18,7 @@ from asyncrl.assets import resolve
 from asyncrl.profiling.files import event_files
 from tests.e2e.launches import LaunchedRun, balanced, start
 
+DRAFTS = "rollout.engine_kwargs={speculative_config: {method: ngram, num_speculative_tokens: 4}}"
 SHORT = ("data.max_val_samples=16", "logging.console=plain", "rollout.multi_turn.tokenization_sanity_check_mode=strict")
 
 
@@ -168,14 +169,16 @@ def test_the_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("unfinished", ["drop", "keep_partial"])
-def test_a_synchronous_run_may_over_sample(tmp_path: Path, unfinished: str) -> None:
+def test_a_synchronous_run_may_over_sample_and_its_engine_may_draft_tokens(tmp_path: Path, unfinished: str) -> None:
+    """Tokens that the engine accepts from drafts (speculative decoding) have the log-probs of the policy."""
     run = start(
         tmp_path, *SHORT, "data.val_files=[]", "trainer.save_last=false",
         "trainer.total_training_steps=5", "rollout.over_sample.samples=0.25",
         f"rollout.over_sample.unfinished={unfinished}", "rollout.over_sample.trajectories=1",
-        "rollout.max_concurrent_samples=6", mode="sync", recipe="calculator",
+        "rollout.max_concurrent_samples=6", DRAFTS, mode="sync", recipe="calculator",
     )  # fmt: skip
     summary = finished(run)
+    assert max(step["rollout/mismatch_kl_age_0"] for step in run.steps()) < 1e-9
     samples = summary["samples"]
     assert samples["trained"] == 5 * 16
     assert samples["fed"] == samples["trained"] + sum(samples["dropped"].values())
