@@ -1,5 +1,5 @@
 """Chooses replicas for calls: conversations stay on their replicas, and new ones go to the replica with the fewest
-outstanding tokens. Pure."""
+outstanding tokens. Pure, except for the clock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import NamedTuple
 MAX_AFFINITY_KEYS = 20_000
 """Maximum number of samples whose replica is remembered, 0.3 KB each: 160,000 conversations in groups of 8."""
 AFFINITY_S = 600.0
-"""How long the replica of a sample without calls is remembered. Most tools answer sooner, and later its KV cache has
-mostly been evicted."""
+"""How long the replica of a sample without calls is remembered. A sample that calls again after a longer time may get
+another replica, which computes its context again."""
 
 
 def affinity_key(session: str) -> str:
@@ -101,13 +101,14 @@ class OutstandingTokens:
             del self._tokens[replica]
 
 
-class _Home(NamedTuple):
-    """The replica of a sample."""
+class _Assignment(NamedTuple):
+    """The replica of a sample, and when the sample was last looked up or assigned."""
 
     replica: str
     context: int
     """The longest context that was sent to it, in tokens."""
     used_at: float
+    """By the clock, in seconds."""
 
 
 class ReplicaAffinity:
@@ -118,30 +119,30 @@ class ReplicaAffinity:
         """`clock` returns a time in seconds."""
         self._max_keys = max_keys
         self._clock = clock
-        self._replicas: OrderedDict[str, _Home] = OrderedDict()
+        self._replicas: OrderedDict[str, _Assignment] = OrderedDict()
 
     def find(self, session: str, available: Container[str]) -> str | None:
         """Return the session's replica if it is available."""
         key = affinity_key(session)
-        if (home := self._replicas.get(key)) is None or home.replica not in available:
+        if (assigned := self._replicas.get(key)) is None or assigned.replica not in available:
             return None
-        self._use(key, home.replica, home.context)
-        return home.replica
+        self._remember(key, assigned.replica, assigned.context)
+        return assigned.replica
 
     def cached(self, session: str, replica: str) -> int:
         """Return the longest context of the sample that was sent to the replica, in tokens."""
-        home = self._replicas.get(affinity_key(session))
-        return home.context if home is not None and home.replica == replica else 0
+        assigned = self._replicas.get(affinity_key(session))
+        return assigned.context if assigned is not None and assigned.replica == replica else 0
 
     def assign(self, session: str, replica: str, context: int = 0) -> None:
         """Remember the session's replica, and the length of the context that was sent to it. A session without a name
         is ignored."""
         if session:
-            self._use(affinity_key(session), replica, max(context, self.cached(session, replica)))
+            self._remember(affinity_key(session), replica, max(context, self.cached(session, replica)))
 
-    def _use(self, key: str, replica: str, context: int) -> None:
+    def _remember(self, key: str, replica: str, context: int) -> None:
         now = self._clock()
-        self._replicas[key] = _Home(replica, context, now)
+        self._replicas[key] = _Assignment(replica, context, now)
         self._replicas.move_to_end(key)
         while len(self._replicas) > self._max_keys or next(iter(self._replicas.values())).used_at < now - AFFINITY_S:
             self._replicas.popitem(last=False)

@@ -1,5 +1,5 @@
-"""A launch with LoRA whose versions are adapters: engines, also one of two processes (tensor parallelism), verify each
-of them, and compute what the Trainer does."""
+"""Launches with LoRA whose versions are adapters: engines, one of them with tensor parallelism, verify each version and
+compute what the Trainer does."""
 
 from __future__ import annotations
 
