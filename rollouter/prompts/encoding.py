@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -72,6 +73,7 @@ class EncodedPrompts:
         """Where the tokens of row `i` end, at `i + 1`; the first entry is 0."""
         self.flags: NDArray[np.uint8] = np.load(directory / "flags.npy", mmap_mode="r").view(np.ndarray)
         self._ids = (directory / "ids.bin").open("rb", buffering=0)
+        weakref.finalize(self, self._ids.close)
         size = os.fstat(self._ids.fileno()).st_size
         if size != 4 * int(self.ends[-1]) or len(self.flags) != len(self.ends) - 1:
             raise ValueError(f"{directory / 'ids.bin'} has {size} bytes for {self.ends[-1]} tokens")

@@ -23,20 +23,20 @@ HEAVY = {"torch", "ray", "vllm", "transformers", "datasets"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "code", "most_modules"),
     [
-        (("launch", "fully_async", "--dry-run"), 0),
-        (("launch", "sync", "mode_b_stream_off_policy", "--dry-run", "--json"), 0),
-        (("launch", "fully_async", "rollout.m=1"), 2),
-        (("launch", "fully_async", "data.train_files=[nope.jsonl]"), 2),
-        (("--help",), 0),
+        (("launch", "fully_async", "--dry-run"), 0, 800),
+        (("launch", "sync", "mode_b_stream_off_policy", "--dry-run", "--json"), 0, 800),
+        (("launch", "fully_async", "rollout.m=1"), 2, 650),
+        (("launch", "fully_async", "data.train_files=[nope.jsonl]"), 2, 650),
+        (("--help",), 0, 200),
     ],
 )
-def test_dry_runs_and_bad_configs_are_quick_and_load_nothing_heavy(arguments: tuple[str, ...], code: int) -> None:
-    returned, loaded, cpu_s = in_subprocess(*arguments)
+def test_dry_runs_and_bad_configs_load_few_modules(arguments: tuple[str, ...], code: int, most_modules: int) -> None:
+    returned, loaded = in_subprocess(*arguments)
     assert (returned, loaded & HEAVY) == (code, set())
     assert "numpy" not in loaded or "--dry-run" in arguments, "only rows need it"
-    assert cpu_s < 2.0
+    assert len(loaded) < most_modules
 
 
 @pytest.mark.parametrize("module", ["asyncrl", "asyncrl.cli.main"])

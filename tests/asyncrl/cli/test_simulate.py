@@ -107,6 +107,6 @@ def test_without_a_run_the_error_says_where_speeds_come_from(
 
 
 def test_neither_ray_nor_torch_is_loaded(speeds: Path) -> None:
-    code, modules, _ = in_subprocess("simulate", "--trace", str(speeds), "--steps", "4")
+    code, modules = in_subprocess("simulate", "--trace", str(speeds), "--steps", "4")
     assert code == 0
     assert not {"ray", "vllm", "torch"} & modules

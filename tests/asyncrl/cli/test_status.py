@@ -372,8 +372,8 @@ def test_help_has_examples(command: str, cli: CommandLine) -> None:
     assert "The default is the newest run in runs/." in " ".join(out.split())
 
 
-def test_status_and_why_are_quick_and_load_nothing_heavy(run_dir: Path) -> None:
+def test_status_and_why_load_few_modules(run_dir: Path) -> None:
     write(run_dir, now_is(STUCK))
-    code, loaded, cpu_s = in_subprocess("why")
+    code, loaded = in_subprocess("why")
     assert (code, loaded & {"ray", "torch", "vllm", "transformers", "asyncrl.config.schema"}) == (0, set())
-    assert cpu_s < 1.5
+    assert len(loaded) < 700
