@@ -92,7 +92,7 @@ class ProcessMeter:
 
     def measure(self, pids: Iterable[int]) -> ProcessHealth | None:
         """Measure the processes, or return None if none of them exists. A process takes about 100 µs, and each of its
-        threads 20 µs more."""
+        threads 10 µs more."""
         rss_bytes = 0
         used: dict[int, tuple[float, float | None]] = {}
         for pid in pids:
@@ -154,8 +154,9 @@ def _waited_s(pid: int) -> float | None:
     used_ns = waited_ns = 0
     with suppress(OSError):  # the process has ended, or this is not Linux
         for thread in os.scandir(f"/proc/{pid}/task"):
-            with suppress(OSError, ValueError, IndexError):
-                used, waited = Path(thread.path, "schedstat").read_text().split()[:2]
+            # A path of `pathlib` would take longer, and add its parts to the interpreter's table of interned strings.
+            with suppress(OSError, ValueError, IndexError), open(f"{thread.path}/schedstat", "rb", buffering=0) as file:
+                used, waited = file.read().split()[:2]
                 used_ns, waited_ns = used_ns + int(used), waited_ns + int(waited)
     return waited_ns / 1e9 if used_ns else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from pathlib import Path
@@ -134,3 +135,20 @@ def test_a_process_reports_only_its_own_dropped_events(monkeypatch: pytest.Monke
     health = ProcessMonitor("rollouter").measure()
     assert profiler.status()["dropped"] == 7 and health is not None and health.dropped_events == 0
     profiler.close()
+
+
+def test_a_measurement_adds_nothing_to_the_table_of_interned_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    interned: list[str] = []
+
+    def intern(string: str, /) -> str:
+        interned.append(string)
+        return string
+
+    monitor = ProcessMonitor("queue")
+    monkeypatch.setattr(sys, "intern", intern)
+    assert Path("/proc/of", "a-path").parts
+    assert "a-path" in interned, "pathlib interns its parts"
+    interned.clear()
+    usage = monitor.measure()
+    assert usage is not None and usage.rss_bytes > 0
+    assert interned == []
