@@ -124,14 +124,16 @@ class HealthMonitor:
         return math.inf if step_s is None else self._saves_every * step_s
 
     def _idle(self) -> tuple[float | None, float | None]:
-        """Return the idle shares of Trainer and Rollouter; None at the start, and once all samples are generated."""
-        status, queue = self._status, self._status.queue
+        """Return the idle shares of Trainer and Rollouter; None at the start, once all samples are generated, and while
+        the Rollouter replays records."""
+        status, queue, board = self._status, self._status.queue, self._recorder.dashboard
         if status.phase != "running" or queue is None or status.trainer.get("step", 0) < status.resumed_at.step + 3:
             return None, None
         if queue.total_samples is not None and queue.counts.fed - queue.counts.num_dropped >= queue.total_samples:
             return None, None
-        known = self._recorder.dashboard.metrics.get
-        return known("idle/trainer"), known("idle/rollouter")
+        if board.replays:
+            return None, None
+        return board.metrics.get("idle/trainer"), board.metrics.get("idle/rollouter")
 
     def _silent_parts(self) -> dict[str, float]:
         """Return the seconds since the last answer, by part, where they exceed `STALE_S`."""

@@ -144,6 +144,16 @@ RULES: Mapping[str, HealthRule] = {
         "profiler.otlp_endpoint accepts all events again",
         hold_s=0.0,
     ),
+    "idle_both": HealthRule(
+        0.3,
+        0.15,
+        "at least {idle:.0%} of the time no sample is generated and the Trainer waits too: samples wait for their "
+        "rewards. Make the reward faster, or allow more calls at once (reward.max_concurrency, for a judge "
+        "reward.judge.max_concurrency); `asyncrl report` shows how long each sample waited",
+        "samples no longer wait for their rewards most of the time",
+        hold_s=120.0,
+        level="hint",
+    ),
     "idle_trainer": HealthRule(
         0.5,
         0.35,
@@ -336,6 +346,10 @@ def _events(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSett
 def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     trainer, rollouter = snapshot.idle_trainer, snapshot.idle_rollouter
     if settings.on_policy or trainer is None or rollouter is None:
+        return
+    both = max(0.0, trainer + rollouter - 1.0)  # the least time that two such shares have in common
+    yield _result("idle_both", "idle/both", both, idle=both)
+    if both > RULES["idle_both"].bad:  # neither side is the bottleneck
         return
     threads = settings.threads
     better = threads and find_better_split(threads, trainer, rollouter)

@@ -327,6 +327,7 @@ def test_growth_is_reported_even_if_the_process_is_silent_at_times() -> None:
         (0.8, 0.1, "idle/trainer", "rollout.num_replicas"),
         (0.8, 0.4, "idle/trainer", "async_training.staleness_threshold"),
         (0.1, 0.9, "idle/rollouter", "async_training.staleness_threshold"),
+        (0.9, 0.7, "idle/both", "reward.max_concurrency"),
     ],
 )
 def test_an_idle_trainer_or_rollouter_is_reported_as_a_hint(

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.config.schema import Config
-from asyncrl.core.ports import StoreStatus
+from asyncrl.core.ports import SampleCounts, StoreStatus
 from asyncrl.core.process_health import EngineLoad, MachineHealth, Problem, ProcessHealth, RunHealth
 from asyncrl.driver import health_monitor as module
 from asyncrl.driver.health_monitor import HealthMonitor
@@ -102,6 +102,18 @@ async def test_health_covers_every_process_that_reports(rig: MonitorRig) -> None
     assert health.engines == {"abc": EngineLoad(1, 2, 0.5, 3)}
     assert rig.watch._elsewhere() == {"replica-abc", "engine-abc"}
     assert rig.status.state().health == health
+
+
+@pytest.mark.parametrize(("generated_tokens", "keys"), [(900, ["idle/both"]), (0, [])])
+async def test_a_slow_reward_is_named_unless_records_are_replayed(
+    rig: MonitorRig, generated_tokens: int, keys: list[str]
+) -> None:
+    rig.status.queue, rig.status.trainer = queue_status(), {"step": 9, "waits": []}
+    rig.recorder._parts.known |= {"idle/trainer": 0.9, "idle/rollouter": 0.8}
+    rig.recorder._parts.generated_tokens = generated_tokens
+    rig.recorder.dashboard = Dashboard(counts=SampleCounts(fed=64, replayed=8))
+    health = await rig.look(130)
+    assert [problem.key for problem in health.problems] == keys
 
 
 async def test_a_problem_and_its_end_are_reported_once(rig: MonitorRig) -> None:
