@@ -147,10 +147,11 @@ RULES: Mapping[str, HealthRule] = {
     "idle_both": HealthRule(
         0.3,
         0.15,
-        "at least {idle:.0%} of the time no sample is generated and the Trainer waits too: samples wait for their "
-        "rewards. Make the reward faster, or allow more calls at once (reward.max_concurrency, for a judge "
-        "reward.judge.max_concurrency); `asyncrl report` shows how long each sample waited",
-        "samples no longer wait for their rewards most of the time",
+        "at least {idle:.0%} of the time no sample is generated and the Trainer waits too, so the bottleneck lies "
+        "between them: rewards, or else weight syncs. Make rewards faster, or allow more calls at once "
+        "(reward.max_concurrency, for a judge reward.judge.max_concurrency); `asyncrl report` shows what the samples "
+        "waited for",
+        "generation or training is busy most of the time again",
         hold_s=120.0,
         level="hint",
     ),
@@ -349,7 +350,7 @@ def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
         return
     both = max(0.0, trainer + rollouter - 1.0)  # the least time that two such shares have in common
     yield _result("idle_both", "idle/both", both, idle=both)
-    if both > RULES["idle_both"].bad:  # neither side is the bottleneck
+    if both > RULES["idle_both"].bad:  # more engines or a faster Trainer would not help
         return
     threads = settings.threads
     better = threads and find_better_split(threads, trainer, rollouter)

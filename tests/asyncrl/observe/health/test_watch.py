@@ -105,7 +105,7 @@ async def test_health_covers_every_process_that_reports(rig: MonitorRig) -> None
 
 
 @pytest.mark.parametrize(("generated_tokens", "keys"), [(900, ["idle/both"]), (0, [])])
-async def test_a_slow_reward_is_named_unless_records_are_replayed(
+async def test_two_idle_sides_are_one_hint_and_none_while_records_are_replayed(
     rig: MonitorRig, generated_tokens: int, keys: list[str]
 ) -> None:
     rig.status.queue, rig.status.trainer = queue_status(), {"step": 9, "waits": []}
