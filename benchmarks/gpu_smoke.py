@@ -146,8 +146,7 @@ def _graphs(gpus: int, directory: Path) -> Figures:
 
 
 def _fp8(gpus: int, directory: Path) -> Figures:
-    unverified = ("weight_sync.verify=off", "weight_sync.max_mismatch_kl=null")
-    return _bfloat16(gpus, directory, "rollout.engine_kwargs.quantization=fp8", *unverified)
+    return _bfloat16(gpus, directory, "rollout.quantization=fp8_per_channel")
 
 
 def _trained_at_size(name: str) -> Callable[[int, Path], Figures]:

@@ -24,8 +24,9 @@ from asyncrl.config.resources.placement import count_processes
 from asyncrl.config.resources.threads import resolve_auto, take_auto
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.engine_arguments import CORRECTED, correct_quantized
 from asyncrl.config.sections.run import check_mode
-from asyncrl.config.sources import COMMAND_LINE, EVALUATION, SYNC, lines, sources_of_files
+from asyncrl.config.sources import COMMAND_LINE, EVALUATION, QUANTIZATION, SYNC, lines, sources_of_files
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
 from asyncrl.config.yaml_files import NamedText, read_yaml
 from asyncrl.core.failures import ConfigError
@@ -125,6 +126,7 @@ def _check(
     unknown = list(_remove_unknown(tree))
     problems = [*_of_other_system(base, unknown), *problems, *unknown]
     count_processes(tree, user_values)
+    correct_quantized(tree, user_values)
     automatic = take_auto(tree)
     config, type_problems = validate(tree | {"mode": "fully_async"})
     evaluates = config is not None and config.validates_only  # of a run of any mode
@@ -184,6 +186,9 @@ def value_sources(
     for key in ("trainer.num_workers", "rollout.num_replicas", "rollout.autoscaling.max_replicas"):
         if f"{(part := key.partition('.')[0])}.nnodes" in found:  # see count_processes
             found.setdefault(key, f"{part}.nnodes x {part}.n_gpus_per_node")
+    if config.rollout.quantization is not None:
+        now = leaves(config.public_values())
+        found = {key: QUANTIZATION for key, value in CORRECTED.items() if now[key] == value} | found
     if TOOL_FILE in found:
         found.setdefault(TOOLS, found[TOOL_FILE])
     if config.validates_only:

@@ -123,13 +123,16 @@ class ReplicaFacts:
     logprobs_mode: str
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """The values of the model's config.json that determine the shapes of its weights; empty if it is not readable."""
+    quantization: str | None = None
+    """`rollout.quantization`."""
 
     @classmethod
     def of(cls, options: ServingOptions, replica: str) -> Self:
         """Return the facts of a replica with these options. Reads the model's config.json."""
         engine = options.llm_config["engine_kwargs"]
         model = options.llm_config["model_loading_config"]["model_source"]
-        return cls(replica, model, engine["max_model_len"], engine["logprobs_mode"], _sizes(model_config(model)))
+        sizes, quantization = _sizes(model_config(model)), engine.get("quantization")
+        return cls(replica, model, engine["max_model_len"], engine["logprobs_mode"], sizes, quantization)
 
     def misfit(self, wanted: Self) -> str:
         """Return why this replica cannot generate for a run that would start replicas with the facts `wanted`, or an
@@ -152,6 +155,11 @@ class ReplicaFacts:
                 f"its engines report {self.logprobs_mode}, and rollout.sampling.temperature of the run needs "
                 f"{wanted.logprobs_mode}: the recorded log-probs would be those of another distribution; deploy with "
                 "the same temperature"
+            )
+        if self.quantization != wanted.quantization:
+            return (
+                f"its engines have rollout.quantization={self.quantization or 'null'}, and the run has "
+                f"{wanted.quantization or 'null'}, which also decides how the loss corrects for it; set the same value"
             )
         return ""
 
@@ -261,6 +269,8 @@ def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
         # The log-probs must include the temperature. At temperature 1 the raw log-probs are equal and cost less.
         "logprobs_mode": "raw_logprobs" if rollout.sampling.temperature in (0.0, 1.0) else "processed_logprobs",
     }
+    if rollout.quantization is not None:
+        kwargs["quantization"] = rollout.quantization
     if gpus:
         kwargs["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         if config.takes_turns:

@@ -208,7 +208,7 @@ def test_rows_launch_valid_configurations(
         "FP8": (True, "bfloat16"),
     }.get(name, (False, "bfloat16"))
     assert config.rollout.num_replicas == (7 if at_size and gpus == 8 else 1)
-    assert config.rollout.engine_kwargs == ({"quantization": "fp8"} if name == "FP8" else {})
+    assert config.rollout.quantization == ("fp8_per_channel" if name == "FP8" else None)
     on_policy = 3e-6 if source else None
     assert figures == {
         "Trainer": "on the CPU" if gpus == 1 and not shared else "on a GPU",

@@ -42,7 +42,7 @@ class DeployedServers:
     def serve(self, *arguments: str) -> str:
         """Run one of Serve's commands and return its output."""
         done = subprocess.run(
-            [BIN / "serve", *arguments, "-a", self.dashboard], capture_output=True, text=True, timeout=120, check=False
+            [BIN / "serve", *arguments, "-a", self.dashboard], capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -58,7 +58,7 @@ class DeployedServers:
 
     def wait_for(self, app: str) -> None:
         """Wait until an application runs."""
-        until = time.monotonic() + 240
+        until = time.monotonic() + 400
         while (found := self.get("serve/applications/")["applications"].get(app, {})).get("status") != "RUNNING":
             assert time.monotonic() < until and found.get("status") != "DEPLOY_FAILED", found
             time.sleep(0.5)
@@ -96,7 +96,7 @@ def ray_cluster(name: str) -> Iterator[DeployedServers]:
     )  # fmt: skip
     servers = DeployedServers(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{http}")
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         while True:
             try:
                 servers.get("serve/applications/")
@@ -109,7 +109,7 @@ def ray_cluster(name: str) -> Iterator[DeployedServers]:
         environment.undo()
         cluster.send_signal(signal.SIGTERM)
         try:
-            cluster.wait(60)
+            cluster.wait(120)
         except subprocess.TimeoutExpired:
             os.killpg(cluster.pid, signal.SIGKILL)
             raise
@@ -158,7 +158,7 @@ def test_options_of_serve_mean_what_they_mean_for_other_applications(servers: De
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_serve_run_starts_servers_and_ctrl_c_ends_them(tmp_path: Path) -> None:
     arguments = ("rollouter.serving.app:build_app", "model=asyncrl://quickstart", "num_replicas=1")
     question = {"model": "quickstart", "prompt": "12+34=", "max_tokens": 8, "temperature": 0}
@@ -166,7 +166,7 @@ def test_serve_run_starts_servers_and_ctrl_c_ends_them(tmp_path: Path) -> None:
     with ray_cluster("run") as servers, output.open("w", encoding="utf-8") as printed:
         port = servers.http.rpartition(":")[2]
         command = [BIN / "serve", "start", "--address", servers.address, "--http-port", port]
-        subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT, timeout=120, check=True)
+        subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT, timeout=240, check=True)
         command = [BIN / "serve", "run", "--address", servers.address, "--name", APP, "--route-prefix", f"/{APP}"]
         running = subprocess.Popen([*command, *arguments], cwd=tmp_path, stdout=printed, stderr=subprocess.STDOUT)
         try:
@@ -175,7 +175,7 @@ def test_serve_run_starts_servers_and_ctrl_c_ends_them(tmp_path: Path) -> None:
             assert answer.status_code == 200, answer.text
         finally:
             running.send_signal(signal.SIGINT)
-            running.wait(60)
+            running.wait(180)
         assert running.returncode == 0, output.read_text(encoding="utf-8")
         assert not servers.get("serve/applications/")["applications"]
 

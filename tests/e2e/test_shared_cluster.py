@@ -23,10 +23,23 @@ PHASES = ("serving", "fetching", "pausing", "loading", "verifying")
 SYSTEM = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 6}
 """Ray notices a lost node within seconds instead of a minute."""
 STORE_BYTES = 200 << 20
+LEFT_BYTES = 10 << 20
+"""The versions that the weight store keeps need more, about 4 MB each."""
 POOLS = ("trainer.node_labels={pool: train}", "rollout.node_labels={pool: rollout}")
 ENDLESS = (*SHORT, *POOLS, "trainer.total_training_steps=100000", "timeouts.start_s=300")
 VERSIONS = 8
 TOKEN = "2c1b6f0e4a7d4d0f9d3a5b8c7e6f1a20"
+
+
+class StoreUser:
+    """An actor with an object that it reads in place, which Ray cannot spill meanwhile."""
+
+    def hold(self, size: int) -> None:
+        import numpy as np
+        import ray
+
+        self._reference = ray.put(np.zeros(size, dtype=np.uint8))
+        self._view = ray.get(self._reference)
 
 
 class ThreeNodes:
@@ -66,11 +79,32 @@ class ThreeNodes:
 
     def created_bytes(self, node_id: str) -> int:
         """Return how many bytes of objects a node's object store has got so far, by puts and by transfers."""
+        return int(self._store_stats(node_id).cumulative_created_bytes)
+
+    def spilled_bytes(self, node_id: str) -> int:
+        """Return how many bytes of objects a node has written to its disk so far, because its store was full."""
+        return int(self._store_stats(node_id).spilled_bytes_total)
+
+    def _store_stats(self, node_id: str) -> Any:
         from ray._private.internal_api import node_stats
 
         (node,) = [one for one in self._cluster.global_state.node_table() if one["NodeID"] == node_id]
-        stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
-        return int(stats.store_stats.cumulative_created_bytes)
+        return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
+
+    @contextmanager
+    def filled(self, node_id: str) -> Iterator[None]:
+        """Keep most of a node's object store in use, so that what others put there is spilled."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray.init(address=self.address, namespace="filled", log_to_driver=False)
+        try:
+            where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            user = ray.remote(StoreUser).options(num_cpus=0, scheduling_strategy=where).remote()
+            ray.get(user.hold.remote(STORE_BYTES - LEFT_BYTES), timeout=60)
+            yield
+        finally:
+            ray.shutdown()
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -166,7 +200,7 @@ def test_engines_of_killed_drivers_are_removed_by_the_next_launch_and_by_clean(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_on_three_nodes_fetches_weights_once_per_node_and_survives_preempted_and_lost_ones(
+def test_a_run_on_three_nodes_fetches_weights_once_per_node_spills_and_survives_preempted_and_lost_nodes(
     nodes: ThreeNodes, tmp_path: Path
 ) -> None:
     run = start(tmp_path, *ENDLESS, f"ray.address={nodes.address}", "rollout.num_replicas=3")
@@ -183,6 +217,12 @@ def test_a_run_on_three_nodes_fetches_weights_once_per_node_and_survives_preempt
     for node in nodes.rollout_ids:
         copies = (nodes.created_bytes(node) - before[node]) / weights
         assert passed - 2 <= copies <= passed + 2, f"{copies} copies of {passed} versions on {node} of {where}"
+
+    # If others fill the object store of the Trainer's node, versions are spilled to its disk and read from there.
+    with nodes.filled(nodes.head_id):
+        run.wait_until(lambda: nodes.spilled_bytes(nodes.head_id) > 0, "spilled object", 200)
+        first = applied(run)
+        run.wait_until(lambda: applied(run) >= first + VERSIONS, f"{VERSIONS} versions with a full object store", 300)
 
     # Replicas leave a node that will be preempted, once others have taken their places.
     nodes.add()

@@ -56,7 +56,7 @@ from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.platforms import current_platform
 
 from asyncrl.core.ports import WeightsVersion
-from asyncrl.weights.checksums import MODULUS, add, layer_group
+from asyncrl.weights.checksums import MODULUS, WeightChecksums, add, layer_group
 from asyncrl.weights.deltas import DeltaChunk
 from asyncrl.weights.nccl import NO_NCCL, deadline
 from asyncrl.weights.tensors import as_tensors
@@ -137,9 +137,16 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         """Whether a broadcast of this update may have filled some layers."""
         self.failure = ""
         """Why the last broadcast failed; empty if it did not."""
+        self.fetched_checksums: dict[str, int] = {}
+        """Of the fetched version by layer group, if the engine rounds its weights: its parameters have others."""
         self._kept: list[WeightChunk] = []
         """The chunks of the loaded version whose files stay on this node, because the next version may have changes to
         them."""
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the engine rounds weights as it loads them."""
+        return self.model_config.quantization is not None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """Return the store's address, or how to join a process group for broadcasts."""
@@ -162,7 +169,7 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
     def fetch(self, weights_version: WeightsVersion, limit_s: float) -> None:
         """Begin to map this version into this process, with a deadline of `limit_s`. Return at once."""
         self._version = weights_version
-        self._chunks = _in_background(_fetch, weights_version, self._store, limit_s)
+        self._chunks = _in_background(self._fetch, weights_version, limit_s)
 
     def await_fetch(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the version to be mapped, and return whether it is.
@@ -237,6 +244,15 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         """Leave the process group for broadcasts. Ray ends with the process."""
         self._nccl.shutdown()
 
+    def _fetch(self, weights_version: WeightsVersion, limit_s: float) -> list[tuple[Any, WeightChunk]]:
+        chunks = _fetch(weights_version, self._store, limit_s)
+        if self.quantizes:
+            checksums = WeightChecksums()
+            for _, chunk in chunks:
+                checksums.add(chunk)
+            self.fetched_checksums = checksums.by_group()
+        return chunks
+
     def _join(self, info: BroadcastInfo) -> None:
         self._nccl.shutdown()
         nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self)
@@ -302,10 +318,14 @@ class WorkerExtension:
     def group_checksums(self, groups: Sequence[str]) -> dict[str, int]:
         """Return this rank's share of the groups' checksums; the shares of all ranks add up to the published ones.
 
-        Replicated parameters are counted by one rank only.
+        Replicated parameters are counted by one rank only. An engine that rounds its weights returns the checksums of
+        the version as the first rank fetched it.
         """
         sums: dict[str, int] = {}
         wanted = set(groups)
+        if self.weight_transfer_engine.quantizes:
+            fetched = self.weight_transfer_engine.fetched_checksums if get_tensor_model_parallel_rank() == 0 else {}
+            return {group: value for group, value in fetched.items() if group in wanted}
         for name, tensor in _counted(self.model_runner.model):
             if (group := layer_group(name)) in wanted:
                 add(sums, group, _bit_sum(tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -22,8 +22,8 @@ from asyncrl.config.compose import (
 from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import trainer
-from asyncrl.config.sources import SYNC, source_of
+from asyncrl.config.sections import engine_arguments, trainer
+from asyncrl.config.sources import QUANTIZATION, SYNC, source_of
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import single
 
@@ -82,6 +82,50 @@ def test_two_ranks_train_as_the_quickstart_does() -> None:
 def test_without_a_config_the_quickstart_is_loaded() -> None:
     assert load_config() == load_config("quickstart")
     assert load_config().model.path == "asyncrl://quickstart"
+
+
+QUANTIZED = ("rollout.quantization=fp8_per_channel", "rollout.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("more", "bypass_mode", "rollout_is", "limit", "warns"),
+    [
+        ([], False, "token", 0.1, False),
+        (["weight_sync.max_mismatch_kl=0.5"], False, "token", 0.5, False),
+        (["algorithm=rloo"], True, "token", 0.1, False),
+        (["algorithm=icepop"], False, "token", 0.1, False),
+        ([f"{CORRECTION}.bypass_mode=true"], True, "none", 0.1, True),
+        ([f"{CORRECTION}.rollout_is=none"], True, "none", 0.1, True),
+    ],
+)
+def test_quantized_engines_set_the_correction_unless_it_is_given(
+    more: list[str], bypass_mode: bool, rollout_is: str, limit: float, warns: bool
+) -> None:
+    checked = check_config(None, [*QUANTIZED, *more])
+    config = checked.require()
+    correction = config.algorithm.rollout_correction
+    assert (correction.bypass_mode, correction.rollout_is) == (bypass_mode, rollout_is)
+    assert config.weight_sync.max_mismatch_kl == limit
+    assert [one.key for one in checked.warnings] == [f"{CORRECTION}.rollout_is"] * warns
+    sources = value_sources(None, [*QUANTIZED, *more], config)
+    set_by_quantization = {key for key, source in sources.items() if source == QUANTIZATION}
+    expected = {"weight_sync.max_mismatch_kl"} if limit == 0.1 else set()
+    assert set_by_quantization == expected | (
+        {f"{CORRECTION}.bypass_mode", f"{CORRECTION}.rollout_is"} if not more or limit == 0.5 else set()
+    )
+
+
+def test_a_quantization_that_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ("rollout.quantization=mxfp8", "rollout.dtype=bfloat16")
+    assert "on GPUs only" in only_problem(*overrides).consequence
+    monkeypatch.setattr(engine_arguments, "visible_gpus", lambda: 1)
+    assert check_config(None, overrides).problems == ()
+
+
+def test_the_formats_of_quantized_engines_are_those_of_vllm() -> None:
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+
+    assert set(get_args(engine_arguments.Quantization)) == set(_ONLINE_SHORTHANDS), "of vLLM 0.32"
 
 
 def test_the_four_mode_recipes_set_the_keys_of_their_modes() -> None:

@@ -125,7 +125,10 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("rollout.sampling.temperature", GAE | {"rollout.sampling.temperature": 0, "rollout.n": 1}, "nothing is explored"),
     ("rollout.engine_kwargs.dtype", {"rollout.engine_kwargs": {"dtype": "half"}}, "could differ"),
     ("rollout.engine_kwargs.data_parallel_size", {"rollout.engine_kwargs": {"data_parallel_size": 2}}, "differ"),
-    ("rollout.engine_kwargs.quantization", {"rollout.engine_kwargs": {"quantization": "fp8"}}, "first weight sync"),
+    ("rollout.engine_kwargs.quantization", {"rollout.engine_kwargs": {"quantization": "fp8"}}, "could differ"),
+    ("rollout.quantization", {"rollout.quantization": "mxfp8"}, "16 bits"),
+    ("rollout.quantization",
+     {"rollout.quantization": "mxfp8", "rollout.dtype": "bfloat16", "weight_sync.backend": "nccl"}, "they fetch"),
     *((f"rollout.engine_kwargs.{name}", {"rollout.engine_kwargs": {name: value}, **changes}, text)
       for name, value, changes, text in [
           ("hf_overrides", {"num_hidden_layers": 1}, {}, "another model than the Trainer"),

@@ -197,6 +197,7 @@ async def test_a_failure_that_does_not_pass_is_not_tried_again(
             {"sampling": {"temperature": 0.5}},
             r"report raw_logprobs, and .*temperature .* processed_logprobs",
         ),
+        (replace(FITTING, quantization="mxfp8"), {}, r"rollout\.quantization=mxfp8, and the run has null"),
     ],
 )
 async def test_engines_that_do_not_fit_the_run_are_refused(

@@ -96,6 +96,12 @@ def test_log_probs_are_those_of_the_tempered_policy(temperature: float, mode: st
     assert built.llm_config["engine_kwargs"]["logprobs_mode"] == mode
 
 
+def test_engines_round_their_weights_if_they_should() -> None:
+    kwargs = options(rollout={"quantization": "fp8_per_channel", "dtype": "bfloat16"}).llm_config["engine_kwargs"]
+    assert kwargs["quantization"] == "fp8_per_channel"
+    assert "quantization" not in options().llm_config["engine_kwargs"]
+
+
 def test_engine_kwargs_are_passed_to_vllm() -> None:
     more = {"max_num_batched_tokens": 1024, "speculative_config": {"method": "ngram"}, "enable_expert_parallel": True}
     assert options(rollout={"engine_kwargs": more}).llm_config["engine_kwargs"].items() >= more.items()

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from asyncrl.core.ports import WeightsVersion
+from asyncrl.weights.checksums import bit_sum
 from asyncrl.weights.deltas import DeltaWriter
 from asyncrl.weights.nccl import deadline
 from rollouter.serving.replica import worker
@@ -143,7 +144,8 @@ def test_after_a_failed_broadcast_the_same_update_loads_the_version_from_the_sto
     record_metadata_for_reloading(model)
     kept = model.second.weight
     config = SimpleNamespace(
-        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), dtype=None)
+        parallel_config=None,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), dtype=None, quantization=None),
     )
     transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
 
@@ -180,7 +182,7 @@ def test_chunks_that_may_get_changes_are_kept_until_the_next_version_is_loaded(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model, handles = FusedModel(), list[Any]()
     config = SimpleNamespace(
-        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=""))
+        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=""), quantization=None)
     )
     transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
     store = SimpleNamespace(tensors=SimpleNamespace(remote=lambda version: handles))
@@ -204,6 +206,31 @@ def test_chunks_that_may_get_changes_are_kept_until_the_next_version_is_loaded(
     assert transfer.await_fetch(60.0)
     transfer.receive_weights(worker.FetchedVersion(0, 4))
     assert not list(tmp_path.glob("*/asyncrl-*"))
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8_per_channel"])
+def test_an_engine_that_rounds_its_weights_reports_the_checksums_of_what_it_fetched(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type=""), quantization=quantization)
+    config = SimpleNamespace(parallel_config=None, model_config=model_config)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])})
+    extension: Any = worker.WorkerExtension()
+    extension.model_runner = SimpleNamespace(model=model)
+    extension.weight_transfer_engine = transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
+    weight = np.arange(4, dtype=np.float32).reshape(2, 2)
+    monkeypatch.setattr(worker, "_fetch", lambda *_: [(None, {"layers.0.weight": weight}), (None, {"norm": weight[0]})])
+    monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: 1)
+    transfer._store = worker.StoreAddress("", "", "")
+    transfer.fetch(WeightsVersion(0, 1), 60.0)
+    assert transfer.await_fetch(60.0)
+    shares = []
+    for rank in (0, 1):
+        monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        shares.append(extension.group_checksums(["layers.0"]))
+    held = worker._bit_sum(model["layers"][0].weight)  # type: ignore[index]
+    fetched = {"layers.0": bit_sum(weight)}
+    assert shares == ([fetched, {}] if quantization else [{"layers.0": held}] * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
