@@ -100,6 +100,8 @@ class ResourcePlan:
 
     parts: tuple[PlannedProcess, ...]
     machine: MachineResources
+    num_gpus: int
+    """GPUs that the processes need at the same time; with `placement: colocated`, two processes share each of them."""
     num_parameters: int | None
     num_prompts: int | None
     """Training prompts before filtering."""
@@ -143,9 +145,11 @@ def make_plan(
     unconsumed = math.ceil((1 + config.async_training.staleness_threshold) * config.samples_per_version)
     surplus = math.ceil(config.rollout.over_sample.samples * config.samples_per_version)
     generating = min(unconsumed + surplus, config.rollout.max_concurrent_samples)
+    parts = tuple(_processes(config, machine, num_parameters, teacher_parameters))
     return ResourcePlan(
-        parts=tuple(_processes(config, machine, num_parameters, teacher_parameters)),
+        parts=parts,
         machine=machine,
+        num_gpus=_gpus_at_once(parts, alternating=config.takes_turns),
         num_parameters=num_parameters,
         num_prompts=num_prompts,
         total_steps=total_steps,
@@ -342,7 +346,10 @@ def quantity_rows(plan: ResourcePlan) -> list[tuple[str, str]]:
 
     rest = (plan.total_samples or 0) % plan.samples_per_step
     smaller_last = f" (the last one with {rest:,} of {plan.samples_per_step:,} samples)" if rest else ""
+    shared = plan.num_gpus < sum(part.count * part.gpus for part in plan.parts)
+    gpus = f"{plan.num_gpus}, which engines and ranks use in turns" if shared else str(plan.num_gpus)
     return [
+        *([("GPUs", gpus)] if plan.num_gpus else []),
         ("model parameters", number(plan.num_parameters, "the model")),
         ("training prompts, before filtering", number(plan.num_prompts)),
         ("optimizer steps", number(plan.total_steps) + smaller_last),

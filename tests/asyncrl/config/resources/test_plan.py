@@ -161,6 +161,10 @@ def test_engines_and_ranks_that_take_turns_need_a_gpu_once() -> None:
     colocated = {"placement": "colocated", "trainer.num_workers": 2, "rollout.num_replicas": 2}
     two = MachineResources(cpus=64, gpus=2)
     assert lacking(colocated | {"mode": "sync"}, two) == []
+    in_turns, separate = (plan_of(config_with(colocated | mode), two) for mode in ({"mode": "sync"}, {}))
+    assert dict(quantity_rows(in_turns))["GPUs"] == "2, which engines and ranks use in turns"
+    assert dict(quantity_rows(separate))["GPUs"] == "4"
+    assert "GPUs" not in dict(quantity_rows(plan_of(config_with({}))))
     assert "4 GPUs are needed" in single(lacking(colocated, two)).consequence
     assert "2 GPUs are needed" in single(lacking(colocated | {"mode": "sync"}, MachineResources(64, 1))).consequence
 
