@@ -87,11 +87,6 @@ def _inexact(config: Config, name: str, value: Any) -> tuple[str, str] | None:
     """Return why an engine with this argument would not be exact, and the fix; None if it is."""
     rollout, sync = config.rollout, config.weight_sync
     match name:
-        case "enable_expert_parallel" if value and rollout.tensor_parallel_size > 1 and sync.verify != "off":
-            consequence = (
-                "checksums count the experts of one rank, and each has others, so the first weight sync would fail"
-            )
-            return consequence, "leave it out, or set weight_sync.verify=off and watch rollout/mismatch_kl"
         case "kv_cache_dtype" if value not in ("auto", rollout.dtype) and sync.max_mismatch_kl is not None:
             consequence = (
                 "keys and values are rounded, so log-probs differ from the Trainer's, and the run may stop at "

@@ -153,7 +153,7 @@ def _step_line(row: MetricsRow, board: Dashboard) -> str:
         f"queue {counts.ready}  "
         f"tokens/s {number(board.generated_per_s, '.0f')} generated {number(board.trained_per_s, '.0f')} trained  "
         f"idle rollouter {board.rollouter_idle} trainer {whole_percent(known('idle/trainer'))}  "
-        f"pause {board.pause}"
+        f"pause {board.pause}" + (f" mismatch {board.mismatch}" if board.mismatch else "")
     )
 
 

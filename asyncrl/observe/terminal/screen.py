@@ -22,6 +22,9 @@ from asyncrl.observe.formats import elapsed, number, short_s, size, whole_percen
 from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.observe.status.summary import count_restarts
 
+_FLOAT32_KL = 1e-4
+"""In nats per token. In float32, engines and Trainer differ by about 1e-12 for the same weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard(RunProgress):
@@ -89,6 +92,13 @@ class Dashboard(RunProgress):
         """Return how long the last weight sync paused generation, as text."""
         pause_s = self.metrics.get("weight_sync/pause_s")
         return "-" if pause_s is None else short_s(pause_s)
+
+    @property
+    def mismatch(self) -> str | None:
+        """Return the KL divergence between the log-probs of engines and Trainer, as text, if it is more than float32
+        explains."""
+        kl = self.metrics.get("weight_sync/mismatch_kl", 0.0)
+        return f"{kl:.2g} nats" if kl > _FLOAT32_KL else None
 
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -303,7 +313,13 @@ def _sync(board: Dashboard) -> Text:
         return Text("-")
     share = board.metrics.get("weight_sync/sent_share", 1.0)
     sent = whole_percent(share) if share < 1.0 else None
-    return items(pause=board.pause, publish_to_applied=short_s(delay_s), count=board.num_syncs, sent=sent)
+    return items(
+        pause=board.pause,
+        publish_to_applied=short_s(delay_s),
+        count=board.num_syncs,
+        sent=sent,
+        mismatch=board.mismatch,
+    )
 
 
 def health_line(health: RunHealth) -> Text | None:

@@ -453,4 +453,5 @@ def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _sharded(module: torch.nn.Module, name: str) -> bool:
     if isinstance(module, RowParallelLinear):
         return not name.endswith("bias")
-    return isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)
+    # Ranks have parts of every expert, or with expert parallelism other experts.
+    return isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RoutedExperts)

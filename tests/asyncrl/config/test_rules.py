@@ -135,7 +135,6 @@ BROKEN: list[tuple[str, Changes, str]] = [
           ("logits_processors", ["mine:Processor"], {}, "a changed distribution"),
           ("kv_cache_dtype", "fp8", {}, "keys and values are rounded"),
           ("speculative_config", {"method": "ngram", "rejection_sample_method": "synthetic"}, {}, "no samples of the"),
-          ("enable_expert_parallel", True, {"rollout.tensor_parallel_size": 2}, "experts of one rank"),
       ]),
     (f"{TURNS}.enable", {f"{TURNS}.enable": True}, "no tool to call"),
     (f"{TURNS}.max_assistant_turns", TOOLS | {f"{TURNS}.max_assistant_turns": 1}, "no turn left"),

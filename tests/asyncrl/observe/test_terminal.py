@@ -38,6 +38,7 @@ BOARD = Dashboard(
         "weight_sync/pause_s": 0.028,
         "weight_sync/publish_to_applied_s": 0.21,
         "weight_sync/sent_share": 0.0213,
+        "weight_sync/mismatch_kl": 3e-13,
     },
     num_syncs=56,
     rewards=tuple(index / 100 for index in range(57)),
@@ -193,6 +194,18 @@ def test_plain_lines_are_one_line_each_without_colour() -> None:
     assert len(lines) == 3
     assert "\x1b" not in out.getvalue()
     assert "trained 1824 dropped 10 running 64 leased 32" in lines[2] and " queue 12 " in lines[2]
+
+
+def test_a_difference_between_engines_and_trainer_is_shown_if_float32_does_not_explain_it() -> None:
+    exact = replace(BOARD, total_steps=60)
+    rounded = replace(exact, metrics=BOARD.metrics | {"weight_sync/mismatch_kl": 0.0123})
+    out = io.StringIO()
+    view = PlainView(Console(file=out), clock)
+    view.row(step(58), exact)
+    view.row(step(59), rounded)
+    first, second = out.getvalue().splitlines()
+    assert "mismatch" not in first and second.endswith(" mismatch 0.012 nats")
+    assert "mismatch 0.012 nats" in "\n".join(rendered(live(rounded), 120))
 
 
 def test_trained_counts_the_step_just_made() -> None:

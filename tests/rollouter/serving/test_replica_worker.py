@@ -233,6 +233,22 @@ def test_an_engine_that_rounds_its_weights_reports_the_checksums_of_what_it_fetc
     assert shares == ([fetched, {}] if quantization else [{"layers.0": held}] * 2)
 
 
+def test_each_rank_counts_its_own_experts_and_the_first_one_what_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w13_weight = torch.nn.Parameter(torch.zeros(2))
+
+    monkeypatch.setattr(worker, "RoutedExperts", Experts)
+    monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: 2)
+    model = torch.nn.ModuleDict({"experts": Experts(), "gate": torch.nn.Linear(1, 1, bias=False)})
+    counted = []
+    for rank in (0, 1):
+        monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        counted.append([name for name, _ in worker._counted(model)])
+    assert counted == [["experts.w13_weight", "gate.weight"], ["experts.w13_weight"]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_linear_layers_keep_the_weights_that_updates_are_loaded_into(dtype: torch.dtype) -> None:
     """vLLM 0.32 packs them into kernels of oneDNN and, where the CPU has AMX, into its own for small layers."""
