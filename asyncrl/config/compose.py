@@ -24,7 +24,7 @@ from asyncrl.config.resources.placement import count_processes
 from asyncrl.config.resources.threads import resolve_auto, take_auto
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.engine_arguments import CORRECTED, correct_quantized
+from asyncrl.config.sections import quantization
 from asyncrl.config.sections.run import check_mode
 from asyncrl.config.sources import COMMAND_LINE, EVALUATION, QUANTIZATION, SYNC, lines, sources_of_files
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
@@ -126,7 +126,7 @@ def _check(
     unknown = list(_remove_unknown(tree))
     problems = [*_of_other_system(base, unknown), *problems, *unknown]
     count_processes(tree, user_values)
-    correct_quantized(tree, user_values)
+    quantization.set_defaults(tree, leaves(Config().model_dump()))
     automatic = take_auto(tree)
     config, type_problems = validate(tree | {"mode": "fully_async"})
     evaluates = config is not None and config.validates_only  # of a run of any mode
@@ -188,7 +188,8 @@ def value_sources(
             found.setdefault(key, f"{part}.nnodes x {part}.n_gpus_per_node")
     if config.rollout.quantization is not None:
         now = leaves(config.public_values())
-        found = {key: QUANTIZATION for key, value in CORRECTED.items() if now[key] == value} | found
+        set_by_it = [key for key, value in quantization.QUANTIZED_DEFAULTS.items() if now[key] == value]
+        found = dict.fromkeys(set_by_it, QUANTIZATION) | found
     if TOOL_FILE in found:
         found.setdefault(TOOLS, found[TOOL_FILE])
     if config.validates_only:
@@ -493,7 +494,14 @@ def _register(base: _BaseConfig) -> None:
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    store.store(name=_SCHEMA_NODE, node=Config().model_dump(mode="json"))
+    schema = Config().model_dump(mode="json")
+    for key in quantization.QUANTIZED_DEFAULTS:
+        *sections, name = key.split(".")
+        place = schema
+        for section in sections:
+            place = place[section]
+        place[name] = quantization.NOT_GIVEN
+    store.store(name=_SCHEMA_NODE, node=schema)
     if base.node is not None:
         store.store(name=_USER_NODE, node=base.node)
 

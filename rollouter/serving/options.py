@@ -159,7 +159,7 @@ class ReplicaFacts:
         if self.quantization != wanted.quantization:
             return (
                 f"its engines have rollout.quantization={self.quantization or 'null'}, and the run has "
-                f"{wanted.quantization or 'null'}, which also decides how the loss corrects for it; set the same value"
+                f"{wanted.quantization or 'null'}, so its loss would not correct for what engines round; set the same"
             )
         return ""
 

@@ -149,8 +149,8 @@ class OneWorker(WorkerExtension):
 
     def __init__(self, model: torch.nn.Module, rank: int, size: int) -> None:
         parallel = SimpleNamespace(data_parallel_index=0, world_size=size, rank=rank)
-        model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), quantization=None)
-        self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model_config)
+        model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"))
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model_config, quant_config=None)
         self._weight_update_active = self._weight_update_is_draft = False
         self.rank = rank
         self.model_runner = SimpleNamespace(model=model, reset_lora_state=lambda: None)

@@ -138,7 +138,7 @@ class OneEngine:
         model.load_weights = lambda items: model.load_state_dict(dict(items), strict=False)
         self.worker.model_runner = SimpleNamespace(model=model)
         config: Any = SimpleNamespace(
-            parallel_config=None, model_config=SimpleNamespace(hf_config=model.config, quantization=None)
+            parallel_config=None, model_config=SimpleNamespace(hf_config=model.config), quant_config=None
         )
         self.transfer = StoreTransfer(WeightTransferConfig(), config, model.device, model)
         self.worker.weight_transfer_engine = self.transfer

@@ -17,11 +17,12 @@ import pydantic
 
 from asyncrl.config.foreign_keys import VERL, ForeignKey, foreign_keys, of_verl
 from asyncrl.config.from_verl.values import ACTOR, ROLLOUT, NoCounterpart, VerlRun, read_verl, translate
-from asyncrl.config.keys import all_keys
+from asyncrl.config.keys import all_keys, leaves
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.resources.placement import count_processes
 from asyncrl.config.rules import RULES, keys_without_effect
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import quantization
 from asyncrl.config.sources import commented_yaml, inline
 
 _TOOLS = "rollout.multi_turn.tools"
@@ -118,6 +119,7 @@ def _without_idle_keys(done: _Translation) -> Migration:
 def _config(keys: Mapping[str, MigratedKey]) -> Config:
     tree = _tree(keys)
     count_processes(tree, keys)
+    quantization.set_defaults(tree, leaves(Config().model_dump()))
     return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
 
 

@@ -101,7 +101,7 @@ class ResourcePlan:
     parts: tuple[PlannedProcess, ...]
     machine: MachineResources
     num_gpus: int
-    """GPUs that the processes need at the same time; with `placement: colocated`, two processes share each of them."""
+    """GPUs that the processes need at the same time. If engines and ranks take turns, two of them share each GPU."""
     num_parameters: int | None
     num_prompts: int | None
     """Training prompts before filtering."""

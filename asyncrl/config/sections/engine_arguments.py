@@ -1,4 +1,4 @@
-"""`rollout.engine_kwargs`: arguments of vLLM's `AsyncEngineArgs`, and why some are refused. And `rollout.quantization`.
+"""`rollout.engine_kwargs`: arguments of vLLM's `AsyncEngineArgs`, and why some are refused.
 
 An argument passes through to vLLM unless vLLM does not have it, another key sets it, or samples and weights would no
 longer be exact with it: the recorded log-probs must be those of the distribution from which the tokens were drawn, and
@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.environment import visible_gpus
-from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, warning
+from asyncrl.config.problems import ConfigProblem
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -66,6 +65,7 @@ _OTHER_TOKENS = (
 )
 _INEXACT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("hf_overrides", "model_class_overrides"), (_OTHER_MODEL, "change config.json in model.path")),
+    "enable_eplb": ("checksums would count an expert once for each rank that has it", "leave it out"),
     **dict.fromkeys(
         ("logits_processors", "watermark_config"),
         (_OTHER_TOKENS, "leave it out; rollout.sampling has what the loss can take into account"),
@@ -126,79 +126,3 @@ def argument_names() -> frozenset[str]:
     declared = (one for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs") for one in node.body)
     fields = (one.target for one in declared if isinstance(one, ast.AnnAssign))
     return frozenset(one.id for one in fields if isinstance(one, ast.Name) and not one.id.startswith("_"))
-
-
-# ------------------------------------------------------------------------------------------------ quantization
-
-Quantization = Literal[
-    "fp8_per_tensor",
-    "fp8_per_block",
-    "fp8_per_channel",
-    "mxfp8",
-    "mxfp4",
-    "nvfp4_per_token",
-    "int8_per_channel_weight_only",
-]
-"""vLLM's names of the formats to which it rounds weights as it loads them."""
-_CPU_QUANTIZATIONS = ("fp8_per_channel",)
-_CORRECTION, _LIMIT = "algorithm.rollout_correction", "weight_sync.max_mismatch_kl"
-CORRECTED = {
-    _LIMIT: 0.1,
-    f"{_CORRECTION}.bypass_mode": False,
-    f"{_CORRECTION}.rollout_is": "token",
-}
-"""Values of a run with quantized engines, unless they are given: the Trainer recomputes the log-probs of samples, and
-truncated importance weights correct for the rounded weights (FlashRL, https://fengyao.notion.site/flash-rl)."""
-
-
-def correct_quantized(tree: dict[str, Any], user_values: Mapping[str, Any]) -> None:
-    """Set `CORRECTED` in the values of a configuration with quantized engines, except what is given. An algorithm that
-    has a correction of its own keeps it."""
-    rollout, sync, algorithm = (tree.get(name) for name in ("rollout", "weight_sync", "algorithm"))
-    if not isinstance(rollout, dict) or rollout.get("quantization") is None:
-        return
-    if isinstance(sync, dict) and _LIMIT not in user_values:
-        sync["max_mismatch_kl"] = CORRECTED[_LIMIT]
-    given = any(key in user_values for key in CORRECTED if key != _LIMIT)
-    match algorithm:
-        case {"rollout_correction": {"bypass_mode": True, "rollout_is": "none"} as correction} if not given:
-            correction |= {key.rpartition(".")[2]: value for key, value in CORRECTED.items() if key != _LIMIT}
-
-
-QUANTIZATION_RULES: tuple[RuleFunction, ...] = (
-    ConfigRule("rollout.quantization",
-               lambda c: c.rollout.quantization is not None and c.rollout.dtype == "float32",
-               "vLLM quantizes only models whose activations have 16 bits, so no engine would start",
-               "set rollout.dtype=bfloat16"),
-    ConfigRule("rollout.quantization",
-               lambda c: c.rollout.quantization is not None and c.weight_sync.backend == "nccl"
-               and c.weight_sync.verify != "off",
-               "checksums of quantized engines are those of what they fetch, and with weight_sync.backend=nccl they "
-               "fetch nothing, so the first weight sync would fail",
-               "set weight_sync.backend=object_store, or weight_sync.verify=off and watch rollout/mismatch_kl"),
-)  # fmt: skip
-
-
-def check_correction(config: Config) -> Iterator[ConfigProblem]:
-    """Warn about quantized engines whose samples are trained as if they were the Trainer's own."""
-    if config.rollout.quantization is not None and config.algorithm.rollout_correction.rollout_is == "none":
-        yield warning(
-            f"{_CORRECTION}.rollout_is",
-            "none",
-            f"with rollout.quantization={config.rollout.quantization} samples come from rounded weights, and nothing "
-            "corrects for the difference: the gradient is biased",
-            f"set {_CORRECTION}.bypass_mode=false and rollout_is=token, or leave both out",
-        )
-
-
-def check_kernels(config: Config) -> Iterator[ConfigProblem]:
-    """Refuse a quantization for which vLLM has no kernel on this machine."""
-    wanted = config.rollout.quantization
-    elsewhere = config.ray.address is not None or config.rollout.attach is not None
-    if wanted is not None and wanted not in _CPU_QUANTIZATIONS and not elsewhere and not visible_gpus():
-        yield ConfigProblem(
-            "rollout.quantization",
-            wanted,
-            "this machine shows no GPU, and vLLM computes it on GPUs only",
-            f"set it to {_CPU_QUANTIZATIONS[0]}, or leave it out",
-        )

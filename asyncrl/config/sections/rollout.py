@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 
 from asyncrl.config.environment import check_code, is_importable
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with
+from asyncrl.config.sections import quantization as quantized
 from asyncrl.config.sections.base import (
     ConfigSection,
     Dtype,
@@ -21,14 +22,7 @@ from asyncrl.config.sections.base import (
     Share,
     Threads,
 )
-from asyncrl.config.sections.engine_arguments import (
-    QUANTIZATION_RULES,
-    Quantization,
-    check_argument_names,
-    check_correction,
-    check_engine_arguments,
-    check_kernels,
-)
+from asyncrl.config.sections.engine_arguments import check_argument_names, check_engine_arguments
 from asyncrl.config.sections.trainer import check_pool
 from asyncrl.core.autoscaling import AutoscalingPolicy
 
@@ -266,11 +260,12 @@ class RolloutConfig(NodePool):
     """Context length of the engine in tokens; null: data.max_prompt_length + rollout.response_length."""
     dtype: Dtype = "float32"
     """Data type of weights and activations in the engine. Use float32 on CPUs without AVX-512, bfloat16 on GPUs."""
-    quantization: Quantization | None = None
-    """Format to which engines round the weights of linear layers when they load them, so that they decode faster and
-    need less memory (vLLM's online quantization); null: none. Tokens then come from another distribution than the
-    Trainer's, so this also sets `algorithm.rollout_correction` and `weight_sync.max_mismatch_kl`, unless you do
-    (docs/gpu.md). It needs `dtype` bfloat16 or float16; on CPUs engines can only use `fp8_per_channel`."""
+    quantization: quantized.Quantization | None = None
+    """Format to which engines round the weights of linear layers and experts when they load them, so that they need
+    less memory and, with kernels for it, decode faster (vLLM's online quantization); null: none. Tokens then come from
+    another distribution than the Trainer's, so this also sets `algorithm.rollout_correction` and
+    `weight_sync.max_mismatch_kl`, unless you do (docs/gpu.md). It needs `dtype` bfloat16 or float16; on CPUs engines
+    can only use `fp8_per_channel`."""
     enforce_eager: bool = True
     """Run without CUDA graphs; false: use CUDA graphs on GPUs."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
@@ -409,7 +404,7 @@ ENGINE_RULES: tuple[RuleFunction, ...] = (
                "{c.rollout.response_length} (rollout.response_length) do not fit the engine's context",
                "set it to null or at least {c.longest_trajectory}"),
     check_engine_arguments,
-    *QUANTIZATION_RULES,
+    *quantized.ENGINE_RULES,
     _pool,
     ConfigRule("rollout.max_num_seqs", lambda c: c.rollout.max_num_seqs < c.rollout.n,
                "a group of {c.rollout.n} responses (rollout.n) is decoded in several rounds",
@@ -427,7 +422,7 @@ SERVER_RULES: tuple[RuleFunction, ...] = (
 
 RULES: tuple[RuleFunction, ...] = (
     *ENGINE_RULES,
-    check_correction,
+    *quantized.RULES,
     ConfigRule("rollout.autoscaling.max_replicas",
                lambda c: c.rollout.autoscaling.enable
                and c.rollout.autoscaling.max_replicas <= c.rollout.autoscaling.min_replicas,
@@ -502,8 +497,8 @@ RULES: tuple[RuleFunction, ...] = (
                "set rollout.over_sample.samples=0, or record single samples: skip.async_rollout"),
 )  # fmt: skip
 
-ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (check_argument_names, check_kernels)
-ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, _conversations)
+ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (check_argument_names,)
+ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, quantized.check_kernels, _conversations)
 
 _LOOP_KEYS = " ".join(
     f"{_TURNS}.{name}*"
@@ -513,7 +508,7 @@ _LOOP_KEYS = " ".join(
 """Keys that only the built-in loop reads; the other keys also apply to an agent of the user's own."""
 
 _ENGINE_KEYS = (
-    "num_replicas autoscaling* nnodes n_gpus_per_node node_labels* tensor_parallel_size max_num_seqs dtype "
+    "num_replicas autoscaling* nnodes n_gpus_per_node node_labels* tensor_parallel_size max_num_seqs "
     "enforce_eager gpu_memory_utilization cpu_kv_cache_gib cpu_threads engine_kwargs*"
 )
 """Keys of `rollout` that only the start of engines reads."""

@@ -346,7 +346,8 @@ class WeightUpdates:
                 of_ray = [ref for ref in refs if not isinstance(ref, StoredChunk)]
                 await asyncio.to_thread(ray.get, of_ray, timeout=max(0.0, until - loop.time()))
             left_s = max(FETCH_SLICE_S, until - loop.time())
-            await self._answered(self._llm.collective_rpc("fetch_version", args=(*weights_version, left_s)))
+            wanted = (*weights_version, left_s, self._compares_weights)
+            await self._answered(self._llm.collective_rpc("fetch_version", args=wanted))
             while not all(await self._answered(self._llm.collective_rpc("await_fetch", args=(FETCH_SLICE_S,)))):
                 if loop.time() >= until:
                     limit_s = self.timeouts.apply_s
@@ -507,6 +508,11 @@ class WeightUpdates:
         except Exception as second:  # noqa: BLE001  the first error is the one to report
             self._health.give_up(f"resuming after {error!r} failed: {second!r}", crash=True)
 
+    @property
+    def _compares_weights(self) -> bool:
+        """Whether the checksums of the next version are compared."""
+        return self.run.verify == "every" or (self.run.verify == "first" and not self._verified)
+
     async def _check(self, publication: Publication) -> float | None:
         """Compare the engine's weights with the published checksums, and its log-probs with those of the probe.
         Decoding continues meanwhile. Return the KL divergence of the log-probs, or None without a probe.
@@ -518,7 +524,7 @@ class WeightUpdates:
         """
         self._health.enter("verifying")
         served: dict[str, int] = {}
-        compares_weights = self.run.verify == "every" or not self._verified
+        compares_weights = self._compares_weights
         try:
             async with asyncio.timeout(self.timeouts.apply_s):
                 if compares_weights and self.adapter is not None:

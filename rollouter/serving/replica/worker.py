@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -50,6 +50,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.parameter import BasevLLMParameter
@@ -137,16 +138,18 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         """Whether a broadcast of this update may have filled some layers."""
         self.failure = ""
         """Why the last broadcast failed; empty if it did not."""
-        self.fetched_checksums: dict[str, int] = {}
-        """Of the fetched version by layer group, if the engine rounds its weights: its parameters have others."""
+        self.loaded_checksums: Mapping[str, int] = {}
+        """The checksums by layer group of the version that was loaded, as it was fetched, if this worker counted
+        them."""
         self._kept: list[WeightChunk] = []
         """The chunks of the loaded version whose files stay on this node, because the next version may have changes to
         them."""
 
     @property
     def quantizes(self) -> bool:
-        """Whether the engine rounds weights as it loads them."""
-        return self.model_config.quantization is not None
+        """Whether the engine rounds weights as it loads them, so that its parameters have other checksums than the
+        version."""
+        return isinstance(self.vllm_config.quant_config, OnlineQuantizationConfig)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """Return the store's address, or how to join a process group for broadcasts."""
@@ -166,10 +169,12 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         self._store = init_info
         _in_background(connect, init_info.address, init_info.namespace)
 
-    def fetch(self, weights_version: WeightsVersion, limit_s: float) -> None:
-        """Begin to map this version into this process, with a deadline of `limit_s`. Return at once."""
+    def fetch(self, weights_version: WeightsVersion, limit_s: float, compares: bool) -> None:
+        """Begin to map this version into this process, with a deadline of `limit_s`. Return at once. `compares`:
+        whether its checksums will be compared."""
         self._version = weights_version
-        self._chunks = _in_background(self._fetch, weights_version, limit_s)
+        counts = compares and self.quantizes and get_tensor_model_parallel_rank() == 0
+        self._chunks = _in_background(_fetch, weights_version, self._store, limit_s, counts)
 
     def await_fetch(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the version to be mapped, and return whether it is.
@@ -220,11 +225,13 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         wanted = WeightsVersion(update_info.lineage, update_info.version)
         if self._version != wanted or not self.await_fetch(0.0):
             raise RuntimeError(f"asked to load {wanted}, but {self._version} was fetched")
+        fetched = self._chunks.result()
         with torch.no_grad():
-            self.load_weights(item for _, chunk in self._chunks.result() for item in as_tensors(chunk))
-        self._kept = [chunk for handle, chunk in self._chunks.result() if isinstance(handle, DeltaChunk)]
+            self.load_weights(item for _, chunk in fetched.chunks for item in as_tensors(chunk))
+        self.loaded_checksums = fetched.checksums
+        self._kept = [chunk for handle, chunk in fetched.chunks if isinstance(handle, DeltaChunk)]
         # Drop the views into the object store, or the store could never free the version.
-        del self._chunks
+        del self._chunks, fetched
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors by the names of the model's files. vLLM's engine for NCCL calls this in place of the model's."""
@@ -243,15 +250,6 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
     def shutdown(self) -> None:
         """Leave the process group for broadcasts. Ray ends with the process."""
         self._nccl.shutdown()
-
-    def _fetch(self, weights_version: WeightsVersion, limit_s: float) -> list[tuple[Any, WeightChunk]]:
-        chunks = _fetch(weights_version, self._store, limit_s)
-        if self.quantizes:
-            checksums = WeightChecksums()
-            for _, chunk in chunks:
-                checksums.add(chunk)
-            self.fetched_checksums = checksums.by_group()
-        return chunks
 
     def _join(self, info: BroadcastInfo) -> None:
         self._nccl.shutdown()
@@ -295,9 +293,9 @@ class WorkerExtension:
     model_runner: Any
     weight_transfer_engine: StoreTransfer
 
-    def fetch_version(self, lineage: int, version: int, limit_s: float) -> None:
+    def fetch_version(self, lineage: int, version: int, limit_s: float, compares: bool) -> None:
         """See `StoreTransfer.fetch`."""
-        self.weight_transfer_engine.fetch(WeightsVersion(lineage, version), limit_s)
+        self.weight_transfer_engine.fetch(WeightsVersion(lineage, version), limit_s, compares)
 
     def await_fetch(self, timeout_s: float) -> bool:
         """See `StoreTransfer.await_fetch`."""
@@ -324,8 +322,8 @@ class WorkerExtension:
         sums: dict[str, int] = {}
         wanted = set(groups)
         if self.weight_transfer_engine.quantizes:
-            fetched = self.weight_transfer_engine.fetched_checksums if get_tensor_model_parallel_rank() == 0 else {}
-            return {group: value for group, value in fetched.items() if group in wanted}
+            loaded = self.weight_transfer_engine.loaded_checksums
+            return {group: value for group, value in loaded.items() if group in wanted}
         for name, tensor in _counted(self.model_runner.model):
             if (group := layer_group(name)) in wanted:
                 add(sums, group, _bit_sum(tensor))
@@ -339,10 +337,19 @@ class WorkerExtension:
         return sums
 
 
-def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float) -> list[tuple[Any, WeightChunk]]:
-    """Return the version's chunks, each with its handle, mapped from the object store or from files without a copy, or
-    read by the user's class. The calls to Ray end within `limit_s`, so that the threads of repeated attempts do not
-    accumulate; the user's class and a filesystem have to end in time by themselves."""
+class FetchedChunks(NamedTuple):
+    """A version in this process."""
+
+    chunks: Sequence[tuple[Any, WeightChunk]]
+    """Each with its handle."""
+    checksums: Mapping[str, int]
+    """By layer group; empty if they were not counted."""
+
+
+def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float, counts: bool) -> FetchedChunks:
+    """Return the version's chunks, mapped from the object store or from files without a copy, or read by the user's
+    class. The calls to Ray end within `limit_s`, so that the threads of repeated attempts do not accumulate; the user's
+    class and a filesystem have to end in time by themselves. `counts`: also compute their checksums."""
     until = time.monotonic() + limit_s
 
     def left_s() -> float:
@@ -351,7 +358,11 @@ def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float)
     connect(store.address, store.namespace, limit_s=left_s())
     actor = ray.get_actor(store.store_name, namespace=store.namespace)
     refs = ray.get(actor.tensors.remote(weights_version), timeout=left_s())
-    return [(ref, ref.get() if isinstance(ref, StoredChunk) else ray.get(ref, timeout=left_s())) for ref in refs]
+    chunks = [(ref, ref.get() if isinstance(ref, StoredChunk) else ray.get(ref, timeout=left_s())) for ref in refs]
+    checksums = WeightChecksums()
+    for _, chunk in chunks if counts else ():
+        checksums.add(chunk)
+    return FetchedChunks(chunks, checksums.by_group())
 
 
 def _in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:

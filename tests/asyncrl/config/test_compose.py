@@ -22,7 +22,7 @@ from asyncrl.config.compose import (
 from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import engine_arguments, trainer
+from asyncrl.config.sections import quantization, trainer
 from asyncrl.config.sources import QUANTIZATION, SYNC, source_of
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import single
@@ -88,44 +88,81 @@ QUANTIZED = ("rollout.quantization=fp8_per_channel", "rollout.dtype=bfloat16")
 
 
 @pytest.mark.parametrize(
-    ("more", "bypass_mode", "rollout_is", "limit", "warns"),
+    ("more", "bypass_mode", "rollout_is", "limit"),
     [
-        ([], False, "token", 0.1, False),
-        (["weight_sync.max_mismatch_kl=0.5"], False, "token", 0.5, False),
-        (["algorithm=rloo"], True, "token", 0.1, False),
-        (["algorithm=icepop"], False, "token", 0.1, False),
-        ([f"{CORRECTION}.bypass_mode=true"], True, "none", 0.1, True),
-        ([f"{CORRECTION}.rollout_is=none"], True, "none", 0.1, True),
+        ([], False, "token", 0.1),
+        (["weight_sync.max_mismatch_kl=0.5"], False, "token", 0.5),
+        (["weight_sync={max_mismatch_kl: 0.5}"], False, "token", 0.5),
+        (["algorithm=rloo"], True, "token", 0.1),
+        (["algorithm=icepop"], False, "token", 0.1),
+        ([f"{CORRECTION}.rollout_is=sequence"], False, "sequence", 0.1),
+        ([f"{CORRECTION}.bypass_mode=false"], False, "token", 0.1),
     ],
 )
 def test_quantized_engines_set_the_correction_unless_it_is_given(
-    more: list[str], bypass_mode: bool, rollout_is: str, limit: float, warns: bool
+    more: list[str], bypass_mode: bool, rollout_is: str, limit: float
 ) -> None:
     checked = check_config(None, [*QUANTIZED, *more])
     config = checked.require()
     correction = config.algorithm.rollout_correction
     assert (correction.bypass_mode, correction.rollout_is) == (bypass_mode, rollout_is)
     assert config.weight_sync.max_mismatch_kl == limit
-    assert [one.key for one in checked.warnings] == [f"{CORRECTION}.rollout_is"] * warns
+    assert not checked.warnings
+    without = load_config(None, more if "sequence" not in str(more) else [])
+    assert without.weight_sync.max_mismatch_kl == (limit if limit == 0.5 else 1e-3)
     sources = value_sources(None, [*QUANTIZED, *more], config)
-    set_by_quantization = {key for key, source in sources.items() if source == QUANTIZATION}
-    expected = {"weight_sync.max_mismatch_kl"} if limit == 0.1 else set()
-    assert set_by_quantization == expected | (
-        {f"{CORRECTION}.bypass_mode", f"{CORRECTION}.rollout_is"} if not more or limit == 0.5 else set()
-    )
+    assert (sources.get("weight_sync.max_mismatch_kl") == QUANTIZATION) == (limit == 0.1)
+    if not more:
+        assert sources[f"{CORRECTION}.bypass_mode"] == sources[f"{CORRECTION}.rollout_is"] == QUANTIZATION
+
+
+@pytest.mark.parametrize("given", ["bypass_mode: true", "rollout_is: none"])
+@pytest.mark.parametrize("where", ["override", "mapping", "file", "other file", "group option"])
+def test_a_correction_that_is_switched_off_stays_off_with_a_warning(
+    tmp_path: Path, rows: str, given: str, where: str
+) -> None:
+    key, value = given.split(": ")
+    nested = f"rollout_correction:\n  {given}\n"
+    in_algorithm = "algorithm:\n  " + nested.replace("\n  ", "\n    ")
+    data = f"data: {{train_files: [{rows}]}}\n"
+    source, overrides = None, [*QUANTIZED]
+    if where == "override":
+        overrides.append(f"{CORRECTION}.{key}={value}")
+    elif where == "mapping":
+        overrides.append(f"{CORRECTION}={{{given}}}")
+    elif where == "file":
+        source = write(tmp_path / "mine.yaml", f"defaults: [quickstart]\n{in_algorithm}")
+    elif where == "other file":
+        write(tmp_path / "other.yaml", in_algorithm)
+        source = write(tmp_path / "mine.yaml", f"defaults: [quickstart, other]\n{data}")
+    else:
+        write(tmp_path / "algorithm" / "mine.yaml", nested)
+        source = write(tmp_path / "mine.yaml", "defaults: [quickstart, {override algorithm: mine}]\n")
+    checked = check_config(source, overrides)
+    correction = checked.require().algorithm.rollout_correction
+    assert (correction.bypass_mode, correction.rollout_is) == (True, "none")
+    assert [one.key for one in checked.warnings] == [f"{CORRECTION}.rollout_is"]
+
+
+def test_a_run_that_is_continued_with_quantized_engines_warns_of_its_limit(tmp_path: Path) -> None:
+    """Its config.yaml has all keys, so none is set by the quantization."""
+    source = write(tmp_path / "config.yaml", to_yaml(load_config()))
+    checked = check_config(source, QUANTIZED)
+    assert [one.key for one in checked.warnings] == [f"{CORRECTION}.rollout_is", "weight_sync.max_mismatch_kl"]
 
 
 def test_a_quantization_that_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ("rollout.quantization=mxfp8", "rollout.dtype=bfloat16")
     assert "on GPUs only" in only_problem(*overrides).consequence
-    monkeypatch.setattr(engine_arguments, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(quantization, "visible_gpus", lambda: 1)
     assert check_config(None, overrides).problems == ()
 
 
 def test_the_formats_of_quantized_engines_are_those_of_vllm() -> None:
     from vllm.config.quantization import _ONLINE_SHORTHANDS
 
-    assert set(get_args(engine_arguments.Quantization)) == set(_ONLINE_SHORTHANDS), "of vLLM 0.32"
+    of_linear_layers = {name for name, formats in _ONLINE_SHORTHANDS.items() if formats.linear is not None}
+    assert set(get_args(quantization.Quantization)) == of_linear_layers, "of vLLM 0.32"
 
 
 def test_the_four_mode_recipes_set_the_keys_of_their_modes() -> None:

@@ -196,7 +196,7 @@ def test_plain_lines_are_one_line_each_without_colour() -> None:
     assert "trained 1824 dropped 10 running 64 leased 32" in lines[2] and " queue 12 " in lines[2]
 
 
-def test_a_difference_between_engines_and_trainer_is_shown_if_float32_does_not_explain_it() -> None:
+def test_a_difference_between_engines_and_trainer_is_shown_unless_it_is_tiny() -> None:
     exact = replace(BOARD, total_steps=60)
     rounded = replace(exact, metrics=BOARD.metrics | {"weight_sync/mismatch_kl": 0.0123})
     out = io.StringIO()

@@ -145,7 +145,7 @@ def test_after_a_failed_broadcast_the_same_update_loads_the_version_from_the_sto
     kept = model.second.weight
     config = SimpleNamespace(
         parallel_config=None,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), dtype=None, quantization=None),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), dtype=None),
     )
     transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
 
@@ -164,7 +164,8 @@ def test_after_a_failed_broadcast_the_same_update_loads_the_version_from_the_sto
     monkeypatch.setattr(transfer._nccl, "update_weights", receive)
     version = {name: np.full(2, number, np.float32) for number, name in enumerate(("first.0", "first.1", "second.0"))}
     transfer._version, transfer._chunks = WeightsVersion(0, 1), Future()
-    transfer._chunks.set_result([(None, version | {"second.1": np.full(2, 3, np.float32)})])
+    chunk = version | {"second.1": np.full(2, 3, np.float32)}
+    transfer._chunks.set_result(worker.FetchedChunks([(None, chunk)], {}))
     transfer.start_weight_update()
     transfer.update_weights({"broadcast": {}, "limit_s": 60.0})
     assert transfer.failure == ("" if is_complete else "RuntimeError: a peer died")
@@ -182,7 +183,7 @@ def test_chunks_that_may_get_changes_are_kept_until_the_next_version_is_loaded(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model, handles = FusedModel(), list[Any]()
     config = SimpleNamespace(
-        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=""), quantization=None)
+        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="")), quant_config=None
     )
     transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
     store = SimpleNamespace(tensors=SimpleNamespace(remote=lambda version: handles))
@@ -195,42 +196,56 @@ def test_chunks_that_may_get_changes_are_kept_until_the_next_version_is_loaded(
     for version in (1, 2, 3):
         weights[version] = version
         handles[:] = [writer.put({"w": weights})]
-        transfer.fetch(WeightsVersion(0, version), 60.0)
+        transfer.fetch(WeightsVersion(0, version), 60.0, True)
         assert transfer.await_fetch(60.0)
         transfer.receive_weights(worker.FetchedVersion(0, version))
         copies = {path.name for path in tmp_path.glob("*/asyncrl-*")}
         assert copies == {handles[0].files[-1].name}
     assert len(handles[0].deltas) == 2
     handles[:] = [{"w": weights}]
-    transfer.fetch(WeightsVersion(0, 4), 60.0)
+    transfer.fetch(WeightsVersion(0, 4), 60.0, True)
     assert transfer.await_fetch(60.0)
     transfer.receive_weights(worker.FetchedVersion(0, 4))
     assert not list(tmp_path.glob("*/asyncrl-*"))
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8_per_channel"])
-def test_an_engine_that_rounds_its_weights_reports_the_checksums_of_what_it_fetched(
-    monkeypatch: pytest.MonkeyPatch, quantization: str | None
+@pytest.mark.parametrize("rounds", [False, True])
+def test_an_engine_that_rounds_its_weights_reports_the_checksums_of_what_it_loaded(
+    monkeypatch: pytest.MonkeyPatch, rounds: bool
 ) -> None:
-    model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type=""), quantization=quantization)
-    config = SimpleNamespace(parallel_config=None, model_config=model_config)
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])})
-    extension: Any = worker.WorkerExtension()
-    extension.model_runner = SimpleNamespace(model=model)
-    extension.weight_transfer_engine = transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
+    config = SimpleNamespace(
+        parallel_config=None,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="")),
+        quant_config=object.__new__(worker.OnlineQuantizationConfig) if rounds else None,
+    )
     weight = np.arange(4, dtype=np.float32).reshape(2, 2)
-    monkeypatch.setattr(worker, "_fetch", lambda *_: [(None, {"layers.0.weight": weight}), (None, {"norm": weight[0]})])
+    store = SimpleNamespace(tensors=SimpleNamespace(remote=lambda version: [weight, weight[0]]))
+    monkeypatch.setattr(worker, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(worker.ray, "get_actor", lambda *_, **__: store)
+    names = {2: "layers.0.weight", 1: "norm.weight"}
+    monkeypatch.setattr(
+        worker.ray, "get", lambda given, **_: given if isinstance(given, list) else {names[given.ndim]: given}
+    )
     monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: 1)
-    transfer._store = worker.StoreAddress("", "", "")
-    transfer.fetch(WeightsVersion(0, 1), 60.0)
-    assert transfer.await_fetch(60.0)
     shares = []
     for rank in (0, 1):
         monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        shares.append(extension.group_checksums(["layers.0"]))
-    held = worker._bit_sum(model["layers"][0].weight)  # type: ignore[index]
-    fetched = {"layers.0": bit_sum(weight)}
-    assert shares == ([fetched, {}] if quantization else [{"layers.0": held}] * 2)
+        model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])})
+        model.load_weights = lambda tensors: list(tensors)
+        extension: Any = worker.WorkerExtension()
+        extension.model_runner = SimpleNamespace(model=model)
+        extension.weight_transfer_engine = transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
+        transfer._store = worker.StoreAddress("", "", "")
+        for version, compares in ((1, True), (2, False)):
+            extension.fetch_version(0, version, 60.0, compares)
+            assert transfer.await_fetch(60.0)
+            transfer.receive_weights(worker.FetchedVersion(0, version))
+            shares.append(extension.group_checksums(["layers.0"]))
+        held = worker._bit_sum(model["layers"][0].weight)  # type: ignore[index]
+        if not rounds:
+            assert shares[-2:] == [{"layers.0": held}] * 2
+    if rounds:
+        assert shares == [{"layers.0": bit_sum(weight)}, {}, {}, {}], "only the first rank counts, and only if asked"
 
 
 def test_each_rank_counts_its_own_experts_and_the_first_one_what_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
