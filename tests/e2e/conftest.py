@@ -15,6 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.ports import WeightsProbe
 from asyncrl.core.types import Turn
 from benchmarks.models import TransformerShape, make_llama
+from tests.e2e.launches import kill_started
 
 NAMESPACE = "e2e-serving"
 VOCABULARY = 64
@@ -71,6 +72,13 @@ class EngineProcess:
             table = self.model(ids[None]).logits[0].log_softmax(-1)
         start = len(prompt_ids)
         return table[start - 1 : -1].gather(-1, ids[start:, None])[:, 0].numpy()
+
+
+@pytest.fixture(autouse=True)
+def kill_launches() -> Iterator[None]:
+    """Kill the launches that a test leaves when it fails, which would slow down all tests that follow."""
+    yield
+    kill_started()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,9 @@ MARK = "ASYNCRL_TEST_RUN"
 """Environment variable that identifies the processes of a launch, even after they have got another parent."""
 
 
+_started: list[LaunchedRun] = []
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -171,7 +174,16 @@ def start_command(where: Path, *arguments: str, run_dir: Path) -> LaunchedRun:
             env={**os.environ, MARK: mark},
             text=True,
         )
-    return LaunchedRun(process, run_dir, output_file, mark)
+    run = LaunchedRun(process, run_dir, output_file, mark)
+    _started.append(run)
+    return run
+
+
+def kill_started() -> None:
+    """Kill the launches that still run."""
+    while _started:
+        if (run := _started.pop()).process.poll() is None:
+            run.kill_all()
 
 
 def interrupted_in_order(run: LaunchedRun) -> dict[str, Any]:

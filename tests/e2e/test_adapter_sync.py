@@ -23,7 +23,7 @@ def test_engines_load_adapters_while_requests_are_in_flight(
         "weight_sync.lora=adapter", "weight_sync.verify=every", f"rollout.num_replicas={num_replicas}",
         f"async_training.partial_mode={mode}", f"rollout.tensor_parallel_size={tensor_parallel}",
     )  # fmt: skip
-    run.wait_for("step 4/")
+    run.wait_until(lambda: run.state().get("step", 0) >= 4, "fourth step", 240.0)
     if num_replicas == 2:
         run.kill("replica")
         run.wait_until(lambda: run.recovered("replica") == 1, "recovery of the replica", 300.0)
