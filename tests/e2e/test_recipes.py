@@ -11,7 +11,7 @@ from tests.e2e.launches import LaunchedRun, balanced, start
 
 BATCH = 16
 """Number of samples in a step of the quickstart."""
-STEPS = 40
+STEPS = 24
 
 
 def finished(run: LaunchedRun, *, timeout_s: float = 240.0) -> None:
