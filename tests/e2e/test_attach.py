@@ -171,11 +171,16 @@ def test_serve_run_starts_servers_and_ctrl_c_ends_them(tmp_path: Path) -> None:
         running = subprocess.Popen([*command, *arguments], cwd=tmp_path, stdout=printed, stderr=subprocess.STDOUT)
         try:
             servers.wait_for(APP)
+            until = time.monotonic() + 120
+            while f"Application '{APP}' is ready" not in output.read_text(encoding="utf-8"):
+                # Ray may swallow a Ctrl-C before `serve run` has begun to wait for one.
+                assert time.monotonic() < until and running.poll() is None, output.read_text(encoding="utf-8")
+                time.sleep(0.2)
             answer = httpx.post(f"{servers.url}/completions", json=question, timeout=60)
             assert answer.status_code == 200, answer.text
         finally:
             running.send_signal(signal.SIGINT)
-            running.wait(180)
+            running.wait(120)
         assert running.returncode == 0, output.read_text(encoding="utf-8")
         assert not servers.get("serve/applications/")["applications"]
 
