@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.config.environment import visible_gpus
 from asyncrl.config.problems import ConfigProblem
 
 if TYPE_CHECKING:
@@ -112,6 +113,15 @@ def check_argument_names(config: Config) -> Iterator[ConfigProblem]:
             if close:
                 fix = f"did you mean {close[0]}? {_SET_ELSEWHERE.get(close[0], '')}".rstrip()
             yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, "vLLM has no such argument, so no engine starts", fix)
+
+
+def check_expert_parallel(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse expert parallelism on CPUs, where vLLM's workers die with their first requests (0.32)."""
+    rollout, name = config.rollout, "enable_expert_parallel"
+    local = config.ray.address is None and not visible_gpus()
+    if rollout.engine_kwargs.get(name) and rollout.tensor_parallel_size > 1 and local:
+        consequence = "this machine shows no GPU, and vLLM's workers die with it on CPUs, at their first requests"
+        yield ConfigProblem(f"{_ARGUMENTS}.{name}", True, consequence, "leave it out")
 
 
 @cache

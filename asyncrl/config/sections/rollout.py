@@ -22,7 +22,11 @@ from asyncrl.config.sections.base import (
     Share,
     Threads,
 )
-from asyncrl.config.sections.engine_arguments import check_argument_names, check_engine_arguments
+from asyncrl.config.sections.engine_arguments import (
+    check_argument_names,
+    check_engine_arguments,
+    check_expert_parallel,
+)
 from asyncrl.config.sections.trainer import check_pool
 from asyncrl.core.autoscaling import AutoscalingPolicy
 
@@ -498,7 +502,12 @@ RULES: tuple[RuleFunction, ...] = (
 )  # fmt: skip
 
 ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (check_argument_names,)
-ENVIRONMENT: tuple[RuleFunction, ...] = (*ENGINE_ENVIRONMENT, quantized.check_kernels, _conversations)
+ENVIRONMENT: tuple[RuleFunction, ...] = (
+    *ENGINE_ENVIRONMENT,
+    check_expert_parallel,
+    quantized.check_kernels,
+    _conversations,
+)
 
 _LOOP_KEYS = " ".join(
     f"{_TURNS}.{name}*"

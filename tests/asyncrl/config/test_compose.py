@@ -22,7 +22,7 @@ from asyncrl.config.compose import (
 from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import quantization, trainer
+from asyncrl.config.sections import engine_arguments, quantization, trainer
 from asyncrl.config.sources import QUANTIZATION, SYNC, source_of
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import single
@@ -156,6 +156,15 @@ def test_a_quantization_that_needs_a_gpu_is_refused_without_one(monkeypatch: pyt
     assert "on GPUs only" in only_problem(*overrides).consequence
     monkeypatch.setattr(quantization, "visible_gpus", lambda: 1)
     assert check_config(None, overrides).problems == ()
+
+
+def test_expert_parallelism_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 starts such an engine there, whose workers die with their first requests."""
+    parallel, more = "rollout.engine_kwargs={enable_expert_parallel: true}", "rollout.tensor_parallel_size=2"
+    assert check_config(None, [parallel]).problems == (), "one process has all experts"
+    assert "workers die with it on CPUs" in errors(check_config(None, [parallel, more]).problems)[0].consequence
+    monkeypatch.setattr(engine_arguments, "visible_gpus", lambda: 2)
+    assert not errors(check_config(None, [parallel, more]).problems)
 
 
 def test_the_formats_of_quantized_engines_are_those_of_vllm() -> None:
