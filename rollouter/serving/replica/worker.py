@@ -139,8 +139,8 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         self.failure = ""
         """Why the last broadcast failed; empty if it did not."""
         self.loaded_checksums: Mapping[str, int] = {}
-        """The checksums by layer group of the version that was loaded, as it was fetched, if this worker counted
-        them."""
+        """Checksums of the loaded version by layer group, before the engine rounded it; empty if this worker did not
+        count them."""
         self._kept: list[WeightChunk] = []
         """The chunks of the loaded version whose files stay on this node, because the next version may have changes to
         them."""
@@ -317,7 +317,7 @@ class WorkerExtension:
         """Return this rank's share of the groups' checksums; the shares of all ranks add up to the published ones.
 
         Replicated parameters are counted by one rank only. An engine that rounds its weights returns the checksums of
-        the version as the first rank fetched it.
+        the loaded version before that, which the first rank has counted.
         """
         sums: dict[str, int] = {}
         wanted = set(groups)

@@ -144,8 +144,7 @@ def test_after_a_failed_broadcast_the_same_update_loads_the_version_from_the_sto
     record_metadata_for_reloading(model)
     kept = model.second.weight
     config = SimpleNamespace(
-        parallel_config=None,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), dtype=None),
+        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), dtype=None)
     )
     transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
 
