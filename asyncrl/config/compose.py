@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
 
@@ -30,6 +30,9 @@ from asyncrl.config.sources import COMMAND_LINE, EVALUATION, QUANTIZATION, SYNC,
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
 from asyncrl.config.yaml_files import NamedText, read_yaml
 from asyncrl.core.failures import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 Mode = Literal["fully_async", "sync", "sft"]
 Tree = dict[str, Any]
@@ -126,7 +129,6 @@ def _check(
     unknown = list(_remove_unknown(tree))
     problems = [*_of_other_system(base, unknown), *problems, *unknown]
     count_processes(tree, user_values)
-    quantization.set_defaults(tree, leaves(Config().model_dump()))
     automatic = take_auto(tree)
     config, type_problems = validate(tree | {"mode": "fully_async"})
     evaluates = config is not None and config.validates_only  # of a run of any mode
@@ -478,15 +480,26 @@ def _compose(base: _BaseConfig, arguments: Sequence[str], read: ReadVariables) -
             composed = compose(base.primary, overrides=[*_search_path(base), *arguments])
         if (problem := add_tool_file(composed)) is not None:
             raise _CompositionError(problem.key, problem.value, problem.consequence, problem.fix)
-        tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        tree = _resolved(composed)
+        for key, value in quantization.defaults_of_run(tree, leaves(Config().model_dump())).items():
+            OmegaConf.update(composed, key, value)
+        tree = _resolved(composed)  # again, because other keys may refer to those
         unresolved = texts_from_environment(composed, read)
     except OmegaConfBaseException as error:
         key = str(error.full_key or base.name)
         raise _CompositionError(key, "?", _first_line(error), "correct the ${...} or give the value") from error
     except HydraException as error:
         raise _CompositionError(base.name, "?", _first_line(error), f"see the groups and recipes in {CONF}") from error
+    return tree, unresolved
+
+
+def _resolved(composed: DictConfig) -> Tree:
+    """Return all values with their references resolved."""
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(tree, dict)  # the schema node is a mapping, and merging keeps it one
-    return {str(key): value for key, value in tree.items()}, unresolved
+    return {str(key): value for key, value in tree.items()}
 
 
 def _register(base: _BaseConfig) -> None:

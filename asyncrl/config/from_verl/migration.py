@@ -117,9 +117,10 @@ def _without_idle_keys(done: _Translation) -> Migration:
 
 
 def _config(keys: Mapping[str, MigratedKey]) -> Config:
-    tree = _tree(keys)
+    values = {name: key.value for name, key in keys.items()}
+    values |= quantization.defaults_of_run(_tree(values), leaves(Config().model_dump()))
+    tree = _tree(values)
     count_processes(tree, keys)
-    quantization.set_defaults(tree, leaves(Config().model_dump()))
     return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
 
 
@@ -128,14 +129,14 @@ def _invalid(detail: Any) -> ConfigProblem:
     return ConfigProblem(name, detail["input"], detail["msg"], "correct the value in the translated file")
 
 
-def _tree(keys: Mapping[str, MigratedKey]) -> dict[str, Any]:
+def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for name, key in keys.items():
+    for name, value in values.items():
         *sections, last = name.split(".")
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[last] = key.value
+        node[last] = value
     return tree
 
 

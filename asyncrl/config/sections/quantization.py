@@ -30,13 +30,14 @@ NOT_GIVEN = "<default>"
 """Value of these keys during the composition of a configuration, until a file or override gives another one."""
 
 
-def set_defaults(tree: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Set the keys of `QUANTIZED_DEFAULTS` that are not given in the values of a configuration.
+def defaults_of_run(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for the keys of `QUANTIZED_DEFAULTS` that a configuration does not give, by dotted key.
 
     With `bypass_mode: true` or `rollout_is: none`, the correction is off on purpose. The policy gradient
     (`policy_loss: reinforce`) has its importance weights in bypass mode.
 
     Args:
+        tree: all values of the configuration, with references resolved.
         defaults: the defaults of a run without quantization, by dotted key.
     """
     rollout, algorithm = tree.get("rollout"), tree.get("algorithm")
@@ -48,13 +49,15 @@ def set_defaults(tree: dict[str, Any], defaults: Mapping[str, Any]) -> None:
             plain |= {f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.rollout_is"}
     if isinstance(algorithm, dict) and algorithm.get("policy_loss") == "reinforce":
         plain.add(f"{_CORRECTION}.bypass_mode")
+    found = {}
     for key, value in QUANTIZED_DEFAULTS.items():
         *sections, name = key.split(".")
         place: Any = tree
         for section in sections:
-            place = place.setdefault(section, {}) if isinstance(place, dict) else None
+            place = place.get(section, {}) if isinstance(place, dict) else None
         if isinstance(place, dict) and place.get(name, NOT_GIVEN) == NOT_GIVEN:
-            place[name] = defaults[key] if key in plain else value
+            found[key] = defaults[key] if key in plain else value
+    return found
 
 
 ENGINE_RULES: tuple[RuleFunction, ...] = (

@@ -144,6 +144,17 @@ def test_a_correction_that_is_switched_off_stays_off_with_a_warning(
     assert [one.key for one in checked.warnings] == [f"{CORRECTION}.rollout_is"]
 
 
+@pytest.mark.parametrize(("overrides", "limit"), [((), 1e-3), (QUANTIZED, 0.1)])
+def test_other_values_may_refer_to_the_defaults_that_the_quantization_sets(
+    overrides: tuple[str, ...], limit: float
+) -> None:
+    reference = "async_training.staleness_threshold=${weight_sync.max_mismatch_kl}"
+    text = "experiment_name=limit-${weight_sync.max_mismatch_kl}"
+    config = load_config(None, [*overrides, reference, text])
+    assert config.async_training.staleness_threshold == config.weight_sync.max_mismatch_kl == limit
+    assert config.experiment_name == f"limit-{limit}"
+
+
 def test_a_run_that_is_continued_with_quantized_engines_warns_of_its_limit(tmp_path: Path) -> None:
     """Its config.yaml has all keys, so none is set by the quantization."""
     source = write(tmp_path / "config.yaml", to_yaml(load_config()))
