@@ -260,6 +260,8 @@ class PartMetrics:
 
     def _update_skips(self, status: Mapping[str, Any]) -> None:
         for role, counts in status["skip"].items():
+            if not counts:  # all processes know all roles, and each role is used in one of them
+                continue
             self.skips[role] = dict(counts)
             for what, count in counts.items():
                 self.known[f"skip/{role}/{what}"] = float(count)

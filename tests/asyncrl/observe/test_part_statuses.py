@@ -29,6 +29,16 @@ def test_all_names_are_registered() -> None:
     assert expected <= set(metrics.known)
 
 
+def test_counts_of_roles_come_from_the_process_that_uses_the_role() -> None:
+    """Both sides know all roles, and report no counts for those of the other side."""
+    of_rollouter, of_trainer = {"replayed": 64}, {"recorded": 4}
+    metrics = PartMetrics()
+    metrics.update_rollouter(0.0, rollouter_status(skip={"reward": of_rollouter, "ref_log_prob": {}}))
+    metrics.update_trainer(0.0, trainer_status(skip={"reward": {}, "ref_log_prob": of_trainer}), 0.0)
+    metrics.update_rollouter(1.0, rollouter_status(skip={"reward": of_rollouter, "ref_log_prob": {}}))
+    assert metrics.skips == {"reward": of_rollouter, "ref_log_prob": of_trainer}
+
+
 def test_both_sides_have_version_and_active_share() -> None:
     metrics = PartMetrics()
     for second in (0.0, 4.0):
