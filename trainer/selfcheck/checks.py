@@ -119,7 +119,8 @@ def ranks_that_share_layers_equal_the_reference(setting: CheckSetting) -> None:
     _follow_the_reference(setting, make_loss(), tensor_parallel_size=2)
     with_norms = str(setting.directory / "with_norms")
     _follow_the_reference(setting, make_loss(), tensor_parallel_size=2, fsdp_size=1, path=with_norms)
-    _follow_with_experts(setting, "qwen2_moe", tensor_parallel_size=2)
+    for name in ("qwen2_moe", "qwen3_moe"):
+        _follow_with_experts(setting, name, tensor_parallel_size=2)
     engine, plain, batch = setting.engine(tensor_parallel_size=2), setting.engine(), make_batch(8, 3)
     layout = engine.layout
     true(layout[2:] == (layout.rank // 2, layout.world_size // 2, layout.rank % 2 == 0), f"not the rows of {layout}")
@@ -138,8 +139,9 @@ def ranks_that_share_layers_give_the_same_values(setting: CheckSetting) -> None:
 @check(num_ranks=(2, 4), backends=("fsdp2",))
 def checkpoints_do_not_depend_on_shared_layers(setting: CheckSetting) -> None:
     directory, batch = _fresh(setting, "shared"), make_batch(8, 3)
-    for first, second in ((2, 1), (1, 2)):
-        engine, other = (setting.engine(tensor_parallel_size=size, float64=True) for size in (first, second))
+    for first, second, model in ((2, 1, "language_model"), (1, 2, "language_model"), (2, 1, "qwen3_moe")):
+        path = str(setting.directory / model)
+        engine, other = (setting.engine(tensor_parallel_size=size, float64=True, path=path) for size in (first, second))
         take_step(engine, batch)
         engine.save(directory)
         engine.finish_save()

@@ -122,9 +122,9 @@ class EngineConfig(ConfigSection):
     size has the whole model, so that weights are exchanged within the group, for example a node, and only gradients
     between groups (HSDP)."""
     tensor_parallel_size: Positive = 1
-    """Number of ranks that share each layer's matrices and attention heads (fsdp2). They compute the same rows. It must
-    divide num_workers and the numbers of attention heads and of key-value heads. fsdp2 splits what each of them has
-    over the other ranks."""
+    """Number of ranks that share each layer's matrices, attention heads and experts (fsdp2). They compute the same
+    rows. It must divide num_workers and the numbers of attention heads, of key-value heads and of experts. fsdp2 splits
+    what each of them has over the other ranks."""
     ulysses_sequence_parallel_size: Positive = 1
     """Number of ranks that share one sequence (https://arxiv.org/abs/2309.14509). It must divide num_workers and the
     number of attention heads."""

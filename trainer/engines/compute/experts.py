@@ -178,6 +178,11 @@ def _recorders(model: PreTrainedModel) -> list[Any]:
     return found
 
 
+def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    """Return the classes of the model's routers; empty if it has no experts, or no class shows what is a router."""
+    return tuple(recorder.target_class for recorder in _recorders(model) if _is_usable(recorder))
+
+
 def _is_usable(recorder: Any) -> bool:
     """Whether the logits are an output of a module whose class shows that it is a router."""
     return isinstance(recorder, OutputRecorder) and recorder.target_class is not nn.Linear

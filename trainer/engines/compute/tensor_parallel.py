@@ -1,12 +1,15 @@
 """Tensor parallelism: ranks share the matrices and attention heads of each layer, as transformers' plans say.
 
 A column-wise layer has some of its outputs on each rank, a row-wise layer sums over the ranks; between the two, a rank
-computes its attention heads, or its part of the MLP. Weights are DTensors. Hidden states are the same on all ranks.
+computes its attention heads, or its part of the MLP. A rank has some of a layer's experts, and computes them for the
+tokens that the router sends there; the ranks' results are summed. Weights are DTensors. Hidden states are the same on
+all ranks.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,9 +17,11 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from asyncrl.core.failures import ConfigError
+from trainer.engines.compute.experts import router_classes
 
 KEY = "tensor_parallel_size"
 STYLES = {"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"}
+EXPERT_WEIGHTS, EXPERTS, ROUTER = "grouped_gemm", "moe_tp_experts", "ep_router"
 PARTIAL = "replicated_with_grad_allreduce"
 """Norms of a rank's attention heads. transformers would sum their gradients in every backward pass, and those of a
 step's first micro-batches again with those of its later ones; the engine sums them once, before the step."""
@@ -27,25 +32,46 @@ def share_layers(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     whose gradients are summands of which the ranks have one each.
 
     Raises:
-        ConfigError: the model has no plan, or one that is not supported here, or its heads cannot be divided.
+        ConfigError: the model has no plan, or one that is not supported here; its heads or experts cannot be divided.
     """
     assert isinstance(model, PreTrainedModel)
-    size, name = mesh.size(), type(model).__name__
-    plan = dict(model.tp_plan)
-    styles = set(plan.values())
-    if not plan or styles - STYLES - {PARTIAL}:
-        found = f"its plan has {', '.join(sorted(styles - STYLES))}" if plan else "transformers has no plan for it"
+    size, name, text = mesh.size(), type(model).__name__, model.config.get_text_config()
+    experts = _experts_plan(model)
+    plan = {key: style for key, style in model.tp_plan.items() if not _is_below(key, experts)} | experts
+    unknown = set(plan.values()) - STYLES - {PARTIAL} - set(experts.values())
+    if unknown or not text.base_model_tp_plan:  # the model's own may have only the output layer
+        found = f"its plan has {', '.join(sorted(unknown))}" if unknown else "transformers has no plan for it"
         raise ConfigError(f"trainer.{KEY}={size}: {name} cannot be shared ({found}); set trainer.{KEY}=1")
     if any(parameter.is_meta is False for parameter in model.parameters()):
         raise ConfigError(
             f"trainer.{KEY}={size}: {name} has weights before it is shared (adapters, quantized or own code); set "
             f"trainer.{KEY}=1"
         )
-    text = model.config.get_text_config()
-    heads = {"num_attention_heads": text.num_attention_heads, "num_key_value_heads": text.num_key_value_heads}
-    for key, number in heads.items():
-        if number % size:
-            raise ConfigError(f"trainer.{KEY}={size}: does not divide the model's {number} heads ({key})")
+    for key in ("num_attention_heads", "num_key_value_heads", *(["num_experts"] if experts else [])):
+        if (number := getattr(text, key)) % size:
+            what = "experts" if key == "num_experts" else "heads"
+            raise ConfigError(f"trainer.{KEY}={size}: does not divide the model's {number} {what} ({key})")
     apply_tensor_parallelism(model, mesh, {key: style for key, style in plan.items() if style != PARTIAL})
     patterns = [re.compile(re.escape(key).replace(r"\*", r"\d+")) for key, style in plan.items() if style == PARTIAL]
     return [name for name, _ in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
+
+
+def _experts_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Return the styles that give each rank some of the experts; empty for a model without experts.
+
+    transformers' plan for tensor parallelism gives each rank a part of every expert, as DTensors whose parts are not
+    contiguous, which cannot be loaded shard by shard.
+    """
+    weights = {key: style for key, style in model.ep_plan.items() if style == EXPERT_WEIGHTS}
+    routers = {
+        re.sub(r"\.\d+(?=\.|$)", ".*", name): ROUTER
+        for name, module in model.named_modules()
+        if isinstance(module, router_classes(model))
+    }
+    if not weights or not routers:
+        return {}
+    return weights | dict.fromkeys({key.rpartition(".")[0] for key in weights}, EXPERTS) | routers
+
+
+def _is_below(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
