@@ -90,7 +90,8 @@ def test_the_report_finds_a_tool_and_a_reward_call_that_hang(tmp_path: Path) -> 
         "    return float(solution_str.strip() == str(ground_truth))\n"
     )
     tool = f"{{class_name: '{tools}:Hanging', config: {{name: calc, argument: x}}, timeout_s: 60}}"
-    own = (f"rollout.multi_turn.tools=[{tool}]", f"reward.function={rewards}:score")
+    # On-policy, so that the Trainer cannot go on with other samples while a call hangs.
+    own = (f"rollout.multi_turn.tools=[{tool}]", f"reward.function={rewards}:score", "async_training=mode_a")
     run = start(tmp_path, *KEYS, *own, recipe="calculator")
     found = {one["kind"]: one for one in worst(run, 2)}
     assert (found["tool_hang"]["name"], found["reward_hang"]["what"]) == ("calc", "reward")
