@@ -1,10 +1,11 @@
-"""The real dispatcher and client over simulated replicas, in one process without Ray: how fast it hands out samples."""
+"""The real dispatcher, client and choice of replicas over simulated replicas, in one process without Ray: how fast it
+hands out samples."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import AsyncGenerator, Sequence
+from itertools import count
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from benchmarks.agents.rollouts import RolloutWork, take
 from benchmarks.report import Table
 from benchmarks.running import print_progress
 from rollouter.serving import client
+from rollouter.serving.balancing import CallSize, SessionBalancer
 from rollouter.serving.client import Delta, ReplicaStream, cut_delta
 
 LATENCY_S = 0.1
@@ -37,11 +39,12 @@ class FixedPrompts:
 
 
 class SimulatedReplicas:
-    """An `EngineFleet` of replicas that cost nothing: of two random ones, the one with fewer calls takes a call."""
+    """An `EngineFleet` of replicas that cost nothing, chosen as the router of a run chooses them."""
 
     def __init__(self, replicas: int) -> None:
-        self._calls = [0] * replicas
+        self._balancer = SessionBalancer()
         self._names = [f"replica-{number}" for number in range(replicas)]
+        self._numbers = count()
         self._in_flight = 0
         self.most_in_flight = 0
 
@@ -53,13 +56,15 @@ class SimulatedReplicas:
         return []
 
     async def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> ReplicaStream:
-        candidates = random.sample(range(len(self._calls)), min(2, len(self._calls)))
-        replica = min(candidates, key=self._calls.__getitem__)
-        self._calls[replica] += 1
+        call = str(next(self._numbers))
+        replica = self._balancer.choose(session, dict.fromkeys(self._names), 2)[0]
+        size = CallSize(PROMPT_TOKENS, TOKENS * len(requests))
+        self._balancer.reserve(call, session, replica, size)
+        self._balancer.sent(call, session, replica, call, context=size.context)
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
-            yield Accepted(self._names[replica])
+            yield Accepted(replica)
             await anyio.sleep(LATENCY_S)
             token_ids, log_probs = [5] * TOKENS, [-0.5] * TOKENS
             yield [
@@ -67,7 +72,7 @@ class SimulatedReplicas:
                 for number in range(len(requests))
             ]
         finally:
-            self._calls[replica] -= 1
+            self._balancer.outstanding.finish(replica, call)
             self._in_flight -= 1
 
 
