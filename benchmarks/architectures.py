@@ -6,8 +6,8 @@
 Each row is a real launch of a tiny random model, on-policy, with a large learning rate: four steps and a weight update
 after each. After every update, the engine's weights are compared with the published checksums, and its log-probs with
 the Trainer's: of the version's two texts, and of all samples that the next step trains. A row passes if the largest KL
-divergence is at most 1e-3 nats per token. In float32, right weights give less than 1e-9, and the first version of
-wrongly loaded experts 1e-5 to 1e-2.
+divergence is at most 1e-3 nats per token, and so does a model that is refused at the start. In float32, right weights
+give less than 1e-9, and the first version of wrongly loaded experts 1e-5 to 1e-2.
 
 With `--adapters`, versions are LoRA adapters on all linear layers (`weight_sync.lora=adapter`). With `--docs`, the
 table in FILE is replaced by that of this run.
@@ -28,6 +28,7 @@ from benchmarks.report import Table, arguments, positive, report
 from benchmarks.running import failure_cause, print_progress, run_asyncrl
 
 LIMIT = 1e-3
+RIGHT, REFUSED = "right", "refused at the start"
 STEPS = 4
 SIZES: Mapping[str, Any] = {
     "vocab_size": 103,
@@ -68,7 +69,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 _KEYS = {"GptOss": ("trainer.attn_implementation=eager",)}
 """Configuration that an architecture needs."""
-_ADAPTERS = ("weight_sync.lora=adapter", "model.lora_rank=5", "model.lora_alpha=7")
+ADAPTERS = ("weight_sync.lora=adapter", "model.lora_rank=5", "model.lora_alpha=7")
 _BEGIN, _END = "<!-- python -m benchmarks.architectures -->", "<!-- end of the table -->"
 
 
@@ -105,10 +106,12 @@ def check(name: str, tensor_parallel: int, directory: Path, *overrides: str) -> 
             "updates": len(probes),
             "KL of texts": max(probes),
             "KL of samples": max(samples),
-            "result": "right" if passed else "wrong weights",
+            "result": RIGHT if passed else "wrong weights",
         }
     except Exception as error:  # noqa: BLE001  it is the row's result
-        return row | {"updates": 0, "KL of texts": None, "KL of samples": None, "result": failure_cause(str(error))}
+        output = str(error)
+        result = REFUSED if "exited with 2:" in output else failure_cause(output)
+        return row | {"updates": 0, "KL of texts": None, "KL of samples": None, "result": result}
 
 
 def markdown(rows: Table) -> Iterator[str]:
@@ -137,12 +140,12 @@ def main() -> int:
     for name in args.only or ARCHITECTURES:
         for size in args.tensor_parallel:
             with tempfile.TemporaryDirectory(prefix="asyncrl-architecture-") as directory:
-                rows.append(check(name, size, Path(directory), *(_ADAPTERS if args.adapters else ())))
+                rows.append(check(name, size, Path(directory), *(ADAPTERS if args.adapters else ())))
             print_progress(f"{name}, tensor parallel {size}: {rows[-1]['result']}")
     report("architectures", rows, args.json, aim=f"KL divergence at most {LIMIT:g} nats per token after every update")
     if args.docs is not None:
         write_docs(args.docs, rows)
-    return 0 if all(row["result"] == "right" for row in rows) else 1
+    return 0 if all(row["result"] in (RIGHT, REFUSED) for row in rows) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

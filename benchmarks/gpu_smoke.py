@@ -57,8 +57,9 @@ class SmokeRow:
     """The number of GPUs that it needs, for the reason in `gpus_for`."""
     gpus_for: str = ""
     package: str = ""
-    """A module that it needs, which the extra of this name installs."""
-    extra: str = ""
+    """A module that it needs."""
+    install: str = ""
+    """What pip installs to have the module."""
     missing: str = ""
     """Why there is nothing to check."""
 
@@ -163,12 +164,20 @@ def _trained_at_size(name: str) -> Callable[[int, Path], Figures]:
     return measure
 
 
-def _right_weights(name: str, tensor_parallel: int = 1) -> Callable[[int, Path], Figures]:
-    def measure(gpus: int, directory: Path) -> Figures:
-        from benchmarks.architectures import check
+def _speculative(gpus: int, directory: Path) -> Figures:
+    drafts = "rollout.engine_kwargs={speculative_config: {method: ngram, num_speculative_tokens: 4}}"
+    return _bfloat16(gpus, directory, drafts)
 
-        row = check(name, tensor_parallel, directory, "trainer.device=cpu")
-        if row["result"] != "right":
+
+def _right_weights(
+    name: str, *keys: str, tensor_parallel: int = 1, with_adapters: bool = False
+) -> Callable[[int, Path], Figures]:
+    def measure(gpus: int, directory: Path) -> Figures:
+        from benchmarks.architectures import ADAPTERS, RIGHT, check
+
+        adapters = ADAPTERS if with_adapters else ()
+        row = check(name, tensor_parallel, directory, "trainer.device=cpu", *keys, *adapters)
+        if row["result"] != RIGHT:
             raise RuntimeError(str(row["result"]))
         return {key: row[key] for key in ("updates", "KL of texts", "KL of samples")}
 
@@ -207,8 +216,8 @@ def _updates(**settings: Any) -> Callable[[int, Path], Figures]:
 
 
 def _selfcheck(gpus: int, directory: Path) -> Figures:
-    """Run all built-in backends on the same checks as on CPU, on two GPUs if there are."""
-    ranks = min(2, gpus)
+    """Run all built-in backends on the same checks as on CPU, on two or four GPUs if there are."""
+    ranks = 4 if gpus >= 4 else min(2, gpus)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *torchrun, "-m", "trainer.selfcheck", "--device", "cuda", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -233,16 +242,37 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow("run, 0.5B", _trained_at_size("0.5B")),
     SmokeRow("bfloat16", _bfloat16),
     SmokeRow("CUDA graphs", _graphs),
-    SmokeRow("engine with tensor parallelism", _right_weights("Qwen2", 2), gpus=2, gpus_for="one engine uses two"),
+    SmokeRow(
+        "engine with tensor parallelism",
+        _right_weights("Qwen2", tensor_parallel=2),
+        gpus=2,
+        gpus_for="one engine uses two",
+    ),
     SmokeRow("weights: object_store", _weights("object_store")),
     SmokeRow("weights: disk", _weights("disk")),
     SmokeRow("weights: nccl", _weights("nccl"), gpus=2, gpus_for="one broadcasts, and the engine has the other"),
     SmokeRow("weights: ipc", missing="weight_sync.backend has no ipc"),
     SmokeRow("sleep and wake", _in_turns),
     SmokeRow("varlen attention", _updates()),
-    SmokeRow("Liger", _updates(use_liger=True), package="liger_kernel", extra="liger"),
+    SmokeRow("Liger", _updates(use_liger=True), package="liger_kernel", install="asyncrl[liger]"),
+    SmokeRow("torch_compile", _updates(torch_compile=True)),
+    SmokeRow(
+        "flash_attention_2",
+        _updates(attn_implementation="flash_attention_2"),
+        package="flash_attn",
+        install="flash-attn",
+    ),
     SmokeRow("FSDP2, offload and the other backends", _selfcheck),
     SmokeRow("weights of experts (MoE)", _right_weights("Qwen3Moe")),
+    SmokeRow(
+        "expert parallelism",
+        _right_weights("Qwen3Moe", "rollout.engine_kwargs={enable_expert_parallel: true}", tensor_parallel=2),
+        gpus=2,
+        gpus_for="one engine uses two",
+    ),
+    SmokeRow("latent attention (MLA)", _right_weights("DeepseekV3")),
+    SmokeRow("LoRA adapters", _right_weights("Llama", with_adapters=True)),
+    SmokeRow("speculative decoding", _speculative),
     SmokeRow("FP8", _fp8),
     SmokeRow("run, 1.5B", _trained_at_size("1.5B")),
 )
@@ -269,7 +299,7 @@ def skip_reason(row: SmokeRow, machine: SmokeMachine) -> str:
     if machine.gpus < row.gpus:
         return f"it needs {row.gpus} GPUs ({row.gpus_for}), and may use {machine.gpus}"
     if row.package and not is_installed(row.package):
-        return f"{row.package} is not installed: pip install 'asyncrl[{row.extra}]'"
+        return f"{row.package} is not installed: pip install '{row.install}'"
     return ""
 
 

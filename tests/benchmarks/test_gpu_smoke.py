@@ -34,7 +34,11 @@ BY_NAME = {row.name: row for row in gpu_smoke.ROWS}
         (RUNS, SmokeMachine(1, "2.13.0+cpu"), "torch 2.13.0+cpu is a CPU build: run `make setup GPU=1`"),
         (BY_NAME["weights: nccl"], SmokeMachine(1), "needs 2 GPUs (one broadcasts, and the engine has the other)"),
         (BY_NAME["weights: nccl"], SmokeMachine(2), ""),
-        (SmokeRow("x", RUNS.measure, package="no_such_module", extra="x"), SmokeMachine(1), "pip install 'asyncrl[x]'"),
+        (
+            SmokeRow("x", RUNS.measure, package="no_such_module", install="asyncrl[x]"),
+            SmokeMachine(1),
+            "pip install 'asyncrl[x]'",
+        ),
         (BY_NAME["weights: ipc"], SmokeMachine(8), "not built: "),
     ],
 )
@@ -183,7 +187,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize(
-    "name", ["quickstart", "bfloat16", "CUDA graphs", "FP8", "run, 0.5B", "run, 1.5B", "sleep and wake"]
+    "name",
+    [
+        "quickstart",
+        "bfloat16",
+        "CUDA graphs",
+        "speculative decoding",
+        "FP8",
+        "run, 0.5B",
+        "run, 1.5B",
+        "sleep and wake",
+    ],
 )
 def test_rows_launch_valid_configurations(
     name: str, gpus: int, launched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,6 +219,7 @@ def test_rows_launch_valid_configurations(
         "quickstart": (True, "float32"),
         "sleep and wake": (True, "float32"),
         "bfloat16": (True, "bfloat16"),
+        "speculative decoding": (True, "bfloat16"),
         "FP8": (True, "bfloat16"),
     }.get(name, (False, "bfloat16"))
     assert config.rollout.num_replicas == (7 if at_size and gpus == 8 else 1)

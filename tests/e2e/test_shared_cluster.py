@@ -100,9 +100,12 @@ class ThreeNodes:
         ray.init(address=self.address, namespace="filled", log_to_driver=False)
         try:
             where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            user = ray.remote(StoreUser).options(num_cpus=0, scheduling_strategy=where).remote()
+            # Detached, because Ray sometimes counts no reference to a new actor of a driver that has just connected.
+            options = {"name": "store-user", "lifetime": "detached", "num_cpus": 0, "scheduling_strategy": where}
+            user = ray.remote(StoreUser).options(**options).remote()
             ray.get(user.hold.remote(STORE_BYTES - LEFT_BYTES), timeout=60)
             yield
+            ray.kill(user)
         finally:
             ray.shutdown()
 
@@ -143,9 +146,13 @@ def asyncrl(*arguments: str, timeout_s: float = 240.0) -> tuple[int, str]:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[ThreeNodes]:
+    from ray._private.authentication_test_utils import reset_auth_token_state
+
     with ExitStack() as stack:
         directory = Path("/tmp") / f"nodes-{os.getpid()}"  # short, because it contains sockets
+        stack.callback(reset_auth_token_state)  # Ray reads the mode once in a process, and later tests use its default
         stack.enter_context(environment(RAY_TMPDIR=str(directory), RAY_AUTH_MODE="disabled"))
+        reset_auth_token_state()
         directory.mkdir(exist_ok=True)
         cluster = ThreeNodes()
         stack.callback(cluster.close)

@@ -20,7 +20,7 @@ from trainer.engines.base import EngineSpec, ModelType
 from trainer.engines.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
 from trainer.engines.replicated import DdpEngine
 
-BACKEND = "megatron"
+BACKEND = "megatron_layers"
 MODELS = ("llama", "qwen2", "qwen3")
 NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -41,7 +41,7 @@ LAYER_NAMES = {
 
 
 class MegatronEngine(DdpEngine):
-    """The engine of `trainer.strategy=megatron`.
+    """The engine of `trainer.strategy=megatron_layers`.
 
     Raises:
         ConfigError: megatron-core is not installed, or the model type is not supported.

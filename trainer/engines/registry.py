@@ -18,7 +18,7 @@ BUILT_IN = {
 }
 LIBRARY_ENGINES = {
     "torchtitan": "trainer.engines.torchtitan:TorchtitanEngine",
-    "megatron": "trainer.engines.megatron:MegatronEngine",
+    "megatron_layers": "trainer.engines.megatron:MegatronEngine",
 }
 """Engines that run another library's models, which has to be installed."""
 ENTRY_POINTS = "asyncrl.engines"

@@ -209,7 +209,7 @@ class _Translation:
             section = f"{ACTOR}.megatron."
             parallel = tuple(name for name in self.run.given if name.startswith(section) and "parallel" in name)
             self._add("trainer.strategy", self.keys["trainer.strategy"].value, parallel or (f"{ACTOR}.strategy",),
-                      "asyncrl's megatron has the whole model on each rank, fsdp2 shards it")  # fmt: skip
+                      "asyncrl's megatron_layers has the whole model on each rank, fsdp2 shards it")  # fmt: skip
         for name, key in list(self.keys.items()):
             if key.how == "default" and name in all_keys() and key.value == all_keys()[name].default:
                 del self.keys[name]

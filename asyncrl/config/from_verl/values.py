@@ -247,16 +247,16 @@ def _overlong(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 @_derivation
 def _strategy(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
     if run.megatron:
-        value = "megatron"
+        value = "megatron_layers"
         parallel = [
             run.number(f"{ACTOR}.megatron.{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline", "expert")
         ]
         if math.prod(parallel) * run.number(f"{ACTOR}.megatron.context_parallel_size", 1) > 1:
-            value = "fsdp2"  # asyncrl's megatron has the whole model on each rank
+            value = "fsdp2"  # asyncrl's megatron_layers has the whole model on each rank
     elif name != f"{ACTOR}.fsdp_config.strategy" and f"{ACTOR}.fsdp_config.strategy" in run.given:
         value = run.given[f"{ACTOR}.fsdp_config.strategy"]
-    if value not in ("fsdp", "fsdp2", "megatron", "torchtitan"):
-        raise NoCounterpart("trainer.strategy is fsdp2, fsdp, ddp, local, torchtitan or megatron")
+    if value not in ("fsdp", "fsdp2", "megatron_layers", "torchtitan"):
+        raise NoCounterpart("trainer.strategy is fsdp2, fsdp, ddp, local, torchtitan or megatron_layers")
     return {_to(name): value}
 
 

@@ -66,13 +66,18 @@ _OTHER_TOKENS = (
 )
 _INEXACT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("hf_overrides", "model_class_overrides"), (_OTHER_MODEL, "change config.json in model.path")),
+    "enable_return_routed_experts": (
+        "the Trainer routes tokens by its own weights, and nothing reads the experts that come with each answer",
+        "leave it out",
+    ),
     "enable_eplb": ("checksums would count an expert once for each rank that has it", "leave it out"),
     **dict.fromkeys(
         ("logits_processors", "watermark_config"),
         (_OTHER_TOKENS, "leave it out; rollout.sampling has what the loss can take into account"),
     ),
 }
-"""Engine arguments with which samples would not be those of the policy, each with the reason and the fix."""
+"""Engine arguments with which samples would not be those of the policy, or that nothing uses, each with the reason and
+the fix."""
 
 
 def check_engine_arguments(config: Config) -> Iterator[ConfigProblem]:

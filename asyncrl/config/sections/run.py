@@ -451,7 +451,7 @@ RULES: tuple[RuleFunction, ...] = (
                "vLLM loads adapters up to rank 512, and engines load the adapters (weight_sync.lora=adapter)",
                "lower it, or set weight_sync.lora=merged"),
     ConfigRule("weight_sync.lora", lambda c: c.weight_sync.lora == "adapter"
-               and c.trainer.strategy in ("torchtitan", "megatron"),
+               and c.trainer.strategy in ("torchtitan", "megatron_layers"),
                "trainer.strategy={c.trainer.strategy} has layers of its own, whose adapters do not fit the engines'",
                "set weight_sync.lora=merged, or trainer.strategy=fsdp2"),
     ConfigRule("weight_sync.lora", lambda c: c.weight_sync.lora == "adapter" and c.rollout.attach is not None,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 BUILTIN_STRATEGIES = ("local", "ddp", "fsdp", "fsdp2")
 STRATEGY_ENTRY_POINTS = "asyncrl.engines"
-_ENGINE_LIBRARIES = {"torchtitan": "torchtitan", "megatron": "megatron.core"}
+_ENGINE_LIBRARIES = {"torchtitan": "torchtitan", "megatron_layers": "megatron.core"}
 """Libraries of the engine backends that asyncrl adapts."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _CLASSIFIER_HEADS = {"score", "classifier"}
@@ -88,8 +88,8 @@ class EngineConfig(ConfigSection):
     """How a model runs in the Trainer's processes."""
 
     strategy: str = "fsdp2"
-    """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), `torchtitan`, `megatron`, the name of an entry
-    point of the group `asyncrl.engines`, or your own, `module:Class` or `path/file.py:Class`."""
+    """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), `torchtitan`, `megatron_layers`, the name of an
+    entry point of the group `asyncrl.engines`, or your own, `module:Class` or `path/file.py:Class`."""
     num_workers: Positive = 1
     """Number of processes (ranks) in the group; on GPUs, each has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -181,7 +181,7 @@ def test_megatron_becomes_sharding(tmp_path: Path) -> None:
     assert (found["trainer.num_workers"], found["rollout.num_replicas"]) == (4, 2), "eight GPUs, which verl shares"
     assert found["trainer.param_offload"] is True
     whole = migrated([one for one in MEGATRON if "parallel_size" not in one])
-    assert values(whole)["trainer.strategy"] == "megatron"
+    assert values(whole)["trainer.strategy"] == "megatron_layers"
     assert_loads(migration, tmp_path)
 
 

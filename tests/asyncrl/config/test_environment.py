@@ -391,7 +391,7 @@ def test_an_engine_of_the_users_is_named_like_any_other_part(tmp_path: Path) -> 
     assert single(machine_problems(own)).severity == "warning"
 
 
-@pytest.mark.parametrize(("strategy", "module"), [("torchtitan", "torchtitan"), ("megatron", "megatron.core")])
+@pytest.mark.parametrize(("strategy", "module"), [("torchtitan", "torchtitan"), ("megatron_layers", "megatron.core")])
 def test_an_engine_without_its_library_is_reported(strategy: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def find_spec(name: str) -> None:
         if "." in name:

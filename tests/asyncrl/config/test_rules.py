@@ -115,7 +115,7 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("weight_sync.max_deltas", ADAPTERS | DELTAS, "change as a whole"),
     ("weight_sync.lora", {"weight_sync.lora": "adapter"}, "there are no adapters"),
     ("model.lora_rank", ADAPTERS | {"model.lora_rank": 513}, "up to rank 512"),
-    ("weight_sync.lora", ADAPTERS | {"trainer.strategy": "megatron"}, "layers of its own"),
+    ("weight_sync.lora", ADAPTERS | {"trainer.strategy": "megatron_layers"}, "layers of its own"),
     ("weight_sync.lora", ADAPTERS | {"rollout.attach": "servers", "ray.address": "auto"}, "started without adapters"),
     ("weight_sync.lora",
      ADAPTERS | {"rollout.tensor_parallel_size": 4, "rollout.nnodes": 2, "rollout.n_gpus_per_node": 2}, "one node"),
@@ -288,7 +288,7 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
     ("trainer.optim.min_lr_ratio", 0.1, {}),
     ("trainer.param_offload", True, {"trainer.device": "cpu"}),
     ("trainer.use_liger", True, {"trainer.device": "cpu"}),
-    ("trainer.attn_implementation", "eager", {"trainer.strategy": "megatron"}),
+    ("trainer.attn_implementation", "eager", {"trainer.strategy": "megatron_layers"}),
     ("ref.dtype", "bfloat16", {}),
     ("teacher.coef", 2.0, {}),
     ("teacher.num_workers", 2, TEACHER),
@@ -441,8 +441,8 @@ def test_a_run_of_no_steps_needs_nothing_of_a_trainer() -> None:
     """Neither training data nor a Trainer's devices and libraries, and keys of training may be set."""
     none: Changes = {"trainer.total_training_steps": 0}
     training: Changes = {
-        "trainer.strategy": "megatron", "trainer.device": "cuda", "trainer.num_workers": 8, "critic.warmup_steps": 5,
-        "algorithm.adv_estimator": "gae", "rollout.sampling.temperature": 0.7, "profiler.steps": [9],
+        "trainer.strategy": "megatron_layers", "trainer.device": "cuda", "trainer.num_workers": 8,
+        "critic.warmup_steps": 5, "algorithm.adv_estimator": "gae", "rollout.sampling.temperature": 0.7, "profiler.steps": [9],
     }  # fmt: skip
     assert rule_problems(none | training | {"data.train_files": []}) == []
     assert machine_problems(none | training | {"data.train_files": []}) == []

@@ -63,6 +63,17 @@ def on_two_ranks() -> list[dict[str, Any]]:
     return document["results"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(SELFCHECK_S + 30)
+def test_four_ranks_meet_the_contract() -> None:
+    """FSDP2 splits what a rank of tensor parallelism has, and sums gradients over groups of several ranks."""
+    results = selfcheck_document("--backend", "fsdp2", ranks=4)["results"]
+    assert not [one for one in results if not one["passed"]]
+    assert {"ranks_that_share_layers_equal_the_reference", "groups_of_ranks_with_copies_equal_the_reference"} <= {
+        one["check"] for one in results
+    }
+
+
 @pytest.mark.timeout(SELFCHECK_S + 30)
 @pytest.mark.parametrize(("ranks", "backend", "check"), CASES)
 def test_a_backend_meets_the_contract(
@@ -85,12 +96,12 @@ def test_a_backend_without_its_library_exits_with_2_and_one_line() -> None:
     program = (
         "import sys; sys.modules['megatron'] = None\n"
         "from trainer.selfcheck.__main__ import main\n"
-        "sys.exit(main(['--backend', 'megatron', '--device', 'cpu']))\n"
+        "sys.exit(main(['--backend', 'megatron_layers', '--device', 'cpu']))\n"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert (run.returncode, run.stdout) == (2, "")
     (line,) = run.stderr.splitlines()
-    assert "trainer.strategy=megatron: it needs megatron-core" in line
+    assert "trainer.strategy=megatron_layers: it needs megatron-core" in line
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from trainer.engines.foreign import Attention, ForeignModel, check_settings, che
 from trainer.engines.registry import new_engine
 from trainer.selfcheck.checks import checks_of
 
-LIBRARIES = {"torchtitan": "torchtitan", "megatron": "megatron.core"}
+LIBRARIES = {"torchtitan": "torchtitan", "megatron_layers": "megatron.core"}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 
 
@@ -58,8 +58,8 @@ def test_a_broken_library_is_named(failure: Exception, monkeypatch: pytest.Monke
         raise failure
 
     monkeypatch.setattr(foreign, "import_module", broken)
-    with pytest.raises(ConfigError, match=rf"strategy=megatron: it needs megatron-core.*\({failure}\)"):
-        foreign.check_ready(spec("megatron"), "megatron", "megatron-core", "megatron.core")
+    with pytest.raises(ConfigError, match=rf"strategy=megatron_layers: it needs megatron-core.*\({failure}\)"):
+        foreign.check_ready(spec("megatron_layers"), "megatron_layers", "megatron-core", "megatron.core")
 
 
 def test_backends_are_found_without_their_library_ray_or_vllm() -> None:
@@ -68,9 +68,9 @@ def test_backends_are_found_without_their_library_ray_or_vllm() -> None:
         "import trainer.selfcheck.__main__\n"
         "from trainer.engines.registry import BUILT_IN, LIBRARY_ENGINES, engines, find_engine\n"
         "for name in BUILT_IN: find_engine(name)\n"
-        "assert {'torchtitan', 'megatron'} == set(LIBRARY_ENGINES) <= set(engines())\n"
+        "assert {'torchtitan', 'megatron_layers'} == set(LIBRARY_ENGINES) <= set(engines())\n"
         "assert 'trainer.engines.torchtitan' not in sys.modules\n"
-        "for name in ('torchtitan', 'megatron'):\n"
+        "for name in ('torchtitan', 'megatron_layers'):\n"
         "    assert find_engine(name).model_types == ('language_model',)\n"
         "assert not {'torchtitan', 'megatron'} & set(sys.modules)\n"
     )
@@ -96,7 +96,7 @@ def configurations(backend: str) -> list[PretrainedConfig]:
         Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True),
         Qwen2Config(**sizes),
     ]
-    return every if backend == "megatron" else every[:-1]
+    return every if backend == "megatron_layers" else every[:-1]
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)

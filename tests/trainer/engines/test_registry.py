@@ -32,7 +32,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("fsdp_2", "fsdp2"), ("fdsp", "fsdp"), ("locale", "local"), ("megatro", "megatron")]
+    ("wrong", "near"), [("fsdp_2", "fsdp2"), ("fdsp", "fsdp"), ("locale", "local"), ("megatron", "megatron_layers")]
 )
 def test_the_error_for_an_unknown_engine_names_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.strategy: '{wrong}' is not built in; did you mean .{near}.\?"):
