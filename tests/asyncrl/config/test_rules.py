@@ -442,7 +442,8 @@ def test_a_run_of_no_steps_needs_nothing_of_a_trainer() -> None:
     none: Changes = {"trainer.total_training_steps": 0}
     training: Changes = {
         "trainer.strategy": "megatron_layers", "trainer.device": "cuda", "trainer.num_workers": 8,
-        "critic.warmup_steps": 5, "algorithm.adv_estimator": "gae", "rollout.sampling.temperature": 0.7, "profiler.steps": [9],
+        "critic.warmup_steps": 5, "algorithm.adv_estimator": "gae", "rollout.sampling.temperature": 0.7,
+        "profiler.steps": [9],
     }  # fmt: skip
     assert rule_problems(none | training | {"data.train_files": []}) == []
     assert machine_problems(none | training | {"data.train_files": []}) == []
