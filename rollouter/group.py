@@ -233,10 +233,13 @@ class GroupGeneration(TrajectoryGroup):
     async def _hold_conversation(self, agent: ConversationAgent, key: str, sampling: Mapping[str, Any]) -> None:
         sample = self.request
         session = trajectory_id(self.session, key)
+        is_open = False
 
         async def ask(request: TurnRequest) -> Turn:
+            nonlocal is_open
             name = turn_key(key, request.number, request.context, sample.prompt)
             logged = self.turns.get(name)
+            is_open = is_complete(logged)
             if is_complete(logged):
                 return logged
             params = {**sampling, "max_tokens": min(sampling["max_tokens"], request.max_tokens)}
@@ -264,6 +267,8 @@ class GroupGeneration(TrajectoryGroup):
                     span.add(finish_reason=str(FinishReason.ABORTED))
                     raise
                 span.add(**self._event_fields(key, trajectory))
+            if is_open:  # a worker was lost after it had reported the last turn, and others may wait for this session
+                self.sessions.end(session)
             self._end(key, trajectory)
 
     async def _turns(

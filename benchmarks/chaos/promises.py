@@ -77,8 +77,8 @@ class RunRecords:
     """Samples whose finished payload was lost or damaged: generating their turns twice is correct."""
     rewinds: Sequence[WeightsVersion] = ()
     """Versions to which training went back, in the journal's order."""
-    applied: Collection[int] = ()
-    """Versions that all replicas served at the same time, according to the journal."""
+    served_when_fed: Mapping[SampleId, int] = field(default_factory=dict)
+    """The version that all replicas served, or a newer one, when the sample was first fed, according to the journal."""
     broken_calls: Sequence[BrokenCall] = ()
     max_staleness: int | None = None
     """The configured bound; None: there is none."""
@@ -209,11 +209,10 @@ def _plausible(turn: CompletedTurn, records: RunRecords) -> bool:
     if starts[0] != 0 or starts[-1] >= turn.num_tokens or any(a >= b for a, b in pairwise(starts)):
         return False
     # Versions decrease where training went back, and then not below the version to which it went back. They also
-    # decrease where a turn moves to a replica that has not loaded the newer version yet.
+    # decrease where a turn moves to a replica that has not loaded the newer versions yet.
+    oldest = records.served_when_fed.get(turn.sample_id, 0)
     return all(
-        after > before
-        or any(rewind.version <= after for rewind in records.rewinds)
-        or (after < before and not any(after < version < before for version in records.applied))
+        after > before or any(rewind.version <= after for rewind in records.rewinds) or oldest <= after < before
         for before, after in pairwise(versions)
     )
 

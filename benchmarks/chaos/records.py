@@ -15,7 +15,7 @@ from asyncrl.core.ports import SampleCounts, WeightsVersion
 from asyncrl.core.types import SampleId, SampleMeta
 from asyncrl.queue.core import Operation
 from asyncrl.queue.journal_reader import read_beginning, read_counts, read_operations, read_samples
-from asyncrl.queue.operations import OfferSamples, RequeueSample, RewindTraining, SetAppliedVersion
+from asyncrl.queue.operations import OfferSamples, PermitsGranted, RequeueSample, RewindTraining, SetAppliedVersion
 from asyncrl.queue.state import QueueState
 from asyncrl.queue.turn_log import read_turns
 from asyncrl.storage.run_dir import SAMPLES
@@ -67,12 +67,13 @@ class JournalFacts(NamedTuple):
     metas: dict[SampleId, SampleMeta]
     generated_anew: set[SampleId]
     rewinds: list[WeightsVersion]
-    applied: set[int]
+    served_when_fed: dict[SampleId, int]
 
 
 def journal_facts(operations: Iterable[Operation]) -> JournalFacts:
     """Collect the values in the journal's order."""
-    facts = JournalFacts({}, set(), [], set())
+    facts = JournalFacts({}, set(), [], {})
+    served = 0
     for operation in operations:
         if isinstance(operation, OfferSamples):
             facts.metas.update((sample.meta.sample_id, sample.meta) for sample in operation.samples)
@@ -82,7 +83,11 @@ def journal_facts(operations: Iterable[Operation]) -> JournalFacts:
             facts.generated_anew.update(operation.trained_since)
             facts.rewinds.append(WeightsVersion(operation.lineage, operation.version))
         elif isinstance(operation, SetAppliedVersion):
-            facts.applied.add(operation.version)
+            served = operation.version
+        elif isinstance(operation, PermitsGranted):
+            facts.served_when_fed.update(
+                (one, served) for one in operation.sample_ids if one not in facts.served_when_fed
+            )
     return facts
 
 
@@ -118,7 +123,7 @@ def read_records(
         metas=facts.metas,
         generated_anew=facts.generated_anew,
         rewinds=facts.rewinds,
-        applied=facts.applied,
+        served_when_fed=facts.served_when_fed,
         broken_calls=broken_calls,
         max_staleness=drift["max_staleness"] if drift["stale_action"] == "drop" else None,
         completed=completed,

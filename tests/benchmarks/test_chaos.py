@@ -30,11 +30,12 @@ from asyncrl.core.ports import (
 )
 from asyncrl.core.types import Provenance, SampleId, SampleMeta, Span, Turn
 from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
+from asyncrl.queue.operations import PermitsGranted, SetAppliedVersion
 from asyncrl.queue.state import QueueState
 from benchmarks.chaos import disk, faults, task
 from benchmarks.chaos.faults import KINDS, InjectedFault
 from benchmarks.chaos.promises import BrokenCall, CompletedTurn, Fate, RunRecords, surviving_samples, violations
-from benchmarks.chaos.records import forgotten_fates
+from benchmarks.chaos.records import forgotten_fates, journal_facts
 from benchmarks.chaos.watch import CallWatch, broken_calls, read_broken_calls
 from rollouter.serving.client import Delta, ReplicaStream
 from tests.fakes.engine import finished_turns
@@ -74,7 +75,6 @@ def good() -> RunRecords:
         turns=[turn(index, place) for index in (1, 2, 3) for place in range(2)],
         metas={sample_id: meta(sample_id) for sample_id in ids(1, 2, 3)},
         rewinds=[WeightsVersion(1, 1)],
-        applied=[1, 2],
         broken_calls=[BrokenCall("sample_0_1/0", (7, 8), (7, 8), (7, 8, 9)), BrokenCall("sample_0_4/0", (7, 8))],
         max_staleness=2,
     )
@@ -85,8 +85,22 @@ def test_a_run_that_kept_its_promises_breaks_none() -> None:
 
 
 def test_a_turn_may_move_to_a_replica_that_loads_the_newer_version_later() -> None:
-    moved = [turn(1, 0, (0, 1), (2, 0)), *good().turns[1:]]
-    assert violations(replace(good(), turns=moved, rewinds=[])) == []
+    for spans in ([(0, 1), (2, 0)], [(0, 2), (2, 0)]):
+        moved = replace(good(), turns=[turn(1, 0, *spans), *good().turns[1:]], rewinds=[], metas={})
+        assert violations(moved) == []
+        served = {SampleId(0, 1): 1}
+        assert [one.promise for one in violations(replace(moved, served_when_fed=served))] == ["spans in order"]
+
+
+def test_what_all_replicas_served_when_a_sample_was_fed_comes_from_the_journal() -> None:
+    facts = journal_facts(
+        [
+            PermitsGranted("a", tuple(ids(1, 2))),
+            SetAppliedVersion(version=3, lineage=0),
+            PermitsGranted("b", tuple(ids(2, 3))),
+        ]
+    )
+    assert facts.served_when_fed == {SampleId(0, 1): 0, SampleId(0, 2): 0, SampleId(0, 3): 3}
 
 
 def test_samples_that_the_journal_has_forgotten_follow_from_its_counts_and_the_trainers_record() -> None:
@@ -151,8 +165,11 @@ def test_rewound_steps_are_not_in_the_surviving_model() -> None:
             "records agree",
             "versions 1 to 1; turns: 0",
         ),
-        ({"turns": [turn(1, 0, (0, 2), (2, 0))]}, "spans in order", "sample_0_1/0"),
-        ({"turns": [turn(1, 0, (0, 3), (2, 1))], "rewinds": []}, "spans in order", "sample_0_1/0"),
+        (
+            {"turns": [turn(1, 0, (0, 2), (2, 0))], "served_when_fed": {SampleId(0, 1): 1}},
+            "spans in order",
+            "sample_0_1/0",
+        ),
         ({"turns": [turn(1, 0, (1, 0))]}, "spans in order", "sample_0_1/0"),
         ({"turns": [turn(1, 0, (0, 0), (4, 1))]}, "spans in order", "sample_0_1/0"),
         ({"turns": [turn(1, 0, (0, 0), (2, 0))], "rewinds": []}, "spans in order", "sample_0_1/0"),

@@ -39,7 +39,7 @@ def check(world: FuzzWorld) -> None:
         metas=metas,
         generated_anew=facts.generated_anew | world.late_samples,
         rewinds=facts.rewinds,
-        applied=facts.applied,
+        served_when_fed=facts.served_when_fed,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
         # With over-sampling, a requeued sample may never be needed again.
         completed=not over_sampled,
