@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import anyio
+import pytest
 
 from asyncrl.core.trajectory import SampleRequest
 from asyncrl.core.types import SampleId, Turn
 from rollouter.gateway.task import AgentTask
-from rollouter.group import GroupGeneration
+from rollouter.group import GroupGeneration, own_sessions
 from tests.fakes.gateway_agent import GatewayRig
 
 
@@ -28,14 +29,17 @@ async def test_each_trajectory_is_a_run_of_the_agent() -> None:
     assert sorted(key.split(".")[0] for key in turns) == ["0", "0", "1", "1", "2", "2"]
 
 
-async def test_logged_turns_are_not_generated_again() -> None:
+async def test_logged_turns_are_not_generated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sessions end with the trajectories. A worker may have been lost before it could report that."""
     rig = GatewayRig()
+    ended: list[str] = []
     turns, fleet = dict[str, Turn](), rig.fleet("12")
     agent = rig.made(lambda task: rig.talk(task))
     (first,) = await GroupGeneration(group(rig, n=1), fleet=fleet, agent=agent, turns=turns).run()
-    idle = rig.fleet("99")
-    (again,) = await GroupGeneration(group(rig, n=1), fleet=idle, agent=agent, turns=turns).run()
-    assert idle.requests == []
+    idle, sessions = rig.fleet("99"), own_sessions()
+    monkeypatch.setattr(sessions, "end", ended.append)
+    (again,) = await GroupGeneration(group(rig, n=1), fleet=idle, agent=agent, turns=turns, sessions=sessions).run()
+    assert idle.requests == [] and ended == ["sample_0_1/0"]
     assert again.rows[0].response_ids.tolist() == first.rows[0].response_ids.tolist()
 
 
