@@ -96,7 +96,7 @@ class WeightSyncConfig(ConfigSection):
     max_mismatch_kl: Annotated[float, Field(gt=0)] | None = 1e-3
     """The run stops if log-probs of the engines and of the Trainer for the same weights differ by more than this KL
     divergence, in nats per token. It is measured as `verify` says and, on-policy (`async_training=mode_a`), in every
-    step. null: no limit."""
+    step until training goes back to a checkpoint. null: no limit."""
     clear_kv_cache: bool = False
     """With `partial_mode: keep`, recompute the KV cache of running requests under the new weights."""
 

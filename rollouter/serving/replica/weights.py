@@ -564,6 +564,12 @@ class WeightUpdates:
             async with asyncio.timeout(PROBE_LIMIT_S):
                 served = await asyncio.gather(*(self._log_probs(list(ids)) for ids in probe.token_ids))
         except TimeoutError:
+            logger.warning(
+                "%s was too full for %g s to compute log-probs of two texts, so those of this version are not compared "
+                "with the Trainer's",
+                self._health.replica,
+                PROBE_LIMIT_S,
+            )
             return None
         return probe_mismatch(probe, served)
 
