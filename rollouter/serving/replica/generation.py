@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import EngineInput, MultiModalInput, mm_input, tokens_input
@@ -341,7 +342,7 @@ class TokenGeneration:
             sampling["min_tokens"] = max(0, sampling["min_tokens"] - done)
         stop = list(sampling.pop("stop", ()))
         try:
-            return prompt_ids, SamplingParams(
+            params = SamplingParams(
                 **sampling,
                 stop=stop,
                 detokenize=bool(stop),
@@ -349,7 +350,10 @@ class TokenGeneration:
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-        except (TypeError, ValueError) as error:
+            # vLLM does not check all types, and an engine that receives a wrong one answers no request any more.
+            msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+            return prompt_ids, params
+        except (TypeError, ValueError, msgspec.MsgspecError) as error:
             raise DataError.wrap(f"request {request.request_id}: invalid sampling parameters", error) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.core.failures import DataError
 from asyncrl.core.ports import Accepted, GenerateRequest
 from asyncrl.core.types import FinishReason, Span
 from rollouter.serving.replica.generation import REPORT_EVERY_S, STREAM_EVERY_S, TokenGeneration, stream_interval
@@ -84,6 +85,23 @@ async def test_only_streams_are_reported_while_they_run(stream: bool) -> None:
     assert np.concatenate([delta.turn.response_ids for delta in deltas]).tolist() == list(range(NUM_TOKENS))
     assert np.concatenate([delta.turn.rollout_log_probs for delta in deltas])[-1] == 1 - NUM_TOKENS
     assert deltas[0].turn.spans[0] == Span(0, 1) and deltas[-1].turn.spans[-1].version == 2
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"ignore_eos": 1}, {"ignore_eos": "yes"}, {"stop_token_ids": [True]}, {"bad_words": [3]},
+        {"logit_bias": {"3": "x"}}, {"temperature": True}, {"top_k": 2.5}, {"no_such_name": 1},
+    ],
+)  # fmt: skip
+async def test_sampling_parameters_of_wrong_types_do_not_reach_the_engine(own: dict[str, Any]) -> None:
+    """They may come from a data row. The process of an engine that decodes them answers no request any more."""
+    made, engine = generation()
+    wrong = GenerateRequest("r", np.array([5], dtype=np.int32), {"max_tokens": NUM_TOKENS, **own})
+    with pytest.raises(DataError, match="request r: invalid sampling parameters"):
+        async for _ in made.run([wrong]):
+            pass
+    assert engine.states == {}
 
 
 async def test_a_stream_that_is_closed_is_aborted_in_the_engine() -> None:
