@@ -353,7 +353,7 @@ class TokenGeneration:
             # vLLM does not check all types, and an engine that receives a wrong one answers no request any more.
             msgspec.convert(msgspec.to_builtins(params), SamplingParams)
             return prompt_ids, params
-        except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        except (TypeError, ValueError, VLLMClientError, msgspec.MsgspecError) as error:
             raise DataError.wrap(f"request {request.request_id}: invalid sampling parameters", error) from error
 
 
