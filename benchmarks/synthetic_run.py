@@ -346,6 +346,9 @@ class _Run:
         for rank in range(2):
             call: Mapping[str, Any] = {"role": "actor", "rank": rank}
             self._put(f"rank-actor-{rank}", got + experience, "rank.call", update, method="update", **call)
+            used = (40 + (self._step + rank) % 3) * 10**9
+            memory = {"used_bytes": used, "total_bytes": 80 * 10**9}
+            self._put(f"rank-actor-{rank}", got + experience, "gpu.memory", 0, **memory, **call)
             self._put(f"rank-actor-{rank}", got + experience, "rank.forward", update * 0.3, **call)
             self._put(f"rank-actor-{rank}", got + experience, "rank.backward", update * 0.6, **call)
             self._put(f"rank-actor-{rank}", got + experience + update * 0.9, "rank.optimizer", update * 0.1, **call)

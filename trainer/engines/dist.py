@@ -38,6 +38,11 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def gpu_memory() -> tuple[int, int] | None:
+    """Return the free and the total bytes of this process's GPU; None: it has not used one."""
+    return torch.cuda.mem_get_info(pick_device("cuda")) if torch.cuda.is_initialized() else None
+
+
 def join(device: torch.device, *, timeout_s: float) -> bool:
     """Join the existing process group, the one that torchrun's variables describe, or one of this process alone.
 

@@ -25,7 +25,7 @@ from asyncrl.profiling import profile
 from asyncrl.profiling.process_usage import ProcessHealth, ProcessMonitor
 from asyncrl.weights.transport import in_buckets
 from trainer.engines.base import EngineSpec, Layout
-from trainer.engines.dist import BACKENDS, guarded, leave
+from trainer.engines.dist import BACKENDS, gpu_memory, guarded, leave
 from trainer.workers.outcomes import CallResult
 from trainer.workers.placement import Role
 from trainer.workers.tracing import NO_PROFILING, RankProfiling, Tracer, set_up_profiling
@@ -184,6 +184,10 @@ class Rank:
     async def health(self) -> ProcessHealth | None:
         if self._health is None:
             self._health = ProcessMonitor(f"rank-{self._group}-{self._rendezvous.rank}")
+        if (memory := gpu_memory()) is not None:
+            free, total = memory
+            used = {"used_bytes": total - free, "total_bytes": total}
+            profile.record_ended("gpu.memory", 0.0, role=self._group, rank=self._rendezvous.rank, **used)
         return self._health.measure()
 
     async def close(self) -> CallResult:

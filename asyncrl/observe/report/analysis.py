@@ -13,7 +13,13 @@ from asyncrl.observe.report.load import Events
 from asyncrl.observe.report.requests import logical_requests, request_figures
 from asyncrl.observe.report.samples import share_figures, trace_samples, turn_figures
 from asyncrl.observe.report.statistics import complement, summarize, to_json, total
-from asyncrl.observe.report.steps import find_outages, folded_figures, idle_figures, step_figures
+from asyncrl.observe.report.steps import (
+    find_outages,
+    folded_figures,
+    gpu_memory_figures,
+    idle_figures,
+    step_figures,
+)
 from asyncrl.observe.report.versions import limit_figures, staleness_figures, waste_figures, weight_sync_figures
 from asyncrl.observe.status.run_status import ENDED
 from asyncrl.observe.status.summary import SavedSummary
@@ -47,6 +53,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: SavedSummary | No
         "idle": idle_figures(events, start, end, down, completed=completed),
         "staleness": staleness_figures(events, histories),
         "weight_sync": weight_sync_figures(events),
+        "gpu_memory": gpu_memory_figures(events, start),
         "waste": waste_figures(events, histories),
         "lower_limits": limit_figures(events, histories, requests, about.get("response_length")),
         "own_events": [

@@ -382,6 +382,25 @@ def _idle(report: Report) -> Iterator[Any]:
     yield figure
 
 
+@_plot("gpu_memory", "GPU memory", "Used memory of the ranks' GPUs")
+def _gpu_memory(report: Report) -> Iterator[Any]:
+    rows = report["gpu_memory"]
+    if not rows:
+        return
+    fullest = max(rows, key=lambda row: max(row["used_bytes"]))
+    most = max(fullest["used_bytes"])
+    yield (
+        f"All processes used at most {size(most)} of {size(fullest['total_bytes'])} at once, on the GPU of rank "
+        f"{fullest['rank']}."
+    )
+    figure, axes = subplots()
+    for row in rows:
+        axes.plot(row["at_s"], [used / 1e9 for used in row["used_bytes"]], label=f"rank {row['rank']}")
+    axes.set(xlabel="seconds since the first sample was admitted", ylabel="GB")
+    format_axes(axes, legend_beside=True)
+    yield figure
+
+
 # ---------------------------------------------------------------------------------------------- versions and waste
 
 

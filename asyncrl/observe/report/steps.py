@@ -56,6 +56,8 @@ _CANDIDATES = (
 _TRAINER_ACTIVITIES = ("step", "trainer.wait_samples", *_PARTS, "trainer.checkpoint")
 """A Trainer that trains is always in one of these."""
 _TRAINER_EVENTS = (*_TRAINER_ACTIVITIES, "trainer.fetch", "trainer.commit", "sample.leased", "sample.trained")
+MAX_POINTS = 1000
+"""Most points of a curve."""
 _ENDS_OF_GENERATION = ("sample.generate", "sample.dropped", "sample.ready")
 
 
@@ -415,3 +417,22 @@ def _side(idle: Intervals, until: float, down: Intervals, edges: NDArray[np.floa
         "longest_at_s": float(idle[lengths.argmax(), 0] - start) if len(lengths) else None,
         "strip": [share if begin < until else None for share, begin in zip(strip, edges[:-1], strict=True)],
     }
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def gpu_memory_figures(events: Events, start: float) -> list[dict[str, Any]]:
+    """Return for the GPU of each rank how many bytes are used, by all processes, `at_s` seconds after `start`."""
+    rows = []
+    for (role, rank), own in events["gpu.memory"].groupby(["role", "rank"], observed=True):
+        thinned = own.iloc[:: 1 + len(own) // MAX_POINTS]
+        rows.append(
+            {
+                "rank": f"{role} {rank:.0f}",
+                "total_bytes": own["total_bytes"].max(),
+                "at_s": (thinned["timestamp"] - start).round(1).to_list(),
+                "used_bytes": thinned["used_bytes"].to_list(),
+            }
+        )
+    return rows

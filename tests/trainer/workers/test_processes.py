@@ -9,8 +9,11 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
+from asyncrl.profiling import ProfilerSettings, profile
+from trainer.workers import rank
 from trainer.workers.placement import GroupPlan, plan_groups
 from trainer.workers.processes import RankLocation, bundle_of_ranks, device_of, local_ranks, own_gpu
+from trainer.workers.rank import Rank
 
 
 @pytest.mark.parametrize(
@@ -82,3 +85,14 @@ def test_the_error_for_too_few_gpus_names_the_keys_to_change() -> None:
         device_of(replace(group("cuda", 1), name="reward_model"), 0)
     assert "reward_model.worker.device=cuda: the Ray cluster has no GPU" in caught.value.message
     assert "num_workers" not in caught.value.message, "the message does not suggest fewer ranks than one"
+
+
+async def test_a_rank_reports_the_memory_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile.configure("rank-actor-0", ProfilerSettings("summary"))
+    assert await Rank().health() is not None and not profile.drain(), "this machine shows no GPU"
+    monkeypatch.setattr(rank, "gpu_memory", lambda: (30, 80))
+    await Rank(group="critic").health()
+    (event,) = profile.drain()
+    assert (event["event"], event["duration_s"]) == ("gpu.memory", 0.0)
+    found = {key: event[key] for key in ("role", "rank", "used_bytes", "total_bytes")}
+    assert found == {"role": "critic", "rank": 0, "used_bytes": 50, "total_bytes": 80}

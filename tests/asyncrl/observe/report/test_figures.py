@@ -129,6 +129,21 @@ def test_starting_and_ending_times_are_known_unless_the_run_was_resumed(tmp_path
     assert not any("Starting" in note for note in resumed["notes"])
 
 
+def test_the_memory_of_gpus_is_shown_over_time(tmp_path: Path) -> None:
+    def measured(at: float, used: int, rank: int) -> EventTuple:
+        return "gpu.memory", at, 0.0, {"role": "actor", "rank": rank, "used_bytes": used, "total_bytes": 80}
+
+    lines = (*TINY, measured(101.0, 20, 0), measured(102.0, 60, 0), measured(101.0, 30, 1))
+    report = report_of(tmp_path, *lines)
+    assert report["gpu_memory"] == [
+        {"rank": "actor 0", "total_bytes": 80, "at_s": [1.0, 2.0], "used_bytes": [20, 60]},
+        {"rank": "actor 1", "total_bytes": 80, "at_s": [1.0], "used_bytes": [30]},
+    ]
+    (figure,) = (one for one in figures(report) if one["id"] == "gpu_memory")
+    assert "at most 60 B of 80 B at once, on the GPU of rank actor 0" in figure["text"]
+    assert "gpu_memory" not in {one["id"] for one in figures(report_of(tmp_path / "cpu", *TINY))}
+
+
 def test_validation_requests_are_left_out(tmp_path: Path) -> None:
     own = [(name, at, took, {**fields, "sample": "val_0_1"}) for name, at, took, fields in TINY if "sample" in fields]
     report = completed(tmp_path, *own)
