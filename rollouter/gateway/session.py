@@ -532,7 +532,7 @@ def _encodable(body: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"the body cannot be used: {error}") from None
 
 
-_KEY = re.compile(r"asyncrl-(\d+)-[A-Za-z0-9_-]{43}")
+_KEY = re.compile(r"asyncrl-(\d{1,18})-[A-Za-z0-9_-]{43}")
 REMEMBERED = 10_000
 """Number of finished trajectories whose keys are kept, to refuse late requests with the right reason."""
 
