@@ -44,6 +44,7 @@ from rollouter.group_workers.pool import RemoteGroup, WorkerPool, WorkerScorer
 from rollouter.requests import greedy, sampling_params
 from rollouter.slots import BusyMeter, GenerationSlot, GenerationSlots, SurplusError, SurplusMonitor
 from rollouter.trajectory_dump import TrajectoryFiles
+from rollouter.user_code import check_extras
 from skip import SkipManager
 
 logger = logging.getLogger(__name__)
@@ -453,7 +454,16 @@ def pack_sample(
 
 
 def scored_rows(number: int, trajectory: Trajectory, score: Score) -> list[Row]:
-    """Build the rows that the Trainer receives for the sample's `number`th trajectory."""
+    """Build the rows that the Trainer receives for the sample's `number`th trajectory.
+
+    Raises:
+        UserCodeError: an extra of its score or one of its metrics has a name that cannot be reported.
+    """
+    for what, numbers in (("the extras of reward functions", score.extra), ("metrics", trajectory.metrics)):
+        try:
+            check_extras(numbers)
+        except ValueError as error:
+            raise UserCodeError(f"{what} cannot be reported: {error}") from error
     extra = dict(score.extra)
     if trajectory.messages:
         counts = {"num_turns": float(len(trajectory.turns)), "num_tool_calls": float(trajectory.num_calls)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,10 +13,14 @@ import pydantic
 from asyncrl.config.import_path import nearest
 from asyncrl.config.sections.base import ConfigSection
 from asyncrl.core.failures import AsyncRLError, ConfigError, conceal
-from asyncrl.core.text import safe_repr
+from asyncrl.core.text import encodable, safe_repr
 from asyncrl.core.types import SampleId
 
 Section = TypeVar("Section", bound=ConfigSection)
+MAX_EXTRAS = 100
+"""Maximum number of extras that the scores of a trajectory have, and likewise of its metrics."""
+MAX_EXTRA_NAME = 200
+"""Maximum number of characters of such a name. MLflow accepts 250, with the prefix `reward/extra/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,31 @@ def finite(value: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def name_of(key: Any) -> str:
+    """Return the key of a number that user code gives, as text that can be encoded."""
+    return encodable(key if isinstance(key, str) else safe_repr(key))
+
+
+def check_extras(names: Collection[Any]) -> None:
+    """Check the names of extras and metrics of one trajectory, which are reported as `reward/extra/<name>`.
+
+    Raises:
+        ValueError: there are too many, or one is not a valid name. The message is a clause.
+    """
+    if len(names) > MAX_EXTRAS:
+        raise ValueError(f"a trajectory has {len(names)} named numbers; at most {MAX_EXTRAS} are allowed")
+    for name in names:
+        if not (isinstance(name, str) and len(name) <= MAX_EXTRA_NAME and name.isprintable() and _is_path(name)):
+            raise ValueError(
+                f"a number has the name {shown(name)}; expected at most {MAX_EXTRA_NAME} printable characters, and no "
+                "empty part, '.' or '..' between slashes"
+            )
+
+
+def _is_path(name: str) -> bool:
+    return not {"", ".", ".."} & set(name.split("/"))
 
 
 def shown(value: Any, most: int = 120) -> str:

@@ -151,6 +151,8 @@ class ExternalAgent:
                             session.post(returned)
                     except UserCodeError as error:
                         failure = error
+                    except RequestError as refusal:
+                        failure = UserCodeError(f"rollout.agent: the agent's result is refused: {refusal.message}")
                     group.cancel_scope.cancel()
         finally:
             self.gateway.close(key)

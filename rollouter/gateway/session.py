@@ -52,7 +52,7 @@ from rollouter.gateway.protocol import (
 )
 from rollouter.gateway.recording import TrajectoryRecording, TurnPosition, calls_of
 from rollouter.gateway.streaming import SettledText, TurnEvents, error_event
-from rollouter.user_code import describe, shorten
+from rollouter.user_code import check_extras, describe, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -254,13 +254,18 @@ class GatewaySession:
         """Store a reward and metrics; the last reward counts.
 
         Raises:
-            RequestError: the trajectory is over.
+            RequestError: the trajectory is over, or its metrics have names that cannot be reported.
         """
         if self._group is None or self.done.is_set():
             raise closed()
+        metrics = {**self.metrics, **posted.metrics}
+        try:
+            check_extras(metrics)
+        except ValueError as error:
+            raise RequestError(f"the metrics cannot be used: {error}", param="metrics") from None
         if posted.reward is not None:
             self.reward = posted.reward
-        self.metrics |= posted.metrics
+        self.metrics = metrics
         if posted.done:
             self.done.set()
 
@@ -527,7 +532,7 @@ def _encodable(body: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"the body cannot be used: {error}") from None
 
 
-_KEY = re.compile(r"asyncrl-(\d+)-[A-Za-z0-9_-]{43}")
+_KEY = re.compile(r"asyncrl-(\d{1,18})-[A-Za-z0-9_-]{43}")
 REMEMBERED = 10_000
 """Number of finished trajectories whose keys are kept, to refuse late requests with the right reason."""
 

@@ -46,7 +46,7 @@ class AgentTask:
 
         Raises:
             ValueError: a number is not finite.
-            RuntimeError: the trajectory is over already.
+            RuntimeError: the trajectory is over already, or its metrics have names that cannot be reported.
         """
         self.post(reward, metrics or {}, done)
 

@@ -19,7 +19,7 @@ from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
 from asyncrl.core.text import encodable, encodable_values
 from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
-from rollouter.user_code import describe, finite, shown
+from rollouter.user_code import describe, finite, name_of, shorten, shown
 
 T = TypeVar("T")
 
@@ -191,9 +191,10 @@ class InteractionSession:
         if not isinstance(result.metrics, Mapping):
             raise self._failed("step", f"returned the metrics {shown(result.metrics)}; expected a mapping")
         metrics: dict[str, float] = {}
-        for name, value in result.metrics.items():
-            number = finite(value)
+        for key, value in result.metrics.items():
+            name, number = name_of(key), finite(value)
             if number is None:
-                raise self._failed("step", f"returned the metric {name} = {shown(value)}; expected a finite number")
-            metrics[encodable(str(name))] = number
+                what = f"returned the metric {shorten(name)} = {shown(value)}; expected a finite number"
+                raise self._failed("step", what)
+            metrics[name] = number
         return Reply(encodable(result.text), done=bool(result.done), reward=reward, metrics=metrics)

@@ -171,7 +171,7 @@ def parse_row(
         messages, media = extract(columns, messages, directory, where, checked=checked)
     return PromptRow(
         messages=messages,
-        data_source="default" if source is None else str(source),
+        data_source=("" if source is None else str(source)) or "default",
         ground_truth=truth,
         extra_info=extra_info,
         media=media,

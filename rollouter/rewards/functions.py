@@ -24,7 +24,7 @@ from asyncrl.core.ports import Score
 from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
-from rollouter.user_code import finite, is_async, shown
+from rollouter.user_code import finite, is_async, name_of, shown
 
 
 def exact_match(
@@ -353,7 +353,7 @@ def score_of(result: Any, about: Callable[[], str], *, num_turns: int) -> Score:
     if "score" not in result:
         raise UserCodeError(f"{about()} returned a mapping without 'score': {shown(result)}")
     turns = _turn_scores(result.get("turn_scores"), about, num_turns)
-    extras = {encodable(str(key)): finite(item) for key, item in result.items() if key not in ("score", "turn_scores")}
+    extras = {name_of(key): finite(item) for key, item in result.items() if key not in ("score", "turn_scores")}
     extra = {key: item for key, item in extras.items() if item is not None}
     answer = result.get("pred")
     answer = None if answer is None else encodable(str(answer))[:MAX_ANSWER]

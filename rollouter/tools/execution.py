@@ -31,7 +31,7 @@ from asyncrl.profiling import profile
 from rollouter.drop_policy import ToolFailedError
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse
 from rollouter.tools.loading import LoadedTool, parse_arguments
-from rollouter.user_code import describe, finite, shorten, shown
+from rollouter.user_code import describe, finite, name_of, shorten, shown
 from skip.stages import ToolOutcome
 
 logger = logging.getLogger(__name__)
@@ -397,7 +397,7 @@ def _checked(result: Any, name: str) -> ToolOutcome:
         raise UserCodeError(f"{about} returned {shown(result)}; return a text or a ToolResponse")
     if not isinstance(result.text, str) or not isinstance(result.metrics, Mapping):
         raise UserCodeError(f"{about} returned {shown(result)}; its text must be a string, its metrics a mapping")
-    metrics = {encodable(str(key)): _number(item, f"{about}, metric {key!r}") for key, item in result.metrics.items()}
+    metrics = {name_of(key): _number(item, f"{about}, metric {shown(key)}") for key, item in result.metrics.items()}
     return ToolOutcome(result.text, _number(result.reward, f"{about}, reward"), metrics, "ok", bool(result.done))
 
 

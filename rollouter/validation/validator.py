@@ -268,12 +268,14 @@ def grade(trajectory: Trajectory, score: Score, pass_reward: float) -> Graded:
 def validation_metrics(answers: Sequence[ScoredPrompt], graded: Callable[[Trajectory, Score], Graded]) -> Metrics:
     """Return means over prompts of the means over their responses; `num_prompts` counts answered prompts."""
     rewards = np.array([np.mean([score.reward for score in one.scores]) for one in answers], dtype=np.float64)
-    sources = np.array([one.prompt.data_source for one in answers])
+    by_source: dict[str, list[float]] = {}
+    for one, reward in zip(answers, rewards.tolist(), strict=True):
+        by_source.setdefault(one.prompt.data_source, []).append(reward)
     trajectories = [trajectory for one in answers for trajectory in one.trajectories]
     tokens = np.array([trajectory.num_sampled for trajectory in trajectories])
     metrics: Metrics = {"reward/mean": float(rewards.mean())}
-    for source in sorted(set(sources.tolist())):
-        metrics[f"reward/mean/{source}"] = float(rewards[sources == source].mean())
+    for source, own in sorted(by_source.items()):
+        metrics[f"reward/mean/{source}"] = float(np.mean(own))
     metrics |= _figure_metrics(answers, graded)
     scores = [score for one in answers for score in one.scores]
     for part in ("rule", "model"):  # with a reward model, see `rewards.scorer`

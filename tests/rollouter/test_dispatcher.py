@@ -23,6 +23,8 @@ from rollouter.crash_isolation import CrashIsolation, SampleSessions, TimeLimit,
 from rollouter.drop_policy import DropPolicy, OverlongError, TooLongError
 from rollouter.group import GroupGeneration
 from rollouter.requests import sampling_params
+from rollouter.sample_runner import scored_rows
+from tests.fakes.conversations import dialogue
 from tests.fakes.dispatcher import DispatcherRig, group_request, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, MemoryPayloads, make_prompt
@@ -234,6 +236,27 @@ async def test_a_failing_reward_drops_samples_within_its_error_budget() -> None:
     rig = failing_reward_rig(2, 3, reward=DROP)
     assert await rig.run(5) == [1, 4, 5, 6, 7]
     assert (await rig.queue.status()).counts.dropped["failed"] == 2
+
+
+@pytest.mark.parametrize("extra", [{"": 1.0}, {"a/": 1.0}, {"a" * 201: 1.0}, dict.fromkeys(map(str, range(101)), 1.0)])
+async def test_extras_that_cannot_be_reported_are_failures_of_user_code(extra: dict[str, float]) -> None:
+    class Naming(FakeScorer):
+        async def score(self, prompt: Prompt, trajectories: Any) -> list[Score]:
+            numbers = extra if prompt.prompt_ids[0] == 2 else {"format/a b": 1.0}
+            return [replace(one, extra=numbers) for one in await super().score(prompt, trajectories)]
+
+    def rig(reward: RewardConfig | None) -> DispatcherRig:
+        prompts = [make_prompt(k) for k in range(1, 9)]
+        return DispatcherRig(permits=5, fleet=FakeFleet(), scorer=Naming(), prompts=prompts, reward=reward)
+
+    error = await rig(None).fails(UserCodeError)
+    assert "sample_0_2: the extras of reward functions cannot be reported" in error.message
+    assert await rig(DROP).run(5) == [1, 3, 4, 5, 6]
+
+
+def test_a_metric_of_a_tool_without_a_name_is_a_failure_of_user_code() -> None:
+    with pytest.raises(UserCodeError, match="metrics cannot be reported: a number has the name 'add/'"):
+        scored_rows(0, replace(dialogue("add", "22"), metrics={"add/": 1.0}), Score(1.0))
 
 
 def test_the_drop_policy_counts_consecutive_drops() -> None:

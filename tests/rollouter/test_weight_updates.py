@@ -379,6 +379,14 @@ async def test_validation_metrics_and_examples() -> None:
     assert len(rig.fleet.requests) == 6
 
 
+async def test_data_sources_of_any_text_have_metrics() -> None:
+    sources = ["\0", "a\0", "a", "a/b", " ", "x@2", "\n"]
+    rig = VersionRig(validate_first=True, prompts=[make_prompt(1, data_source=one) for one in sources])
+    record = await rig.first_validation()
+    assert {f"reward/mean/{one}" for one in sources} < record.metrics.keys()
+    check(f"validation/{name}" for name in record.metrics)
+
+
 async def test_validation_reports_the_parts_of_a_combined_reward() -> None:
     class Both(FakeScorer):
         async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:

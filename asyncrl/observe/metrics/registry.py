@@ -10,7 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ def describe(name: str) -> Metric:
     return find(name)[0]
 
 
-@cache
+@lru_cache(maxsize=10_000)  # reward functions, tools and agents name metrics, without end
 def find(name: str) -> tuple[Metric, Mapping[str, str]]:
     """Return the registered metric of this name, and the values of its placeholders.
 

@@ -334,6 +334,10 @@ def test_every_metric_is_registered_once_with_unit_and_meaning() -> None:
     assert registry.describe("validation/reward/mean/openai/gsm8k").unit == "1"
 
 
+def test_names_from_outside_do_not_fill_the_memory() -> None:
+    assert registry.find.cache_info().maxsize is not None
+
+
 def test_observe_loads_neither_torch_nor_ray() -> None:
     code = (
         "import sys, asyncrl.observe.recorder, asyncrl.observe.terminal.live, asyncrl.observe.status.summary;"

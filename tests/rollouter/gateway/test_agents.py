@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.failures import ConfigError, DataError, InfraError, UserCodeError
+from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import FinishReason, Span, versions_per_token
+from asyncrl.observe.metrics.registry import check
 from rollouter.agent.conversation import TurnRequest
 from rollouter.agent.loop import MismatchError
 from rollouter.agent.parsing import NO_TOOLS, ParsedTurn, ToolCallParser
@@ -23,6 +25,7 @@ from rollouter.drop_policy import TooLongError
 from rollouter.gateway import session
 from rollouter.gateway.program import FunctionProgram
 from rollouter.gateway.task import AgentTask
+from rollouter.sample_runner import scored_rows
 from tests.fakes.gateway_agent import CALL, MODEL, QUESTION, TOOLS, GatewayRig
 from tests.fakes.hostile import LONE, LONG_TEXT, messages, texts, values
 
@@ -503,6 +506,40 @@ async def test_lone_surrogates_in_requests_and_calls_are_replaced() -> None:
     assert [response.status for response in responses] == [200] * 4
     (made,) = responses[1].body["choices"][0]["message"]["tool_calls"]
     assert made["function"]["arguments"] == '{"x": "?"}'
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"": 1}, {"a//b": 1}, {"../a": 1}, {"\0": 1}, {"a" * 201: 1}, dict.fromkeys(map(str, range(60)), 1)]
+)
+async def test_metrics_with_names_that_cannot_be_reported_are_refused(metrics: Any) -> None:
+    known = {f"known {n}": 1.0 for n in range(50)}
+    rig = GatewayRig("12", "12")
+
+    async def agent(task: AgentTask) -> dict[str, Any]:
+        await rig.question(task)
+        async with rig.http(task) as http:
+            assert (await http.post("reward", json={"metrics": known})).status_code == 200
+            refused = await http.post("reward", json={"reward": 1, "metrics": metrics})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "metrics"
+        with pytest.raises(RuntimeError, match="the metrics cannot be used"):
+            task.post_reward(1.0, metrics=metrics)
+        return 0.5
+
+    one = await rig.converse(agent)
+    assert (one.scores, one.metrics) == ({"agent": 0.5}, known)
+    (row,) = scored_rows(0, one, Score(0.5))
+    check(f"reward/extra/{name}" for name in row.reward_extra)
+
+
+async def test_a_result_with_metrics_that_cannot_be_reported_is_a_failure_of_the_agent() -> None:
+    rig = GatewayRig("12")
+
+    async def agent(task: AgentTask) -> dict[str, Any]:
+        await rig.question(task)
+        return {"reward": 0.5, "metrics": {"": 1}}
+
+    with pytest.raises(UserCodeError, match="the agent's result is refused: the metrics cannot be used: a number has"):
+        await rig.converse(agent)
 
 
 async def test_a_request_that_is_far_too_long_is_refused_before_it_is_tokenized(

@@ -193,6 +193,7 @@ def test_requests_are_parsed() -> None:
 def test_a_key_contains_the_incarnation_of_its_rollouter() -> None:
     assert incarnation_of("sk-123") is None and incarnation_of("asyncrl-7-short") is None
     assert incarnation_of(f"asyncrl-7-{'x' * 43}") == 7
+    assert incarnation_of(f"asyncrl-{'7' * 5000}-{'x' * 43}") is None, "Python converts at most 4,300 digits"
 
 
 async def test_an_unknown_key_is_refused() -> None:

@@ -265,6 +265,7 @@ async def test_replies_of_any_shape_can_be_encoded_or_name_the_environment(
     text: Any, reward: Any, name: str, metric: Any, metrics: Any
 ) -> None:
     replies = [Reply(text, reward=reward), Reply(text, metrics={name: metric}), Reply(text, metrics=metrics), text]
+    replies.append(Reply("a", metrics={10**5000: 1.0}))  # type: ignore[dict-item]
     for reply in replies:
         async with sessions(does={"step": returns(reply), "score": returns(reward)})() as session:
             try:

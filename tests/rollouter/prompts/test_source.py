@@ -95,13 +95,14 @@ def test_jsonl_rows_keep_their_own_keys_and_types(tmp_path: Path, tokenizer: Any
         question("1+1=", reward_model={"ground_truth": "007"}, extra_info={"a": 1}),
         "",
         {"prompt": "1+2=", "reward_model": {"ground_truth": 7}, "extra_info": {"b": "x"}},
+        question("1+3=", data_source=""),
     )
     train = load(tmp_path, tokenizer, path, shuffle=False).train
-    first, second = train.at(SampleId(0, 1)), train.at(SampleId(0, 2))
+    first, second, third = (train.at(SampleId(0, index)) for index in (1, 2, 3))
     assert (first.ground_truth, first.extra_info) == ("007", {"a": 1})
     assert (second.ground_truth, second.extra_info) == (7, {"b": "x"})
     assert second.messages == ({"role": "user", "content": "1+2="},)
-    assert second.data_source == "default"
+    assert second.data_source == third.data_source == "default", "a metric needs a name"
 
 
 def test_several_files_of_different_kinds_form_one_data_set(tmp_path: Path, tokenizer: Any) -> None:

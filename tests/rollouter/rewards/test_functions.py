@@ -274,6 +274,7 @@ async def test_results_of_any_shape_are_scores_or_name_the_function(result: Any,
         raise ValueError(error)
 
     results = [result, {"score": result, **extra}, {"score": 1.0, "turn_scores": result}, 10**5000]
+    results.append({"score": 1.0, 10**5000: 1})
     functions = [own(fail)]
     for value in results:
         functions += [own(lambda one=value, **_: one), own(lambda one=value, **_: [one], batch=True)]

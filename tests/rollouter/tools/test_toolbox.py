@@ -212,6 +212,7 @@ async def test_calls_with_any_text_have_an_outcome(query: Any, answer: Any, erro
     acts = (
         lambda _: answer,
         lambda _: ToolResponse(answer, metrics={LONE: 1.0}),
+        lambda _: ToolResponse(answer, metrics={10**5000: 1.0}),  # type: ignore[dict-item]
         lambda _: fail(ValueError(error)),
         lambda _: fail(ToolError(error)),
     )
