@@ -36,11 +36,32 @@ from skip.store import MAX_NOTE_BYTES, NOTE, RecordFiles, find, is_record, parse
 LAST = "records.json"
 """Contains the number of records. An archive without it is incomplete."""
 _MAX_BYTES = {NOTE: MAX_NOTE_BYTES, TENSORS: MAX_TENSORS_BYTES, MANIFEST: MAX_MANIFEST_BYTES, LAST: 4096}
+_MAX_HEADER_BYTES = 8192
+"""Limit for all headers of a member, such as that of a long name; Linux's paths have 4,096 bytes."""
 _MALFORMED = (tarfile.TarError, ArithmeticError, LookupError, MemoryError, RecursionError, ValueError)
 """Errors that tarfile raises for malformed headers."""
 
 _Members = Mapping[str, Mapping[str, tarfile.TarInfo]]
 """By record, the members with its files."""
+
+
+class _Member(tarfile.TarInfo):
+    """A member with at most `_MAX_HEADER_BYTES` of headers, each of which tarfile reads as a whole.
+
+    tarfile calls `_proc_member`, which subclasses may override, for each header that it has found.
+    """
+
+    def _proc_member(self, tar: tarfile.TarFile) -> Any:
+        if self.type == tarfile.XGLTYPE:
+            raise MalformedRecordError("it has a header for all later members, and each of them would copy it")
+        assert tar.fileobj is not None
+        num_bytes = tar.fileobj.tell() - tar.offset  # `offset` is where the first header of the member begins
+        num_bytes += 0 if self.isfile() or self.isdir() else self.size
+        if num_bytes > _MAX_HEADER_BYTES:
+            raise MalformedRecordError(
+                f"a member has at least {num_bytes} bytes of headers; {_MAX_HEADER_BYTES} are allowed"
+            )
+        return super()._proc_member(tar)  # type: ignore[misc]  # typeshed does not have it
 
 
 class Transfer(NamedTuple):
@@ -115,7 +136,7 @@ def restore(archive: Path, directory: Path, *, replace: bool = False) -> Transfe
     """
     with ExitStack() as stack:
         with _refusing(archive):
-            tar = stack.enter_context(tarfile.open(archive, "r:"))
+            tar = stack.enter_context(tarfile.open(archive, "r:", tarinfo=_Member))
             members = _members(tar)
             damaged = dict(_damaged(tar, members))
         try:
@@ -179,6 +200,7 @@ def _members(tar: tarfile.TarFile) -> _Members:
         path = PurePosixPath(member.name)
         if problem := _problem(member, path.name, names):
             raise MalformedRecordError(f"the member {shown(member.name)} {problem}")
+        member.pax_headers = {}  # tarfile keeps every member, and these need many times their bytes
         names.add(member.name)
         if member.name == LAST:
             last = member

@@ -74,9 +74,8 @@ def _check_size(opened: ImageFile, kind: str) -> None:
             opened.seek(page)
         except EOFError:
             break
+        check_frames(page + 1)
         check_pixels(pixels := pixels + max(opened.width * opened.height, _tile_pixels(opened)))
-        if page >= MAX_FRAMES:
-            raise _TooLargeError(f"it has more than {MAX_FRAMES} frames, the limit for a video")
 
 
 def _tile_pixels(page: ImageFile) -> int:
@@ -99,6 +98,12 @@ def check_pixels(pixels: int) -> None:
     """Raise `ValueError` if media with this many pixels are too large for one prompt."""
     if pixels > MAX_PIXELS:
         raise _TooLargeError(f"it has at least {pixels} pixels; {MAX_PIXELS} are allowed")
+
+
+def check_frames(frames: int) -> None:
+    """Raise `ValueError` if a video with this many frames is too long."""
+    if frames > MAX_FRAMES:
+        raise _TooLargeError(f"it has more than {MAX_FRAMES} frames, the limit for a video")
 
 
 def restrict_formats() -> None:

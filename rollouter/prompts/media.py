@@ -24,6 +24,7 @@ from asyncrl.core.failures import DataError
 from asyncrl.core.types import Media
 from asyncrl.storage.media import (
     MAX_MEDIA_BYTES,
+    check_frames,
     check_pixels,
     digest,
     frames_of,
@@ -202,6 +203,7 @@ def _of_object(kind: Kind, value: Any) -> bytes:
 
 def _frames(frames: Sequence[Any] | np.ndarray) -> list[Image]:
     """Convert the frames of a list, and stop at the limit of `check_pixels`."""
+    check_frames(len(frames))
     images: list[Image] = []
     pixels = 0
     for frame in frames:
@@ -222,6 +224,7 @@ def _images_of(frames: np.ndarray) -> list[Image]:
 
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
         raise ValueError(f"frames are {frames.dtype} {list(frames.shape)}; expected uint8 [frames, height, width, 3]")
+    check_frames(len(frames))
     check_pixels(frames.size // 3)
     return [Image.fromarray(frame) for frame in frames]
 

@@ -173,6 +173,46 @@ def test_headers_that_tarfile_cannot_read_are_an_error_about_the_archive(tmp_pat
     assert not (tmp_path / "there").exists()
 
 
+def header(kind: bytes, body: bytes) -> bytes:
+    """Return a header of an extension of tar: a pax header, or a long name."""
+    data = body.ljust(-(-len(body) // 512) * 512, b"\0")
+    return member("x", type=kind, size=len(body))[0].tobuf(tarfile.GNU_FORMAT) + data
+
+
+LONG = b"13 path=nice\n" * 400
+"""Of 5,200 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        *((header(kind, LONG * 2), "at least 10912 bytes of headers; 8192 are allowed") for kind in (b"x", b"X", b"L")),
+        (header(tarfile.XHDTYPE, LONG) * 2, "at least 11856 bytes of headers"),
+        (header(tarfile.GNUTYPE_LONGNAME, b"") * 17, "at least 8704 bytes of headers"),
+        (header(tarfile.XGLTYPE, LONG), "it has a header for all later members"),
+    ],
+    ids=["pax", "Solaris", "long name", "several", "empty", "of all members"],
+)
+def test_headers_are_refused_before_they_fill_the_memory(tmp_path: Path, headers: bytes, reason: str) -> None:
+    """The limit relies on what tarfile does not document: it calls `TarInfo._proc_member` for each header before it
+    reads more, and `TarFile.offset` is where the member begins (Python 3.11 to 3.15)."""
+    archive = write_archive(tmp_path / "evil.tar", [*members_of("role/1", 1), last(1)])
+    data = archive.read_bytes()
+    archive.write_bytes(headers + data)
+    with pytest.raises(DataError, match=reason):
+        restore(archive, tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_a_long_name_is_imported(tmp_path: Path, format: int) -> None:
+    role = "/".join(["x" * 200] * 15)
+    with tarfile.open(tmp_path / "records.tar", "w", format=format) as tar:
+        for info, data in [*members_of(f"{role}/1", 1), last(1)]:
+            tar.addfile(info, io.BytesIO(data))
+    assert restore(tmp_path / "records.tar", tmp_path / "there").num_records == 1
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"records": 2}', b'{"records": NaN}', b"[" * 500, b"9" * 5000])
 def test_an_archive_without_the_number_of_its_records_is_incomplete(tmp_path: Path, content: bytes) -> None:
     archive = write_archive(tmp_path / "evil.tar", [*members_of("role/1", 1), member(LAST, content)])

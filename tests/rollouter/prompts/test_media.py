@@ -262,6 +262,32 @@ def test_a_video_has_a_limited_number_of_frames(monkeypatch: pytest.MonkeyPatch,
     assert decoded == []
 
 
+@pytest.mark.parametrize("form", ["array", "array file", "list of arrays", "list of images", "array of objects"])
+def test_the_frames_of_a_video_are_counted_before_any_is_built(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    from PIL import Image
+
+    def video(num_frames: int) -> Any:
+        array = np.zeros((num_frames, 1, 1, 3), np.uint8)
+        np.save(saved := io.BytesIO(), array)
+        objects = np.empty(num_frames, object)
+        objects[:] = images = [PNG] * num_frames
+        return {
+            "array": array,
+            "array file": saved.getvalue(),
+            "list of arrays": list(array),
+            "list of images": images,
+            "array of objects": objects,
+        }[form]
+
+    monkeypatch.setattr(stored_media, "MAX_FRAMES", 20)
+    [one] = of_part({"type": "video", "video": video(20)}).media
+    assert len(frames_of(one)) == 20
+    for build in ("fromarray", "open"):
+        monkeypatch.setattr(Image, build, lambda *_, **__: pytest.fail("a frame was built"))
+    with pytest.raises(DataError, match="more than 20 frames, the limit for a video"):
+        of_part({"type": "video", "video": video(21)})
+
+
 def tiled(page: tuple[int, int], tile: tuple[int, int], samples: int = 1, bits: int = 8) -> bytes:
     """Return a TIFF of one page in one tile, which is zeros."""
     packed = zlib.compress(bytes(tile[0] * tile[1] * samples * bits // 8))
