@@ -30,7 +30,7 @@ def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, dry_run: b
 
     CONFIG is a YAML file or a shipped recipe. The checkpoint is a run or an experiment, whose newest checkpoint is
     taken, one checkpoint, or a model directory; without it, model.path is evaluated. Without CONFIG, the configuration
-    is that of the checkpoint's run.
+    is that of the checkpoint's run, with the code that it names; it has to be a run of yours.
 
     \b
     Examples:
@@ -48,11 +48,16 @@ def eval(arguments: tuple[str, ...], out: Path | None, as_json: bool, dry_run: b
     given = [one for one in arguments if one.startswith(_CHECKPOINT)]
     source, overrides = split_arguments([one for one in arguments if not one.startswith(_CHECKPOINT)])
     if given:
-        from asyncrl.driver.evaluate import find_model
+        from asyncrl.driver.evaluate import check_owner, find_model
 
         model = find_model(given[-1].removeprefix(_CHECKPOINT))
         if source is None and model.run_dir is not None:
             source = str(model.run_dir / "config.yaml")
+            check_owner(
+                model.run_dir,
+                "code that its configuration names would run. If you trust it, name it: asyncrl eval "
+                f"{source} {given[-1]}; or give a configuration of your own in its place",
+            )
             if SavedConfig(model.run_dir).value("mode") == "sft" and not any(map(_sets_reward, overrides)):
                 raise ConfigError(
                     f"{given[-1]} is of a supervised run, whose configuration has no reward and no keys of rollout. "

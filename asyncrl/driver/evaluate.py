@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ def find_model(checkpoint: str, *, root: Path = RUNS) -> EvaluatedModel:
         root: the directory of experiments.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it has no model.
+        ConfigError: there is no such checkpoint, or it has no model; or it is at an address that another user's run
+            names.
     """
     if checkpoint.startswith("asyncrl://"):
         return EvaluatedModel(checkpoint)
@@ -108,9 +110,27 @@ def find_model(checkpoint: str, *, root: Path = RUNS) -> EvaluatedModel:
             f"*.safetensors; a model of the hub is given as model.path=NAME. {why}"
         ) from None
     saved = RunDir.saved(run_dir)
-    if not checkpoint_steps(saved.checkpoints) and (remote := remote_checkpoints(saved)) is not None:
-        remote.pull()
+    if saved.checkpoint_url is not None and not checkpoint_steps(saved.checkpoints):
+        check_owner(
+            run_dir,
+            "its checkpoints are at an address, to which a request would go. Copy a checkpoint to this machine and "
+            "give its directory",
+        )
+        if (remote := remote_checkpoints(saved)) is not None:
+            remote.pull()
     return _of_checkpoint(_newest(saved.checkpoints, checkpoint), checkpoint)._replace(run_dir=run_dir)
+
+
+def check_owner(run_dir: Path, consequence: str) -> None:
+    """Check that the run directory and its config.yaml belong to this user or to root, so that the addresses and the
+    code that the file names may be used. `consequence` says what would be used, and the fix.
+
+    Raises:
+        ConfigError: another user could have written the file.
+    """
+    for path in (run_dir, RunDir(run_dir).config):
+        if path.exists() and (owner := path.stat().st_uid) not in (os.geteuid(), 0):
+            raise ConfigError(f"checkpoint={run_dir}: {path} belongs to another user (uid {owner}), and {consequence}")
 
 
 def _newest(directory: Path, checkpoint: str) -> Path:

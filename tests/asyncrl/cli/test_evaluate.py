@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,51 @@ def test_the_configuration_is_that_of_the_checkpoints_run(
     (config,) = evaluate.call_args.args
     assert (config.model.path, config.data.max_val_samples, config.rollout.val.n) == (str(hf), 3, 3)
     assert (config.run_dir, config.resume) == (None, "none")
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file or directory that of another user."""
+    if os.geteuid() == 0:
+        os.chown(path, 4711, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+
+
+@pytest.mark.parametrize("part", ["", "config.yaml"])
+def test_the_code_that_another_users_run_names_runs_only_if_its_configuration_is_named(
+    part: str, answering: Answering, cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\ndef score(**row): return 1.0\n"
+    (tmp_path / "evil.py").write_text(code)
+    overrides = [f"reward.function={tmp_path}/evil.py:score", "data.max_val_samples=6"]
+    run = write_run(tmp_path / "run", 4, **load_config("quickstart", overrides).public_values())
+    copy_model(run)
+    (tmp_path / "ran").unlink(missing_ok=True)
+    give_away(run / part, monkeypatch)
+    for options in ((), ("--dry-run",)):
+        refused = cli("eval", f"checkpoint={run}", *options, code=BAD_CONFIG).err
+        assert "belongs to another user" in refused and f"asyncrl eval {run}/config.yaml checkpoint={run}" in refused
+    cli("eval", *SHORT, f"checkpoint={run}", "--dry-run")
+    assert not (tmp_path / "ran").exists()
+    cli("eval", run / "config.yaml", f"checkpoint={run}", "--dry-run")
+    assert (tmp_path / "ran").exists()
+
+
+def test_no_variable_is_sent_to_the_address_that_another_users_run_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVAL_TOKEN", "c4n4ry")
+    opened = Mock(return_value=None)
+    monkeypatch.setattr(driver, "remote_checkpoints", opened)
+    run = write_run(tmp_path / "run", trainer={"checkpoint_dir": "http://nowhere/${oc.env:EVAL_TOKEN}"})
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+        find_model(str(run))
+    assert opened.call_args.args[0].checkpoint_url == "http://nowhere/c4n4ry", "one's own run is fetched"
+    opened.reset_mock()
+    give_away(run, monkeypatch)
+    with pytest.raises(ConfigError, match=r"belongs to another user.*Copy a checkpoint to this machine"):
+        find_model(str(run))
+    opened.assert_not_called()
 
 
 def test_settings_follow_the_models_files_and_the_users_code(tmp_path: Path) -> None:
