@@ -51,7 +51,10 @@ def share_layers(model: nn.Module, mesh: DeviceMesh) -> list[str]:
         if (number := getattr(text, key)) % size:
             what = "experts" if key == "num_experts" else "heads"
             raise ConfigError(f"trainer.{KEY}={size}: does not divide the model's {number} {what} ({key})")
-    apply_tensor_parallelism(model, mesh, {key: style for key, style in plan.items() if style != PARTIAL})
+    try:
+        apply_tensor_parallelism(model, mesh, {key: style for key, style in plan.items() if style != PARTIAL})
+    except ValueError as error:  # a dimension cannot be divided, for example that of the vocabulary
+        raise ConfigError.wrap(f"trainer.{KEY}={size}: {name} cannot be shared; set trainer.{KEY}=1", error) from error
     patterns = [re.compile(re.escape(key).replace(r"\*", r"\d+")) for key, style in plan.items() if style == PARTIAL]
     return [name for name, _ in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
 
