@@ -25,6 +25,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from asyncrl.core import failures
 from asyncrl.profiling import profile
 from skip import SkipManager
 
@@ -64,6 +65,12 @@ def nothing_skipped() -> Iterator[None]:
     """Disable the roles that a test enabled and reset the step that a loop set."""
     yield
     SkipManager.reset()
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show the secrets of other tests, whose values may be ordinary words."""
+    monkeypatch.setattr(failures, "_hidden", {})
 
 
 @pytest.fixture(autouse=True)

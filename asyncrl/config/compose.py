@@ -17,8 +17,16 @@ import yaml
 
 import asyncrl
 from asyncrl.config.foreign_keys import VERL, system_of
-from asyncrl.config.interpolation import ReadVariables, ValuePath, resolvers, texts_from_environment, without_secrets
-from asyncrl.config.keys import advice, all_keys, leaves, secret_part, unknown_keys, validate
+from asyncrl.config.interpolation import (
+    ReadVariables,
+    ValuePath,
+    hide_secrets,
+    resolvers,
+    secret_name,
+    texts_from_environment,
+    without_secrets,
+)
+from asyncrl.config.keys import advice, all_keys, leaves, unknown_keys, validate
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.resources.placement import count_processes
 from asyncrl.config.resources.threads import resolve_auto, take_auto
@@ -127,6 +135,8 @@ def _check(
         return CheckedConfig(None, (), variables=read).with_problems([refused.problem])
     user_values = {**base.values, **overridden}
     unknown = list(_remove_unknown(tree))
+    removed = tuple(f"{one.key}." for one in unknown)
+    unresolved = {path: text for path, text in unresolved.items() if not _dotted(path).startswith(removed)}
     problems = [*_of_other_system(base, unknown), *problems, *unknown]
     count_processes(tree, user_values)
     automatic = take_auto(tree)
@@ -139,6 +149,7 @@ def _check(
         problems.append(ConfigProblem("mode", tree.get("mode"), consequence, fix))
     problems += type_problems
     if config is not None:
+        hide_secrets(config.model_dump(mode="json"))  # errors of user code and of other processes may have them
         problems += check_mode(config.async_training, _chosen_option("async_training", base, arguments))
         config = config.with_unresolved(unresolved)
         config = as_sync(config) if mode == "sync" else as_sft(config) if mode == "sft" else config
@@ -156,13 +167,18 @@ def _check(
     return CheckedConfig(config, (), places, read).with_problems(problems)
 
 
+def _dotted(path: ValuePath) -> str:
+    """Return the path with a dot after each part."""
+    return "".join(f"{part}." for part in path)
+
+
 def _without_values(problem: ConfigProblem, read: ReadVariables) -> ConfigProblem:
     """Return the problem without secrets and without values of environment variables."""
     return replace(
         problem,
-        value=read.hidden(without_secrets(problem.value, secret_part(problem.key))),
-        consequence=read.hidden(problem.consequence),
-        fix=read.hidden(problem.fix),
+        value=read.hidden(without_secrets(problem.value, secret_name(problem.key.split(".")))),
+        consequence=read.hidden(without_secrets(problem.consequence)),
+        fix=read.hidden(without_secrets(problem.fix)),
     )
 
 
@@ -212,7 +228,7 @@ def changed_values(config: Config) -> Tree:
 def to_yaml(config: Config) -> str:
     """Return every key with its value as YAML; in the same environment, a file with this text composes to the same
     configuration."""
-    return yaml.safe_dump(config.public_values(), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.saved_values(), sort_keys=False, allow_unicode=True)
 
 
 def groups() -> list[str]:

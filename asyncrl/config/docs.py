@@ -44,26 +44,30 @@ Relative paths are relative to the directory in which the command runs. In the t
 
 ## Secrets and environment variables
 
-A configuration names secrets and does not contain them:
+A configuration names secrets, and need not contain them:
 
 | write | for | what happens |
 |---|---|---|
 | `${secret:NAME}` | a secret of a tool, an environment or a reward function | It stays a reference. The Rollouter \
 reads the variable when it starts the tool server, or constructs the tool, environment or function. |
 | `api_key_env: NAME` | the key of an API, where a section has such a key | The same. |
-| `${oc.env:NAME}` | what is no secret: a path, a name, a number | It is resolved when the configuration is composed. |
+| `${oc.env:NAME}` | a path, a name, a number; and a secret elsewhere, such as `data.dataset_kwargs.api_key` or the \
+credentials in a URL | It is resolved when the configuration is composed. |
 
 `${secret:NAME}` can be a part of a text (`"Bearer ${secret:NAME}"`), in `rollout.multi_turn.tools.*.mcp.env`,
 `mcp.url` and `config`, `rollout.multi_turn.interactions.*.config`, `reward.kwargs` and `reward.functions.*.kwargs`.
 Elsewhere it is an error, because nothing would look it up. Every launch, also of a resumed run, needs the variables
 and refuses to start if one is not set; on a cluster at `ray.address`, each node needs them. Errors, the standard error
-of tool servers, and results of tools show `${secret:NAME}` in place of the value. `mcp.env` refuses plain values of
-variables whose names contain TOKEN, KEY, SECRET or PASSWORD; the other places that may have secrets give a warning.
+of tool servers, and results of tools show `${secret:NAME}` in place of the value.
+
+Plain text that looks like a secret, by the name of its key (`api_key`, `HF_TOKEN`, `Authorization`) or as credentials
+in a URL, gives a warning, and in `mcp.env` an error. It is written to config.yaml; everything else that shows the
+configuration has `…` in its place ([security.md](security.md#secrets)).
 
 config.yaml, `--dry-run`, the trackers and messages about the configuration have `${oc.env:NAME}` unresolved, not
 its value. The journal, checkpoints and records add a digest, so that a resumed run notices another value. Resolved
 numbers and switches are written as they are. Other messages may show a resolved value, such as the path of a file that
-does not exist, so use `${secret:NAME}` for secrets.
+does not exist, unless it looks like a secret.
 """
 
 

@@ -1,14 +1,17 @@
-"""`${…}` in values that depend on the environment, and the secrets among them.
+"""`${…}` in values that depend on the environment, and the secrets in a configuration.
 
 ${oc.env:NAME}    is resolved when the configuration is composed; `Config.public_values` has it unresolved
 ${secret:NAME}    stays a reference in the configuration; `reveal` reads the variable where a process needs the value
+plain text        is a secret by the name of its key, or as a part of a URL (`secret_parts`); `Config.public_values` has
+                  `HIDDEN` in its place
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +29,21 @@ _MAX_STEPS, _MAX_RESOLVED = 100, 100_000
 """Limits for the references and the characters of one resolved value."""
 _MAX_REFERENCES = 200
 """Limit for the references that are resolved in a configuration, each as often as a value needs it. Recipes have 10."""
-_SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIALS|(TOKEN|KEY)$|(^|_)(TOKEN|KEY)_", re.IGNORECASE)
-_NOT_SECRET_NAME = re.compile(r"_(FILE|PATH|DIR|ENV|URL|NAME)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE|(TOKEN|KEY)$|(^|_)(TOKEN|KEY)_"
+    r"|(^|_)(AUTH|BEARER|PWD|SIG|SIGNATURE)$",
+    re.IGNORECASE,
+)
+_NOT_SECRET_NAME = re.compile(
+    r"_(FILE|PATH|DIR|ENV|URL|NAME|IDS|LEN|LEVEL|MODE|SIZE|TYPE)$"
+    r"|(PROMPT|QUESTION|ANSWER|SOLUTION|RESPONSE|TRUTH|MESSAGES|LABEL|TEXT|FN|INPUT|OUTPUT|IMAGE|VIDEO|AUDIO|SORT)_KEY$"
+    r"|(BOS|EOS|PAD|UNK|SEP|CLS|MASK|STOP|START|END|THINK|IMAGE|VIDEO|AUDIO)_TOKEN$",
+    re.IGNORECASE,
+)
+"""Names of files, columns and special tokens."""
+_URL_PART = re.compile(r"(https?)?://([^/?#\s'\",]+)@|[?&]([\w.-]+)=([^&#\s'\"]+)", re.IGNORECASE)
+"""Matches what may be a secret in a URL: the part before `@`, which over HTTP is one without a colon, too; and a
+parameter with its name."""
 
 
 # ------------------------------------------------------------------------------------------------ secrets
@@ -39,8 +55,29 @@ def secret_names(text: str) -> list[str]:
 
 
 def looks_secret(name: str) -> bool:
-    """Return whether a variable of this name usually has a secret: it contains TOKEN, KEY, SECRET or PASSWORD."""
+    """Return whether a key or variable of this name usually has a secret: it contains TOKEN, KEY, SECRET, PASSWORD,
+    CREDENTIAL, AUTHORIZATION or similar."""
+    name = name.replace("-", "_")
     return bool(_SECRET_NAME.search(name)) and not _NOT_SECRET_NAME.search(name)
+
+
+def secret_name(path: Iterable[str | int]) -> str:
+    """Return the part of a path by which the values at and below it are secrets; "" if there is none."""
+    return next((part for part in map(str, path) if looks_secret(part)), "")
+
+
+def secret_parts(text: str, name: str = "") -> list[slice]:
+    """Return where `text`, the value of the key `name`, has secrets in plain text: all of it because of the name, or
+    credentials in URLs. References are no secrets."""
+    if looks_secret(name):
+        return [] if "${" in text or not text else [slice(0, len(text))]
+    found = []
+    for match in _URL_PART.finditer(text):
+        group = 2 if match[2] else 4
+        is_secret = (match[1] or ":" in match[2] or match[2] == HIDDEN) if match[2] else looks_secret(match[3])
+        if is_secret and "${" not in match[group]:
+            found.append(slice(*match.span(group)))
+    return found
 
 
 def reveal(value: Any, key: str) -> Any:
@@ -73,10 +110,13 @@ def _read(reference: re.Match[str], key: str) -> str:
 
 
 def hide_secrets(value: Any) -> None:
-    """Make the errors and logs of this process hide all secrets that `value` (JSON types) refers to."""
-    for _, text in texts(value):
+    """Make the errors and logs of this process hide all secrets that `value` (JSON types) has or refers to."""
+    for path, text in texts(value):
         for name in secret_names(text):
             hide(os.environ.get(name, ""), f"${{secret:{name}}}")
+        for part in secret_parts(text, secret_name(path)):
+            hide(text[part], HIDDEN)
+            hide(re.split(r"[\s:]", text[part])[-1], HIDDEN)  # of `user:password`, or `Bearer token`
 
 
 def texts(value: Any, path: ValuePath = ()) -> Iterator[tuple[ValuePath, str]]:
@@ -91,15 +131,32 @@ def texts(value: Any, path: ValuePath = ()) -> Iterator[tuple[ValuePath, str]]:
             yield from texts(item, (*path, number))
 
 
-def without_secrets(value: Any, name: str = "") -> Any:
-    """Return `value` for a message: texts under names that look secret become `HIDDEN`, unless they are references."""
+def without_secrets(value: Any, name: str = "", *, digests: bool = False) -> Any:
+    """Return `value` (JSON types) with `HIDDEN` in place of each secret in plain text (`secret_parts`).
+
+    Args:
+        name: the name by which the value may be a secret; the keys inside have names of their own.
+        digests: append a digest to each text with a secret, by which two values are compared.
+    """
     if isinstance(value, Mapping):
-        return {key: without_secrets(item, str(key)) for key, item in value.items()}
+        return {
+            key: without_secrets(item, name if looks_secret(name) else str(key), digests=digests)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [without_secrets(item, name) for item in value]
-    if isinstance(value, str) and looks_secret(name) and not secret_names(value):
-        return HIDDEN
-    return value
+        return [without_secrets(item, name, digests=digests) for item in value]
+    if not isinstance(value, str):
+        return value
+    shown = value
+    for part in reversed(secret_parts(value, name)):
+        shown = f"{shown[: part.start]}{HIDDEN}{shown[part.stop :]}"
+    return with_digest(shown, value) if digests and shown != value else shown
+
+
+def with_digest(shown: str, text: str) -> str:
+    """Return `shown`, which stands for `text`, with a digest of `text`."""
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{shown} (sha256:{digest[:16]})"
 
 
 # ------------------------------------------------------------------------------------------------ resolution

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from asyncrl.config import foreign_keys
 from asyncrl.config.foreign_keys import ForeignKey
-from asyncrl.config.interpolation import without_secrets
+from asyncrl.config.interpolation import secret_name, without_secrets
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import ConfigSection, ImportPath
@@ -263,13 +263,6 @@ def known_section(unknown: str) -> tuple[str, list[str]]:
     return parent, list(((known[parent].section if parent else None) or Config).model_fields)
 
 
-def secret_part(key: str) -> str:
-    """Return the last part of a key, by which its value may be a secret; "" if the schema has a key of this name, such
-    as `prompt_key`, which names a column."""
-    last = key.rpartition(".")[2]
-    return "" if any(name.rpartition(".")[2] == last for name in all_keys()) else last
-
-
 def validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigProblem]]:
     """Validate with strict JSON types: an integer is no text and true is no integer; a list is valid for a tuple."""
     try:
@@ -287,7 +280,7 @@ def _type_problem(detail: Any) -> ConfigProblem:
         parts.pop()
     if not parts:
         return ConfigProblem("configuration", "?", detail["msg"], "see docs/config.md")
-    key, given = known[".".join(parts)], without_secrets(detail["input"], secret_part(str(path[-1])))
+    key, given = known[".".join(parts)], without_secrets(detail["input"], secret_name(path))
     name = ".".join(map(str, path[: len(parts)]))
     if detail["type"] == "extra_forbidden" and key.section is not None:  # in an entry of a list
         unknown, names = str(path[-1]), list(key.section.model_fields)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from asyncrl.config.interpolation import HIDDEN, looks_secret, secret_names, texts
+from asyncrl.config.interpolation import HIDDEN, secret_name, secret_names, secret_parts, texts, without_secrets
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, Severity
 from asyncrl.config.schema import Config
@@ -65,26 +65,33 @@ def _texts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _secret_places(config: Config) -> Iterator[ConfigProblem]:
-    """Refuse secrets that nothing would look up, and secrets as plain text in the environment of a tool server. Warn of
-    values elsewhere whose names are those of secrets."""
-    for key, text in _texts(config):
-        name = key.rpartition(".")[2]
-        if secret_names(text) and not any(fnmatchcase(key, pattern) for pattern in _SECRET_KEYS):
+    """Refuse secrets that nothing would look up, secrets as plain text in the environment of a tool server, and values
+    from which the secret has been removed. Warn of plain text elsewhere that looks like a secret."""
+    saved = dict(texts(config.saved_values()))
+    for path, text in texts(config.model_dump(mode="json")):
+        key = ".".join(map(str, path))
+        takes_reference = any(fnmatchcase(key, pattern) for pattern in _SECRET_KEYS)
+        is_environment = fnmatchcase(key, _SECRET_KEYS[0])
+        if secret_names(text) and not takes_reference:
             consequence = "the variable would not be looked up here, so this text itself would be the value"
-            fix = "use ${oc.env:NAME} for a value that is no secret, or a key that ends in _env for the key of an API; "
-            fix += f"secrets can be in {', '.join(pattern.removesuffix('.*') for pattern in _SECRET_KEYS)}"
+            fix = "use ${oc.env:NAME} here, or a key that ends in _env for the key of an API; "
+            fix += f"references can be in {', '.join(pattern.removesuffix('.*') for pattern in _SECRET_KEYS)}"
             yield ConfigProblem(key, text, consequence, fix)
-        elif (
-            text
-            and looks_secret(name)
-            and not secret_names(text)
-            and any(fnmatchcase(key, one) for one in _SECRET_KEYS)
-        ):
-            consequence = "it looks like a secret, and config.yaml, the journal and the trackers would contain it"
-            variable = re.sub(r"\W", "_", name, flags=re.ASCII).upper()
-            fix = f"export {variable}=... where the run is started, and write {name}: ${{secret:{variable}}}"
-            severity: Severity = "error" if fnmatchcase(key, _SECRET_KEYS[0]) else "warning"
-            yield ConfigProblem(key, HIDDEN, consequence, fix, severity)
+            continue
+        plain = text if is_environment else saved.get(path, "")
+        if not (parts := secret_parts(plain, secret_name(path))):
+            continue
+        consequence = "it looks like a secret, and the config.yaml of a run contains it"
+        if is_removed := any(plain[part] == HIDDEN for part in parts):
+            consequence = f"{HIDDEN} stands for a secret, which is not in what the configuration was copied from"
+        names = [part for part in path if isinstance(part, str)]
+        first = names.index(secret_name(names)) if secret_name(names) else -2
+        variable = re.sub(r"\W", "_", "_".join(names[first:]), flags=re.ASCII).upper()
+        reference = f"${{{'secret' if takes_reference else 'oc.env'}:{variable}}}"
+        fix = f"export {variable}=... where the run is started, and write "
+        fix += f"{names[-1]}: {reference}" if names[-1] == path[-1] else f"{reference} in its place"
+        severity: Severity = "error" if is_environment or is_removed else "warning"
+        yield ConfigProblem(key, without_secrets(plain, secret_name(path)), consequence, fix, severity)
 
 
 def _missing_secrets(config: Config) -> Iterator[ConfigProblem]:

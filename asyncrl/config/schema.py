@@ -5,13 +5,12 @@ Key names follow verl's where verl has the concept. docs/config.md is generated 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
-from asyncrl.config.interpolation import ValuePath
+from asyncrl.config.interpolation import ValuePath, with_digest, without_secrets
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.base import ConfigSection, Seed, Switch
 from asyncrl.config.sections.data import DataConfig, ModelConfig, SftConfig
@@ -85,7 +84,7 @@ class Config(ConfigSection):
     """Texts with `${oc.env:…}`, as they were given, by the paths of their values, which are texts and collections."""
 
     def with_unresolved(self, texts: Mapping[ValuePath, str]) -> Config:
-        """Return the configuration with the texts that `public_values` has for values from the environment."""
+        """Return the configuration with the texts that `saved_values` has for values from the environment."""
         config = self.model_copy()
         config._unresolved = dict(texts)
         return config
@@ -97,21 +96,25 @@ class Config(ConfigSection):
             {path: text for path, text in self._unresolved.items() if path[0] not in sections}
         )
 
-    def public_values(self) -> dict[str, Any]:
-        """Return all values in JSON types, as they may be written, shown and sent.
+    def saved_values(self) -> dict[str, Any]:
+        """Return all values in JSON types, as config.yaml has them, from which the same configuration is composed.
 
         A text or collection that depends on environment variables is replaced by its unresolved text, such as
-        `${oc.env:HOME}/data`. Numbers and switches are not replaced, and secrets are references anyway.
+        `${oc.env:HOME}/data`. Numbers and switches are not replaced. Secrets in plain text stay.
         """
         return self._replaced(lambda text, value: text)
+
+    def public_values(self) -> dict[str, Any]:
+        """Return `saved_values` as they may be shown and sent: without secrets in plain text."""
+        return dict(without_secrets(self.saved_values()))
 
     def identity_values(self) -> dict[str, Any]:
         """Return all values in JSON types, as they may be written to be compared with those of another run.
 
         Each text that depends on environment variables is replaced by its unresolved text and a digest of its
-        value.
+        value, and each secret in plain text by a digest.
         """
-        return self._replaced(_digests)
+        return dict(without_secrets(self._replaced(_digests), digests=True))
 
     def _replaced(self, replacement: Callable[[str, Any], Any]) -> dict[str, Any]:
         values = self.model_dump(mode="json")
@@ -195,7 +198,7 @@ class Config(ConfigSection):
 def _digests(text: str, value: Any) -> Any:
     """Return `value` (JSON types), with `text` and a digest in place of each text."""
     if isinstance(value, str):
-        return f"{text} (sha256:{hashlib.sha256(value.encode()).hexdigest()[:16]})"
+        return with_digest(text, value)
     if isinstance(value, dict):
         return {name: _digests(text, item) for name, item in value.items()}
     return [_digests(text, item) for item in value] if isinstance(value, list) else value

@@ -34,7 +34,7 @@ from rich.console import Console
 from asyncrl.assets import resolve
 from asyncrl.config.environment import local_path
 from asyncrl.config.import_path import own_code
-from asyncrl.config.interpolation import hide_secrets, texts
+from asyncrl.config.interpolation import texts
 from asyncrl.config.keys import leaves
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DataError, InfraError
@@ -211,7 +211,6 @@ def evaluate(config: Config, *, out: Path | None = None, fresh: bool = False, as
         ConfigError: `out` cannot be used, or the data, the model or a reward function is unusable.
         AsyncRLError: the first failure; all answers so far are kept.
     """
-    hide_secrets(config.model_dump(mode="json"))  # errors of other processes may contain them
     settings = settings_of(config)
     directory = (out or default_directory(config, settings)).absolute()
     view = make_view(config.logging.console, f"asyncrl eval · {directory.name}", Console(stderr=True, highlight=False))

@@ -15,7 +15,6 @@ import anyio
 import click
 from anyio import to_thread
 
-from asyncrl.config.interpolation import hide_secrets
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
 from asyncrl.core.tasks import Interrupts
@@ -98,7 +97,6 @@ def opened_run(config: Config) -> Iterator[OpenedRun | None]:
     Raises:
         ConfigError, InfraError: see `launch`.
     """
-    hide_secrets(config.model_dump(mode="json"))  # errors of other processes may contain them
     with RunLocks(config.directory_mode) as locks:
         warnings: list[str] = []
         resume = find_locked_resume(config, locks, warnings)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import yaml
 
-from asyncrl.config.interpolation import resolved
+from asyncrl.config.interpolation import resolved, without_secrets
 from asyncrl.config.yaml_files import load_yaml
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
 from asyncrl.core.text import encodable_values, parse_json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 MIRRORS = Path("~/.asyncrl/checkpoints")
-"""Directory of the local copies of checkpoints on a URL, each under its quoted URL."""
+"""Directory of the local copies of checkpoints on a URL, each under its quoted URL without credentials."""
 JOURNAL = "journal.db"
 JOURNAL_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm")
 SAMPLES = "samples"
@@ -59,7 +59,7 @@ class RunDir:
         """Return the names for a run with this `trainer.checkpoint_dir`."""
         if checkpoint_dir is not None and "://" in checkpoint_dir:
             url = checkpoint_dir.rstrip("/")
-            return cls(path.absolute(), MIRRORS.expanduser() / quote(url, safe=""), url)
+            return cls(path.absolute(), MIRRORS.expanduser() / quote(without_secrets(url), safe=""), url)
         return cls(path.absolute(), None if checkpoint_dir is None else Path(checkpoint_dir).expanduser())
 
     @classmethod
@@ -375,5 +375,5 @@ def _point_latest(link: Path, name: str) -> None:
 
 def _fill(run_dir: RunDir, config: Config) -> None:
     run_dir.logs.mkdir(exist_ok=True)
-    text = yaml.safe_dump(config.public_values(), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(config.saved_values(), sort_keys=False, allow_unicode=True)
     replace_file(run_dir.config, text)

@@ -27,6 +27,7 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from asyncrl.assets import resolve
+from asyncrl.config.interpolation import without_secrets
 from asyncrl.config.sections.data import DATA_SUFFIXES, HUB, HubName, data_suffix, is_remote, protocol_package
 from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
 from asyncrl.storage.data_cache import DataCache
@@ -53,7 +54,7 @@ class DataFile(NamedTuple):
     """A data file on this machine."""
 
     name: str
-    """As the configuration, or the hub, names it."""
+    """As the configuration, or the hub, names it, without credentials."""
     path: Path
     suffix: str
 
@@ -218,7 +219,7 @@ def _checked(name: str, path: Path, key: str) -> DataFile:
     if not path.stat().st_size:
         raise ConfigError(f"{key}: {name} is empty")
     _check_suffix(name, key)
-    return DataFile(name, path, data_suffix(name))
+    return DataFile(without_secrets(name), path, data_suffix(name))
 
 
 def _download(url: str, key: str, cache: DataCache, report: Report) -> Path:
@@ -239,9 +240,8 @@ def _download(url: str, key: str, cache: DataCache, report: Report) -> Path:
     if entry is None:
         with cache.building() as begun, remote_errors(url, key):
             target = begun / f"data{data_suffix(url)}"
-            files.get_file(
-                path, str(target), callback=_Download(LoadingProgress(f"downloading {url}", None, "bytes", report))
-            )
+            progress = LoadingProgress(f"downloading {without_secrets(url)}", None, "bytes", report)
+            files.get_file(path, str(target), callback=_Download(progress))
             received, size = target.stat().st_size, info.get("size")
             if size is not None and received != size:
                 raise InfraError(f"{key}: {url}: the download ended after {received} of {size} bytes; try again")

@@ -129,7 +129,7 @@ class PlainView(View):
         return step % max(every, 1) == 0 or step in (dashboard.first_step + 1, total)
 
     def message(self, level: str, text: str) -> None:
-        self._line(f"{level}: {text}" if level else text)
+        self._line(conceal(f"{level}: {text}" if level else text))
 
     def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
         wide = Console(file=io.StringIO(), width=_UNWRAPPED, highlight=False, color_system=None)
@@ -207,7 +207,8 @@ class LiveView(View):
             self._dashboard = dashboard
 
     def message(self, level: str, text: str) -> None:
-        self._console.print(Text(f"{level}: {text}" if level else text, style=_LEVEL_STYLES.get(level, "")))
+        text = conceal(f"{level}: {text}" if level else text)
+        self._console.print(Text(text, style=_LEVEL_STYLES.get(level, "")))
 
     def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
         self.phase("")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,9 +12,11 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from asyncrl.config.compose import check_config, load_config, to_yaml
-from asyncrl.config.interpolation import looks_secret, reveal, secret_names
-from asyncrl.config.problems import format_problems
+from asyncrl.cli.main import main
+from asyncrl.config.compose import check_config, load_config, recipes, to_yaml
+from asyncrl.config.interpolation import looks_secret, reveal, secret_name, secret_names, without_secrets
+from asyncrl.config.keys import all_keys
+from asyncrl.config.problems import ConfigProblem, format_problems
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, UserCodeError, conceal
 from tests.fakes.command_line import CommandLine
@@ -162,17 +164,100 @@ def test_an_error_in_a_key_does_not_show_secrets_in_its_value(tree: Any, key: st
 
 
 @pytest.mark.parametrize(
-    "name", ["API_KEY", "HF_TOKEN", "CLIENT_SECRET", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY", "key"]
+    "name",
+    [
+        *("API_KEY", "HF_TOKEN", "CLIENT_SECRET", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY", "key", "apiKey"),
+        *("x-api-key", "Authorization", "credentials", "access_token", "cookie", "auth"),
+    ],
 )
 def test_names_that_look_secret(name: str) -> None:
     assert looks_secret(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["MAX_TOKENS", "TOKENIZERS_PARALLELISM", "KEYBOARD", "SSH_KEY_FILE", "api_key_env", "URL"]
+    "name",
+    [
+        *("MAX_TOKENS", "TOKENIZERS_PARALLELISM", "KEYBOARD", "SSH_KEY_FILE", "api_key_env", "URL", "token_ids"),
+        *("tokenizer_path", "answer_key", "eos_token", "RAY_AUTH_MODE", "author"),
+    ],
 )
 def test_names_that_do_not_look_secret(name: str) -> None:
     assert not looks_secret(name)
+
+
+def test_no_key_of_the_schema_and_no_recipe_looks_like_a_secret() -> None:
+    assert [key for key in all_keys() if secret_name(key.split("."))] == []
+    for recipe in recipes():
+        config = check_config(recipe).config
+        assert config is not None and config.public_values() == config.saved_values(), recipe
+
+
+PLAIN = {
+    "ray.runtime_env.env_vars.WANDB_API_KEY": (CANARY, "…"),
+    "rollout.engine_kwargs.hf_token": (CANARY, "…"),
+    "data.dataset_kwargs.api_key": (CANARY, "…"),
+    "data.dataset_kwargs.credentials.user": (CANARY, "…"),
+    "reward.judge.params.extra_headers.Authorization": (f"Bearer {CANARY}", "…"),
+    "reward.kwargs.keys.api_key": (CANARY, "…"),
+    "trainer.checkpoint_dir": (f"s3://user:{CANARY}@bucket/a", "s3://…@bucket/a"),
+    "reward.judge.base_url": (f"https://{CANARY}@judge/v1", "https://…@judge/v1"),
+    "reward.kwargs.url": (f"http://a/mcp?n=1&api_key={CANARY}&m=2", "http://a/mcp?n=1&api_key=…&m=2"),
+}
+"""Keys with secrets in plain text, their values, and what is shown."""
+
+
+def suspected(problems: Iterable[ConfigProblem]) -> dict[str, tuple[str, Any]]:
+    found = [one for one in problems if "looks like a secret" in one.consequence]
+    return {one.key: (one.severity, one.value) for one in found}
+
+
+def test_plain_secrets_are_shown_nowhere_and_stay_in_the_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    overrides = [f"++{key}='{value}'" for key, (value, _) in PLAIN.items()]
+    outcome = check_config(None, overrides)
+    assert suspected(outcome.problems) == {key: ("warning", shown) for key, (_, shown) in PLAIN.items()}
+    config = outcome.config
+    assert config is not None
+    for key, (value, shown) in PLAIN.items():
+        saved, public, identity = config.saved_values(), config.public_values(), config.identity_values()
+        for name in key.split("."):
+            saved, public, identity = saved[name], public[name], identity[name]
+        assert (saved, public) == (value, shown) and str(identity).startswith(f"{shown} (sha256:")
+    assert CANARY not in str(config.public_values()) + str(config.identity_values())
+    assert CANARY not in ConfigError(f"401 for {CANARY}").message
+    for options in (("--dry-run",), ("--dry-run", "--json")):
+        main(["launch", "fully_async", *overrides, *options])
+        assert CANARY not in "".join(capsys.readouterr())
+    (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert check_config(tmp_path / "again.yaml").config == config
+
+
+def test_secrets_from_the_environment_give_no_warning_and_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (value, _) in enumerate(PLAIN.values()):
+        monkeypatch.setenv(f"PLAIN_{number}", value)
+    outcome = check_config(None, [f"++{key}='${{oc.env:PLAIN_{number}}}'" for number, key in enumerate(PLAIN)])
+    assert suspected(outcome.problems) == {}
+    assert outcome.config is not None and CANARY not in str(outcome.config.saved_values())
+    assert outcome.config.rollout.engine_kwargs["hf_token"] == CANARY
+
+
+def test_a_configuration_without_its_secret_is_refused_with_the_way_to_give_it(tmp_path: Path) -> None:
+    config = check_config(None, [f"trainer.checkpoint_dir='memory://user:{CANARY}@bucket'"]).config
+    assert config is not None
+    (tmp_path / "shown.yaml").write_text(yaml.safe_dump(config.public_values()), encoding="utf-8")
+    problem = single(one for one in check_config(tmp_path / "shown.yaml").problems if one.severity == "error")
+    assert (problem.key, problem.value) == ("trainer.checkpoint_dir", "memory://…@bucket")
+    assert "stands for a secret" in problem.consequence
+    assert "write checkpoint_dir: ${oc.env:TRAINER_CHECKPOINT_DIR}" in problem.fix
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["abfs://container@account.dfs/a", "ssh://git@host/a", "http://host:80/a@b", "s3://${oc.env:A}:${oc.env:B}@c"],
+)
+def test_addresses_without_credentials_are_shown(text: str) -> None:
+    assert without_secrets(text) == text
 
 
 @pytest.mark.parametrize("quoted", [repr, json.dumps, quote, lambda text: quote(text, safe=""), str])

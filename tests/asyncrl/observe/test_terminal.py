@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from asyncrl.core import failures
 from asyncrl.core.ports import SampleCounts
 from asyncrl.core.records import StepRecord, ValidationRecord
 from asyncrl.core.waits import Wait
@@ -143,6 +144,14 @@ def test_a_message_appears_above_the_live_area_and_the_cursor_is_restored() -> N
     text = out.getvalue()
     assert text.index("a prompt is too long") < text.rindex("╰")
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_messages_have_no_secret_of_the_run() -> None:
+    failures.hide("c4n4ry", "…")
+    out = io.StringIO()
+    for view in (PlainView(Console(file=out), clock), LiveView(Console(file=out, width=80), "t", clock)):
+        view.message("warning", "prompt 3 has no answers: 401 for c4n4ry")
+    assert out.getvalue().count("warning: prompt 3 has no answers: 401 for …") == 2
 
 
 # ---------------------------------------------------------------------------------------------- plain lines

@@ -15,7 +15,15 @@ import yaml
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, InfraError
-from asyncrl.storage.run_dir import SavedConfig, check_links, create_run_dir, disk_error, reopen_run_dir, runs_of
+from asyncrl.storage.run_dir import (
+    RunDir,
+    SavedConfig,
+    check_links,
+    create_run_dir,
+    disk_error,
+    reopen_run_dir,
+    runs_of,
+)
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -173,3 +181,11 @@ def test_values_from_the_environment_are_read_from_a_written_configuration(
     assert saved.value("reward", "kwargs", "key") == "${secret:PLACE}"
     monkeypatch.delenv("PLACE")
     assert saved.value("rollout", "dump_dir") == "${oc.env:PLACE}/${experiment_name}", "a reader may lack the variable"
+
+
+def test_the_mirror_of_a_url_is_named_without_its_credentials(tmp_path: Path) -> None:
+    given, renewed, other = (
+        RunDir.of(tmp_path, f"s3://{url}/run") for url in ("key:c4n4ry@bucket", "key:new@bucket", "key:new@other")
+    )
+    assert given.checkpoint_url == "s3://key:c4n4ry@bucket/run" and "c4n4ry" not in str(given.checkpoints)
+    assert given.checkpoints == renewed.checkpoints != other.checkpoints

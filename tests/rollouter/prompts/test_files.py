@@ -165,6 +165,17 @@ def test_a_url_is_downloaded_once_per_version(tmp_path: Path, memory: MemoryFile
     assert rows.where(0) == f"{url}, line 1"
 
 
+def test_the_places_of_rows_have_no_credentials_of_the_url(
+    tmp_path: Path, server: ThreadingHTTPServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollouter.prompts.files.REPORT_S", 0.0)
+    caplog.set_level("INFO")
+    (tmp_path / "web" / "a.jsonl").write_text(json.dumps(row("here")))
+    rows = open_files(tmp_path, f"http://user:c4n4ry@127.0.0.1:{server.server_port}/a.jsonl")
+    assert rows.where(0) == f"http://…@127.0.0.1:{server.server_port}/a.jsonl, line 1"
+    assert "downloading http://…@127.0.0.1" in caplog.text and "c4n4ry" not in caplog.text
+
+
 def test_local_urls_are_read_where_they_are(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([row("here")]))
     (file,) = find_files(f"file://{tmp_path}/a.json", KEY, DataCache(tmp_path / "cache"))
