@@ -25,9 +25,11 @@ MAX_DIGITS = 4300
 """Maximum number of digits of an integer. Python refuses to convert longer ones, because that takes quadratic time."""
 MAX_NAME_BYTES = 255
 """The limit of Linux's file systems."""
+TOO_LONG = f"it contains an integer of more than {MAX_DIGITS:,} digits"
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 _NAME = re.compile(r"[^/\x00-\x1f\x7f\ud800-\udfff]+")
 _MAX_SHOWN = 100
+_LONG_INTEGER = 10**MAX_DIGITS
 
 
 def encodable(text: str) -> str:
@@ -39,20 +41,26 @@ def encodable_values(value: Any, depth: int = 0) -> Any:
     """Return a copy of JSON values in which all texts and keys are `encodable`. Other types are returned unchanged.
 
     Raises:
-        ValueError: the values are nested more than `MAX_DEPTH` levels deep.
+        ValueError: the values are nested more than `MAX_DEPTH` levels deep, or an integer `is_long`.
     """
-    if isinstance(value, str):
-        return encodable(value)
     if not isinstance(value, Mapping | list | tuple):
-        return value
+        return _encodable_item(value)
     if depth == MAX_DEPTH:
         raise ValueError(TOO_DEEP)
     if isinstance(value, Mapping):
-        return {
-            encodable(key) if isinstance(key, str) else key: encodable_values(item, depth + 1)
-            for key, item in value.items()
-        }
+        return {_encodable_item(key): encodable_values(item, depth + 1) for key, item in value.items()}
     return [encodable_values(item, depth + 1) for item in value]
+
+
+def _encodable_item(value: Any) -> Any:
+    if is_long(value):
+        raise ValueError(TOO_LONG)
+    return encodable(value) if isinstance(value, str) else value
+
+
+def is_long(value: Any) -> bool:
+    """Return whether Python refuses to convert an integer to text."""
+    return isinstance(value, int) and abs(value) >= _LONG_INTEGER
 
 
 def parse_json(

@@ -15,7 +15,7 @@ from asyncrl.config.sections.rollout import InteractionConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from rollouter.interactions.base import Environment, EpisodeContext
 from rollouter.interactions.session import CLOSE_S, ConfiguredInteraction, InteractionSession
-from rollouter.user_code import describe
+from rollouter.user_code import describe, name_of, shown
 
 BUILT_IN = {
     "scripted": "rollouter.interactions.builtin:ScriptedUser",
@@ -50,12 +50,12 @@ class InteractionSet:
         """
         given = context.extra_info.get("interaction_kwargs")
         if given is not None and not isinstance(given, Mapping):
-            raise DataError(f"extra_info.interaction_kwargs: {given!r} is not a mapping")
+            raise DataError(f"extra_info.interaction_kwargs: {shown(given)} is not a mapping")
         kwargs = _without_none(given or {})
         name = kwargs.pop("name", self.names[0])
         if not isinstance(name, str) or name not in self._by_name:
-            near = nearest(str(name), list(self._by_name))
-            raise DataError(f"extra_info.interaction_kwargs.name: there is no interaction {name!r}{near}")
+            near = nearest(name_of(name), list(self._by_name))
+            raise DataError(f"extra_info.interaction_kwargs.name: there is no interaction {shown(name)}{near}")
         return InteractionSession(self._by_name[name], context, kwargs)
 
     async def aclose(self) -> None:

@@ -100,7 +100,7 @@ class InteractionSession:
         reset = self._environment.reset
         if problem := call_problem(reset, self._context, **self._kwargs):
             raise DataError(
-                f"extra_info.interaction_kwargs: {dict(self._kwargs)!r} does not fit interaction {self.name!r}, "
+                f"extra_info.interaction_kwargs: {shown(dict(self._kwargs))} does not fit interaction {self.name!r}, "
                 f"{problem}"
             )
         result = await self._call("reset", lambda: reset(self._context, **self._kwargs))

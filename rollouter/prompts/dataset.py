@@ -17,13 +17,13 @@ import numpy as np
 from asyncrl.config.import_path import call_problem, defined_at, load_function, nearest
 from asyncrl.config.sections.data import DataConfig, ReasoningGymConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
-from asyncrl.core.text import MAX_DEPTH, TOO_DEEP
+from asyncrl.core.text import MAX_DEPTH, TOO_DEEP, TOO_LONG, is_long
 from asyncrl.core.types import Media
 from asyncrl.storage.data_cache import DataCache
 from rollouter.prompts.files import Report, find_files
 from rollouter.prompts.media import extract, has_media
 from rollouter.prompts.row_files import IndexedRows, open_rows
-from rollouter.user_code import shown
+from rollouter.user_code import name_of, shown
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,8 @@ def parse_row(
 
 
 def check_texts(row: Mapping[str, Any], where: str) -> None:
-    """Raise DataError if the row has a text that cannot be encoded, or is nested too deeply."""
+    """Raise DataError if the row has a text that cannot be encoded, or an integer that is too long, or is nested too
+    deeply."""
     if found := _unusable(row):
         raise DataError(f"{where}: field '{found.place.removeprefix('.')}': {found.problem}")
 
@@ -193,17 +194,19 @@ class _Unusable(NamedTuple):
 
 
 def _unusable(value: Any, depth: int = 0) -> _Unusable | None:
-    """Return the first text that cannot be encoded, or the first value that is nested too deeply."""
+    """Return the first text that cannot be encoded, integer that is too long, or value that is nested too deeply."""
     if isinstance(value, str):
         return _half_of_a_pair(value)
+    if is_long(value):
+        return _Unusable("", TOO_LONG)
     if not isinstance(value, Mapping | list | tuple):
         return None
     if depth == MAX_DEPTH:
         return _Unusable("", TOO_DEEP)
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if found := _half_of_a_pair(str(key)) or _unusable(item, depth + 1):
-                return _Unusable(f".{key}{found.place}", found.problem)
+            if found := _unusable(key) or _unusable(item, depth + 1):
+                return _Unusable(f".{name_of(key)}{found.place}", found.problem)
         return None
     for number, item in enumerate(value):
         if found := _unusable(item, depth + 1):

@@ -355,9 +355,7 @@ def score_of(result: Any, about: Callable[[], str], *, num_turns: int) -> Score:
     turns = _turn_scores(result.get("turn_scores"), about, num_turns)
     extras = {name_of(key): finite(item) for key, item in result.items() if key not in ("score", "turn_scores")}
     extra = {key: item for key, item in extras.items() if item is not None}
-    answer = result.get("pred")
-    answer = None if answer is None else encodable(str(answer))[:MAX_ANSWER]
-    return Score(_score(result["score"], about) + sum(turns), extra, turns, answer)
+    return Score(_score(result["score"], about) + sum(turns), extra, turns, _answer(result.get("pred"), about))
 
 
 def listed(results: Any, about: Callable[[], str], *, length: int) -> Sequence[Any]:
@@ -379,6 +377,13 @@ def _score(value: Any, about: Callable[[], str]) -> float:
             f"{about()} returned {shown(value)}; expected a finite number, or a mapping with one under 'score'"
         )
     return number
+
+
+def _answer(value: Any, about: Callable[[], str]) -> str | None:
+    try:
+        return None if value is None else encodable(str(value))[:MAX_ANSWER]
+    except Exception as error:  # an integer may be too long, and the class may be a user's
+        raise UserCodeError.wrap(f"{about()} returned 'pred' = {shown(value)}, which is no text", error) from error
 
 
 def _turn_scores(value: Any, about: Callable[[], str], num_turns: int) -> tuple[float, ...]:

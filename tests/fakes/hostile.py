@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -31,12 +33,30 @@ def texts() -> st.SearchStrategy[str]:
 
 
 def values() -> st.SearchStrategy[Any]:
-    """Return JSON values of any type, up to several levels deep or nested 300 levels deep."""
-    plain = st.none() | st.booleans() | st.integers() | st.floats() | texts() | st.just(10**4000)
+    """Return JSON values of any type, up to several levels deep or nested 300 levels deep. Python converts the integers
+    with 4,000 digits to text, but not those with 5,000."""
+    plain = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | texts()
+        | st.sampled_from([4000, 5000]).map(lambda digits: 10**digits)
+    )
     nested = st.recursive(
         plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts(), inner, max_size=3), max_leaves=6
     )
     return nested | st.sampled_from([_nested(300), {"a": _nested(300)}])
+
+
+def dumps(value: Any, write: Callable[[Any], str] = json.dumps) -> str:
+    """Return `value` as JSON, or as `write` writes it, with integers of any length."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return write(value)
+    finally:
+        sys.set_int_max_str_digits(limit)
 
 
 def messages() -> st.SearchStrategy[Any]:

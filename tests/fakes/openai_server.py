@@ -11,6 +11,8 @@ from typing import Any
 
 import anyio
 
+from tests.fakes.hostile import dumps
+
 
 @dataclass(frozen=True)
 class ServerAnswer:
@@ -85,7 +87,7 @@ class OpenAIServer:
 
 
 def _response(answer: ServerAnswer) -> bytes:
-    text = answer.body if isinstance(answer.body, str) else json.dumps(answer.body)
+    text = answer.body if isinstance(answer.body, str) else dumps(answer.body)
     lines = [
         f"HTTP/1.1 {answer.status} X",
         f"content-type: {answer.kind}",

@@ -81,7 +81,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    hostile.damaged({"kind": "step", "step": 1, **step()}).map(json.dumps)
+    hostile.damaged({"kind": "step", "step": 1, **step()}).map(hostile.dumps)
     | st.sampled_from(hostile.BROKEN_JSON)
     | st.integers(max_value=-(10**400)).map(
         lambda number: json.dumps({"kind": "step", "step": 1, "actor/loss": number})

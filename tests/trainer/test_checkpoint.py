@@ -505,7 +505,7 @@ def test_any_manifest_is_read_or_refused(tmp_path: Path) -> None:
     @settings(max_examples=200, deadline=None)
     @given(hostile.damaged(raw) | hostile.damaged({**raw, "files": []}))
     def check(content: Any) -> None:
-        path.write_text(json.dumps(content))
+        path.write_text(hostile.dumps(content))
         find_latest(tmp_path)
         try:
             manifest = load_manifest(path.parent)

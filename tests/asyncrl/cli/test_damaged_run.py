@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,11 @@ ODD_YAML = (
 
 def texts(value: Any) -> st.SearchStrategy[str]:
     """Return files with a damaged JSON value, or without JSON."""
-    return hostile.damaged(value).map(json.dumps) | st.sampled_from(hostile.BROKEN_JSON)
+    return hostile.damaged(value).map(hostile.dumps) | st.sampled_from(hostile.BROKEN_JSON)
 
 
 configurations = (
-    hostile.damaged(CONFIG).map(yaml.safe_dump)
+    hostile.damaged(CONFIG).map(partial(hostile.dumps, write=yaml.safe_dump))
     | st.sampled_from(ODD_YAML)
     | st.sampled_from(hostile.BROKEN_JSON)
     | st.just(yaml.safe_dump(CONFIG))

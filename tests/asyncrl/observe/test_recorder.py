@@ -391,7 +391,7 @@ ROWS = [
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=st.tuples(*(hostile.damaged(row.as_json()).map(json.dumps) for row in ROWS)))
+@given(lines=st.tuples(*(hostile.damaged(row.as_json()).map(hostile.dumps) for row in ROWS)))
 def test_damaged_rows_are_left_out_and_the_others_can_be_summarized(tmp_path: Path, lines: tuple[str, ...]) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     builder = SummaryBuilder()

@@ -134,7 +134,7 @@ def test_any_description_in_a_kept_file_is_read_or_refused(tmp_path: Path, data:
     path = directory / "sample_0_1.safetensors"
     blob = decode_blob(np.frombuffer(path.read_bytes(), np.uint8))
     lines = json.loads(blob.array("lines", np.uint8).tobytes())
-    text = data.draw(hostile.damaged(lines).map(json.dumps) | st.sampled_from(hostile.BROKEN_JSON))
+    text = data.draw(hostile.damaged(lines).map(hostile.dumps) | st.sampled_from(hostile.BROKEN_JSON))
     arrays = {name: blob.array(name, dtype) for name, dtype in zip(_ARRAYS, _DTYPES, strict=True)}
     arrays["lines"] = np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
     path.write_bytes(b"".join(encode(arrays, blob.texts)))

@@ -30,7 +30,7 @@ from rollouter.agent.parsing import (
     resolve_format,
     tool_message,
 )
-from tests.fakes.hostile import BROKEN_JSON, LONE, texts, values
+from tests.fakes.hostile import BROKEN_JSON, LONE, dumps, texts, values
 from tests.fakes.tools import schema_of
 
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
@@ -176,7 +176,7 @@ def test_a_call_with_broken_json_stays_text(arguments: str) -> None:
 @given(function=texts(), arguments=values(), before=texts())
 def test_turns_with_any_text_are_parsed(name: str, function: str, arguments: Any, before: str) -> None:
     """Tokens decode to text without lone surrogates, so the model writes them as JSON escapes."""
-    written = json.dumps({"name": function, "arguments": arguments, "parameters": arguments})
+    written = dumps({"name": function, "arguments": arguments, "parameters": arguments})
     for text in (before, f"{before}<tool_call>{written}</tool_call>", f"[TOOL_CALLS] [{written}]", written):
         message = assistant_message(parse(name, text.replace(LONE, "").encode(errors="ignore").decode()))
         json.dumps(message, ensure_ascii=False).encode()

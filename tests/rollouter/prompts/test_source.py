@@ -439,6 +439,20 @@ def test_rows_of_any_shape_are_prompts_or_data_errors(
             json.dumps([made.messages, made.extra_info, made.ground_truth], ensure_ascii=False).encode()
 
 
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (question("1", data_source=10**5000), "data_source"),
+        (question("1", extra_info={"a": [10**5000]}), "extra_info.a[0]"),
+        (question("1", extra_info={10**5000: 1}), "extra_info.<int whose repr raised ValueError>"),
+    ],
+)
+def test_integers_that_python_cannot_write_are_refused(row: Any, field: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_row(row, "my.py, row 1")
+    assert caught.value.message == f"my.py, row 1: field '{field}': it contains an integer of more than 4,300 digits"
+
+
 def test_an_evaluation_reads_the_validation_set_alone(tmp_path: Path, tokenizer: Any) -> None:
     file = write_jsonl(tmp_path / "val.jsonl", question("1+1"), question("2+2"))
     steps = TrainerConfig(total_training_steps=0)

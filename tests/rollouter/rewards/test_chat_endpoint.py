@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.core.failures import AsyncRLError, ConfigError, DataError, DeadlineError, InfraError
 from rollouter.rewards.chat_endpoint import ChatEndpoint
-from tests.fakes.hostile import BROKEN_JSON, LONE, messages, texts, values
+from tests.fakes.hostile import BROKEN_JSON, LONE, dumps, messages, texts, values
 from tests.fakes.openai_server import (
     Hang,
     HangUp,
@@ -227,7 +226,7 @@ async def test_closing_takes_no_longer_than_its_limit(monkeypatch: pytest.Monkey
 async def test_answers_of_any_shape_are_text_or_an_error(contents: list[Any], choice: Any, message: Any) -> None:
     answers: list[Script] = [ServerAnswer({"choices": [choice]}), ServerAnswer({"choices": [{"message": message}]})]
     for content in contents:
-        answers += [chat_answer(content), ServerAnswer({"choices": content}), ServerAnswer(json.dumps(content))]
+        answers += [chat_answer(content), ServerAnswer({"choices": content}), ServerAnswer(dumps(content))]
     async with endpoint(answers, max_attempts=1) as setup:
         for _ in answers:
             try:

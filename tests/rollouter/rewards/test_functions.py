@@ -183,6 +183,7 @@ def test_a_module_that_raises_keeps_its_traceback(tmp_path: Path) -> None:
         ([1.0], "[1.0]"),
         ({"reward": 1}, "without 'score': {'reward': 1}"),
         ({"score": None}, "None"),
+        ({"score": 0.0, "pred": 10**5000}, "'pred' = <int whose repr raised ValueError>, which is no text"),
     ],
 )
 async def test_a_result_without_a_finite_number_is_an_error(value: Any, shown: str) -> None:
@@ -274,7 +275,7 @@ async def test_results_of_any_shape_are_scores_or_name_the_function(result: Any,
         raise ValueError(error)
 
     results = [result, {"score": result, **extra}, {"score": 1.0, "turn_scores": result}, 10**5000]
-    results.append({"score": 1.0, 10**5000: 1})
+    results += [{"score": 1.0, "pred": result}, {"score": 1.0, 10**5000: 1}]
     functions = [own(fail)]
     for value in results:
         functions += [own(lambda one=value, **_: one), own(lambda one=value, **_: [one], batch=True)]

@@ -25,7 +25,7 @@ from rollouter.drop_policy import ToolFailedError
 from rollouter.tools import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse, execution
 from rollouter.tools.loading import FunctionSchema, LoadedTool
 from rollouter.tools.toolbox import CreateMode, Toolbox, ToolCallResult, ToolSession
-from tests.fakes.hostile import BROKEN_JSON, LONE, LONG_TEXT, texts, values
+from tests.fakes.hostile import BROKEN_JSON, LONE, LONG_TEXT, dumps, texts, values
 from tests.fakes.tools import RememberingTool, schema_of, toolbox_of
 from tests.fuzz.loop import run as run_virtually
 
@@ -217,7 +217,7 @@ async def test_calls_with_any_text_have_an_outcome(query: Any, answer: Any, erro
         lambda _: fail(ToolError(error)),
     )
     for act in acts:
-        for arguments in (json.dumps({"query": query}), json.dumps(query), error):
+        for arguments in (dumps({"query": query}), dumps(query), error):
             try:
                 call = (await once(toolbox_of(RememberingTool(act)), arguments)).call
             except UserCodeError as failure:
