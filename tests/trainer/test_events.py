@@ -28,6 +28,7 @@ from tests.fakes.trainer_rig import RULES, TrainerRig
 from tests.trainer.conftest import Recorded
 from trainer.engines.base import EngineSpec
 from trainer.ranks_turn import RanksTurn
+from trainer.workers.rank import Rank
 from trainer.workers.tracing import RankProfiling, set_up_profiling
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
@@ -252,13 +253,17 @@ async def test_calls_to_a_rank_are_recorded_as_events(recorded: Recorded, spec: 
         assert inside(put, gathered)
 
 
-async def test_every_documented_event_of_trainer_and_ranks_is_recorded(recorded: Recorded, spec: EngineSpec) -> None:
+async def test_every_documented_event_of_trainer_and_ranks_is_recorded(
+    recorded: Recorded, spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = TrainerRig(total_steps=1, with_critic=True)
     await rig.run(2)
     await run_some_calls(spec)
     turn = RanksTurn(AsyncMock(), WaitBoard(), offload_s=1.0)
     await turn.begin()
     await turn.end()
+    monkeypatch.setattr("trainer.workers.rank.gpu_memory", lambda: (30, 80))
+    await Rank().health()
     expected = {info.name for title in ("Trainer", "Ranks") for info in SECTIONS[title]}
     assert {event["event"] for event in recorded.all()} == expected
 
