@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote
@@ -41,6 +42,8 @@ _WRITTEN_DIRECTORIES = ("", SAMPLES, KEPT, "checkpoints", "events", "logs", "pro
 _RUN_FILES = ("state.json", "config.yaml", SUMMARY)
 """A directory that contains one of these is a run directory."""
 _MAX_LISTED = 12
+MAX_LINE_BYTES = 256 << 20
+"""Limit of `read_lines`. The longest lines are trajectories of many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,12 @@ def read_file(path: Path) -> bytes:
     """Return the content of a regular file. Raises `OSError`; see `reading`."""
     with reading(path) as file:
         return file.read()
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file; of a long one, parts of `MAX_LINE_BYTES`. Raises `OSError`; see `reading`."""
+    with reading(path) as file:
+        yield from iter(partial(file.readline, MAX_LINE_BYTES), b"")
 
 
 def read_json(path: Path) -> Any:

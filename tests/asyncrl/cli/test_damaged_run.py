@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -142,3 +143,36 @@ def show(run_dir: Path, config: str, line: str, trained: str | None) -> None:
     write(Path("dump", file_name(42)), f"{line}\n")
     write(run_dir / "trained.jsonl", None if trained is None else f"{trained}\n")
     assert main(["show", str(run_dir), "sample_0_42"]) in (0, 2)
+
+
+# ------------------------------------------------------------------------------------------------ pipes
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        *(("status", name) for name in (STATE_FILE, "summary.json", "config.yaml", "journal.db")),
+        ("report", "report/report.json"),
+        ("report", "events"),
+        ("show", f"dump/{file_name(42)}"),
+        ("show", "kept/sample_0_42.safetensors"),
+        ("show", "trained.jsonl"),
+        ("timeline", "events"),
+        ("simulate", "events/summary.json"),
+    ],
+)
+def test_no_command_waits_for_a_pipe(run_dir: Path, command: str, file: str) -> None:
+    write_run(run_dir, RunPlan(steps=4, samples=2, n=2))
+    write(run_dir / "config.yaml", yaml.safe_dump({"rollout": {"dump_dir": str(run_dir / "dump")}}))
+    if command == "simulate":
+        write(run_dir / STATE_FILE, json.dumps(STATE))
+    path = run_dir / file
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    arguments = {
+        "show": (run_dir, "sample_0_42"),
+        "timeline": (run_dir, "--trace", "trace.json"),
+        "simulate": ("--trace", run_dir, "--steps", 1),
+    }
+    assert main([command, *map(str, arguments.get(command, (run_dir,)))]) in (0, 2)

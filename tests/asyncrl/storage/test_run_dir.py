@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,16 @@ import yaml
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, InfraError
-from asyncrl.storage.run_dir import SavedConfig, check_links, create_run_dir, disk_error, reopen_run_dir, runs_of
+from asyncrl.storage.run_dir import (
+    SavedConfig,
+    check_links,
+    create_run_dir,
+    disk_error,
+    read_file,
+    read_lines,
+    reopen_run_dir,
+    runs_of,
+)
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -173,3 +182,10 @@ def test_values_from_the_environment_are_read_from_a_written_configuration(
     assert saved.value("reward", "kwargs", "key") == "${secret:PLACE}"
     monkeypatch.delenv("PLACE")
     assert saved.value("rollout", "dump_dir") == "${oc.env:PLACE}/${experiment_name}", "a reader may lack the variable"
+
+
+@pytest.mark.parametrize("read", [read_file, lambda path: list(read_lines(path))])
+def test_a_pipe_is_not_read(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        read(tmp_path / "pipe")
