@@ -21,6 +21,7 @@ from asyncrl.core.process_health import EngineLoad, MachineHealth, Problem, Proc
 from asyncrl.core.waits import Wait
 from asyncrl.observe.status.run_status import STATE_FILE, Restart, RunProgress, dump
 from asyncrl.observe.status.summary import SummaryBuilder, describe_error, read_readable_summary
+from asyncrl.storage.run_dir import MAX_FILE_BYTES
 from asyncrl.storage.trajectory_files import as_json, file_name
 from benchmarks.synthetic_run import RunPlan, write_run
 from rollouter.trajectory_dump import describe
@@ -145,7 +146,7 @@ def show(run_dir: Path, config: str, line: str, trained: str | None) -> None:
     assert main(["show", str(run_dir), "sample_0_42"]) in (0, 2)
 
 
-# ------------------------------------------------------------------------------------------------ pipes
+# ------------------------------------------------------------------------------------------------ pipes and large files
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,10 @@ def test_no_command_waits_for_a_pipe(run_dir: Path, command: str, file: str) -> 
         "simulate": ("--trace", run_dir, "--steps", 1),
     }
     assert main([command, *map(str, arguments.get(command, (run_dir,)))]) in (0, 2)
+
+
+def test_a_file_that_is_too_large_is_named_with_its_size_and_the_fix(run_dir: Path, cli: CommandLine) -> None:
+    (run_dir / STATE_FILE).touch()
+    os.truncate(run_dir / STATE_FILE, MAX_FILE_BYTES + 1)
+    error = cli("status", run_dir, code=2).err
+    assert str(run_dir / STATE_FILE) in error and f"has {MAX_FILE_BYTES + 1} bytes" in error and "delete it" in error

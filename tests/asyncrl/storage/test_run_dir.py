@@ -15,6 +15,7 @@ import yaml
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, InfraError
+from asyncrl.storage import run_dir as run_dirs
 from asyncrl.storage.run_dir import (
     SavedConfig,
     check_links,
@@ -182,6 +183,19 @@ def test_values_from_the_environment_are_read_from_a_written_configuration(
     assert saved.value("reward", "kwargs", "key") == "${secret:PLACE}"
     monkeypatch.delenv("PLACE")
     assert saved.value("rollout", "dump_dir") == "${oc.env:PLACE}/${experiment_name}", "a reader may lack the variable"
+
+
+def test_files_and_lines_are_read_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "file").write_bytes(b"abcdef\nx\n")
+    monkeypatch.setattr(run_dirs, "MAX_LINE_BYTES", 4)
+    assert list(read_lines(file)) == [b"abcd", b"ef\n", b"x\n"]
+    monkeypatch.setattr(run_dirs, "MAX_FILE_BYTES", 9)
+    assert read_file(file) == file.read_bytes()
+    monkeypatch.setattr(run_dirs, "MAX_FILE_BYTES", 8)
+    with pytest.raises(
+        OSError, match=r"it has 9 bytes, and no run writes more than 8: delete it, or copy it again.*file"
+    ):
+        read_file(file)
 
 
 @pytest.mark.parametrize("read", [read_file, lambda path: list(read_lines(path))])

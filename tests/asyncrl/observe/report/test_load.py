@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,23 @@ def test_report_and_timeline_count_and_leave_out_the_same_damaged_lines(tmp_path
     assert events["step"]["samples"].tolist() == [8.0, 9.0]
     assert (events.num_events, events.num_torn) == (2, 1)
     assert (len(shown), reader.num_damaged) == (2, 1)
+
+
+def test_a_line_that_never_ends_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path = put(tmp_path, "trainer", event("step", 1.0))
+    before, line_bytes = path.read_bytes(), 256 << 20
+    os.truncate(path, len(before) + line_bytes)
+    with path.open("ab") as file:
+        file.write(b"\n" + before)
+    reader = EventReader(tmp_path)
+    for read in (lambda: len(load(tmp_path)["step"]), lambda: sum(len(chunk.events) for chunk in reader.read_new())):
+        tracemalloc.start()
+        try:
+            assert read() == 2
+            assert tracemalloc.get_traced_memory()[1] < line_bytes // 2
+        finally:
+            tracemalloc.stop()
+    assert reader.num_damaged == 1
 
 
 @pytest.mark.parametrize("odd", ["1e400", "NaN", "Infinity", "1e300", '"many"', "1" + "0" * 400])
