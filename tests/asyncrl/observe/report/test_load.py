@@ -66,7 +66,7 @@ DAMAGED = [
     '{"timestamp":1790000000,"event":"step","duration_s":-1e400}', '{"timestamp":1790000000,"event":"step"}',
     '{"timestamp":1790000000,"event":7,"duration_s":1}', f'{STEP},"step":1e400}}', f'{STEP},"step":9e300}}',
     f'{STEP},"turn":0.5}}', f'{STEP},"trajectory":1.5}}', f"{STEP}}}{STEP}}}", STEP.encode() + b',"error":"\xff"}',
-    b"\xff\xfe\x00 broken",
+    b"\xff\xfe\x00 broken", "null", " null",
 ]  # fmt: skip
 
 
@@ -78,6 +78,12 @@ def test_report_and_timeline_count_and_leave_out_the_same_damaged_lines(tmp_path
     assert events["step"]["samples"].tolist() == [8.0, 9.0]
     assert (events.num_events, events.num_torn) == (2, 1)
     assert (len(shown), reader.num_damaged) == (2, 1)
+
+
+@pytest.mark.parametrize("content", ["null\n", "\nnull\n", "\r\nnull\n", f"{' ' * (1 << 20)}\rnull\n"])
+def test_a_file_that_begins_with_null_has_no_event(tmp_path: Path, content: str) -> None:
+    put(tmp_path, "trainer").write_text(content, newline="")
+    assert load(tmp_path).num_torn == 1
 
 
 def test_a_line_that_never_ends_does_not_fill_the_memory(tmp_path: Path) -> None:
