@@ -1,4 +1,5 @@
-"""`asyncrl status`, `why`, `report` and `show` end with a page or an error, whatever is in the files of a run."""
+"""`asyncrl status`, `why`, `report`, `show`, `timeline` and `simulate` end with a page or an error, whatever is in the
+files of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,16 @@ from hypothesis import strategies as st
 
 from asyncrl.cli.main import main
 from asyncrl.cli.report import about
+from asyncrl.core.failures import ConfigError
 from asyncrl.core.process_health import EngineLoad, MachineHealth, Problem, ProcessHealth, RunHealth
 from asyncrl.core.waits import Wait
+from asyncrl.observe.status.run_files import read_liveness
 from asyncrl.observe.status.run_status import STATE_FILE, Restart, RunProgress, dump
 from asyncrl.observe.status.summary import SummaryBuilder, describe_error, read_readable_summary
+from asyncrl.observe.timeline.details import conversation_of
+from asyncrl.observe.timeline.server import Timeline
+from asyncrl.profiling.files import event_files
+from asyncrl.simulate.calibration import calibrate
 from asyncrl.storage.run_dir import MAX_FILE_BYTES
 from asyncrl.storage.trajectory_files import as_json, file_name
 from benchmarks.synthetic_run import RunPlan, write_run
@@ -29,6 +39,7 @@ from tests.fakes import hostile
 from tests.fakes.command_line import CommandLine
 from tests.fakes.dumped import SCORES, decode, group, prompt, sample
 from tests.fakes.run_states import NOW, queue_status, report, running
+from tests.fakes.timeline_run import EVERYTHING
 
 RESTARTS = (Restart("trainer", 2, NOW - 300, "rank actor/0 died", NOW - 288.6, "back to step 10"),)
 HEALTH = ProcessHealth(1 << 30, 0.5, 0.01)
@@ -54,6 +65,12 @@ CONFIG = {
     "skip": {"async_rollout": {"enable": True, "dump_dir": "records"}},
 }  # fmt: skip
 LINE = as_json(describe(sample(), prompt(), group(), SCORES, decode, run="elsewhere", at=0.5)[0])
+SPEEDS = {"trainer": {"num_workers": 1, "ppo_mini_batch_size": 2}, "rollout": {"cpu_threads": 2}}
+"""The keys of the configuration from which a simulation takes something."""
+STEP = {
+    "kind": "step", "step": 1, "time/monotonic_s": 1.0, "health/machine_cpus": 2.0, "health/machine_cpu": 0.75,
+    **{f"health/{kind}/{name}": 0.5 for kind in ("cpu", "cpu_wait") for name in ("trainer", "engine-a")},
+}  # fmt: skip
 TRAINED = {"lineage": 0, "step": 7, "version": 3, "samples": ["sample_0_42"]}
 ODD_YAML = (
     "a: !!bool maybe", "a: !!int ''", "a: !!timestamp no", f"a: !!float {'1:' * 200}1.0", "{1: 2}: 3", "a: !!binary é",
@@ -146,6 +163,71 @@ def show(run_dir: Path, config: str, line: str, trained: str | None) -> None:
     assert main(["show", str(run_dir), "sample_0_42"]) in (0, 2)
 
 
+# ------------------------------------------------------------------------------------------------ timeline and simulate
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[str]]:
+    """Return the lines of the event files of a run, by the path in its directory."""
+    write_run(run := tmp_path_factory.mktemp("recorded"), RunPlan(steps=4, samples=2, n=2, turns=2, validation_every=2))
+    return {str(file.relative_to(run)): file.read_text().splitlines() for file in event_files(run)}
+
+
+def write_damaged(run_dir: Path, recorded: Mapping[str, Sequence[str]], data: st.DataObject) -> None:
+    """Write these events, some of them damaged."""
+    places = [(name, number) for name, lines in recorded.items() for number in range(len(lines))]
+    damaged = {
+        place: data.draw(texts(json.loads(recorded[place[0]][place[1]])))
+        for place in data.draw(st.lists(st.sampled_from(places), max_size=4, unique=True))
+    }
+    for name, lines in recorded.items():
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        write(run_dir / name, "".join(f"{damaged.get((name, number), line)}\n" for number, line in enumerate(lines)))
+
+
+@settings(relaxed, max_examples=40)
+@given(data=st.data(), state=texts(STATE) | st.none())
+def test_timeline_of_any_run(
+    run_dir: Path, recorded: Mapping[str, Sequence[str]], data: st.DataObject, state: str | None
+) -> None:
+    write_damaged(run_dir, recorded, data)
+    write(run_dir / STATE_FILE, state)
+    assert main(["timeline", str(run_dir), "--trace", "trace.json"]) == 0
+    json.loads(Path("trace.json").read_text())
+    page = Timeline(run_dir, partial(read_liveness, run_dir))
+    page.read()
+    status = page.status()
+    json.dumps([status, page.view(EVERYTHING)], allow_nan=False)
+    for number in range(0, status["events"], 20):
+        assert page.details(number, partial(conversation_of, run_dir))
+
+
+@settings(relaxed, max_examples=40)
+@given(data=st.data(), state=texts(STATE) | st.none(), config=configurations | texts(SPEEDS))
+def test_speeds_of_any_run(
+    run_dir: Path, recorded: Mapping[str, Sequence[str]], data: st.DataObject, state: str | None, config: str
+) -> None:
+    write_damaged(run_dir, recorded, data)
+    write(run_dir / STATE_FILE, state)
+    write(run_dir / "config.yaml", config)
+    rows = [data.draw(texts({**STEP, "time/monotonic_s": float(number)})) for number in range(3)]
+    write(run_dir / "metrics.jsonl", "\n".join(rows))
+    with suppress(ConfigError):
+        calibrate(run_dir)
+
+
+def test_simulate_with_the_speeds_of_a_damaged_run(run_dir: Path, cli: CommandLine) -> None:
+    write_run(run_dir, RunPlan(steps=4, samples=2, n=2))
+    write(run_dir / STATE_FILE, json.dumps(STATE))
+    huge = {"num_workers": 10**400, "ppo_mini_batch_size": 10**400, "cpu_threads": 10**400}
+    write(run_dir / "config.yaml", yaml.safe_dump({"trainer": huge, "rollout": huge}))
+    later = {**STEP, "time/monotonic_s": 2.0}
+    odd = {**later, **dict.fromkeys((name for name in STEP if name.startswith("health/")), "a")}
+    rows = [*map(json.dumps, (STEP, odd, later)), hostile.DEEP, hostile.NESTED, hostile.LONG_INTEGER]
+    write(run_dir / "metrics.jsonl", "\n".join(rows))
+    cli("simulate", "--trace", run_dir, "--steps", 1)
+
+
 # ------------------------------------------------------------------------------------------------ pipes and large files
 
 
@@ -159,6 +241,7 @@ def show(run_dir: Path, config: str, line: str, trained: str | None) -> None:
         ("show", "kept/sample_0_42.safetensors"),
         ("show", "trained.jsonl"),
         ("timeline", "events"),
+        ("simulate", "metrics.jsonl"),
         ("simulate", "events/summary.json"),
     ],
 )
