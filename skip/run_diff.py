@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.text import parse_json
-from asyncrl.storage.run_dir import METRICS, find_run, reading
+from asyncrl.storage.run_dir import METRICS, find_run, read_lines
 
 COMPARED = (
     "rewards",
@@ -87,12 +87,11 @@ def _steps(run: Path) -> dict[int, Mapping[str, Any]]:
     path = find_run(str(run)) / METRICS
     steps: dict[int, Mapping[str, Any]] = {}
     try:
-        with reading(path) as file:
-            for line in file:
-                if line.endswith(b"\n"):  # a live run may be writing the last one
-                    row = parse_json(line, finite=True, max_digits=MAX_DIGITS)
-                    if row["kind"] == "step":
-                        steps[integer(row["step"])] = row
+        for line in read_lines(path):
+            if line.endswith(b"\n"):  # a live run may be writing the last one
+                row = parse_json(line, finite=True, max_digits=MAX_DIGITS)
+                if row["kind"] == "step":
+                    steps[integer(row["step"])] = row
     except FileNotFoundError:
         raise ConfigError(f"there is no {path}: logging.sinks has no jsonl, or the run has no step") from None
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -271,7 +271,7 @@ def _numbered(directory: Path, prefix: str) -> list[str]:
     try:
         with os.scandir(directory) as entries:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     names = [name for name in names if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
     names.sort(key=lambda name: (_number_of(name), name))

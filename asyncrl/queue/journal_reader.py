@@ -33,7 +33,7 @@ from asyncrl.queue.state import QueueState
 from asyncrl.queue.turn_log import log_incarnation
 from asyncrl.queue.wal_survey import survey
 from asyncrl.storage.checkpoint_manifest import LineageHistory
-from asyncrl.storage.run_dir import JOURNAL, SAMPLES
+from asyncrl.storage.run_dir import JOURNAL, JOURNAL_FILES, SAMPLES
 from asyncrl.storage.segments import segment_incarnation
 
 SCHEMA_VERSION = 5
@@ -246,9 +246,12 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
 
     Raises:
         JournalDamage: a rollback journal lies beside it. In WAL mode there is none, and SQLite would apply it and then
-            delete the file that it names. Or it has something else than `TABLES`: a query of a view may never end, and
-            a trigger would run with each commit.
+            delete the file that it names. Or one of its files is not a regular one. Or it has something else than
+            `TABLES`: a query of a view may never end, and a trigger would run with each commit.
     """
+    for file in JOURNAL_FILES:
+        if (there := path.with_name(file)).exists() and not there.is_file():  # to open a pipe could block forever
+            raise JournalDamage(f"{file} is not a regular file")
     if os.path.lexists(rollback := f"{path}-journal"):
         raise JournalDamage(f"{rollback} is not a file of asyncrl, and SQLite would change {path.name} by it")
     uri = f"file:{quote(str(path))}?mode=ro"

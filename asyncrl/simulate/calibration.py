@@ -29,6 +29,7 @@ from asyncrl.observe.report.load import Events, load
 from asyncrl.observe.report.requests import logical_requests
 from asyncrl.observe.report.statistics import Intervals, clip, intersection, spans, total, union
 from asyncrl.observe.status.run_status import read_readable_state
+from asyncrl.profiling.files import is_number
 from asyncrl.simulate.contention import measure_contention, read_cpu_use
 from asyncrl.simulate.decoding import decoding_speeds, decoding_times
 from asyncrl.simulate.trace import (
@@ -82,7 +83,6 @@ def calibrate(run_dir: Path) -> Trace:
             "have, so its speeds say little. Take a run of 20 steps or more"
         )
     config = SavedConfig(run_dir)
-    workers = config.value("trainer", "num_workers")
     requests = logical_requests(events)
     requests = requests[~requests["aborted"]]
     contention = _contention(run_dir, events, config)
@@ -92,15 +92,16 @@ def calibrate(run_dir: Path) -> Trace:
     decoding = union(*decoding_times(events["request"]))
     update = _trainer(events, decoding, contention.trainer)
     experience = _experience(events)
-    key = workers if isinstance(workers, int) and workers > 0 else 1
+    workers = _positive(config, "trainer", "num_workers") or 1
+    per_step = _positive(config, "trainer", "ppo_mini_batch_size")
     first_token = events["request"]["queued_s"].fillna(0.0) + events["request"]["prefill_s"].fillna(0.0)
     return Trace(
-        lengths=LengthTrace(recorded=_recorded(requests), recorded_per_step=_samples_per_step(config)),
+        lengths=LengthTrace(recorded=_recorded(requests), recorded_per_step=per_step),
         engine=EngineTrace(step_s=step_s, request_s=_median(first_token), **_start(events)),
         dispatch=_dispatch(events, requests),
         trainer=TrainerTrace(
-            update_tokens_per_s={key: update[1]},
-            experience_tokens_per_s={key: experience[1]} if experience is not None else None,
+            update_tokens_per_s={workers: update[1]},
+            experience_tokens_per_s={workers: experience[1]} if experience is not None else None,
             step_s=update[0] + _rest_of_steps(events),
             lease_s=_lease_overhead(events) + (experience[0] if experience is not None else 0.0),
             checkpoint_s=_mean(events["trainer.checkpoint"]["duration_s"]),
@@ -109,6 +110,12 @@ def calibrate(run_dir: Path) -> Trace:
         validation=_validation(events),
         contention=contention,
     )
+
+
+def _positive(config: SavedConfig, *keys: str) -> int | None:
+    """Return a positive integer of the configuration; None: it has something else there."""
+    value = config.value(*keys)
+    return value if is_number(value) and isinstance(value, int) and value > 0 else None
 
 
 def _mean(values: pd.Series) -> float:
@@ -152,11 +159,6 @@ def _recorded(requests: pd.DataFrame) -> tuple[RecordedGroup, ...]:
         turns.append((max(1, int(tokens)), 0.0))
         last, last_end = (index, trajectory), end
     return tuple(tuple(map(tuple, group.values())) for group in groups.values())
-
-
-def _samples_per_step(config: SavedConfig) -> int | None:
-    samples = config.value("trainer", "ppo_mini_batch_size")
-    return samples if isinstance(samples, int) and samples > 0 else None
 
 
 def _dispatch(events: Events, requests: pd.DataFrame) -> DispatchTrace:
@@ -203,9 +205,9 @@ def _contention(run_dir: Path, events: Events, config: SavedConfig) -> Contentio
 
     def threads(process: str) -> int:
         section = {"engine": "rollout", "rank": "trainer"}.get(process.partition("-")[0], "")
-        number = config.value(section, "cpu_threads") if section else 1
-        parallel = config.value("rollout", "tensor_parallel_size") if section == "rollout" else 1
-        return max(1, number * parallel) if isinstance(number, int) and isinstance(parallel, int) else 1
+        number = _positive(config, section, "cpu_threads") if section else 1
+        parallel = _positive(config, "rollout", "tensor_parallel_size") if section == "rollout" else 1
+        return number * parallel if number and parallel else 1
 
     return measure_contention(use, both_s, threads)
 
@@ -266,8 +268,8 @@ def _lease_overhead(events: Events) -> float:
     """Return the time from the last sample that a waiting lease needed until the Trainer has the batch."""
     ready = events["sample.ready"].drop_duplicates("index", keep="last").set_index("index")["end"]
     leased = events["sample.leased"]
-    last = leased.assign(ready=leased["index"].map(ready)).groupby("step")["ready"].max()
     waits = events["trainer.wait_samples"].drop_duplicates("step", keep="last").set_index("step")
+    last = leased.assign(ready=leased["index"].map(ready)).groupby("step")["ready"].max().reindex(waits.index)
     late = (waits["end"] - last).where(last > waits["timestamp"])
     return _mean(late)
 

@@ -8,16 +8,16 @@ on the machine makes the factors too large.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from asyncrl.core.text import parse_json
 from asyncrl.observe.status.run_status import read_readable_state
+from asyncrl.profiling.files import is_number
 from asyncrl.simulate.trace import ContentionTrace
-from asyncrl.storage.run_dir import RunDir
+from asyncrl.storage.run_dir import RunDir, read_lines
 
 CPU = "health/cpu/"
 CPU_WAIT = "health/cpu_wait/"
@@ -47,31 +47,31 @@ def read_cpu_use(run_dir: Path) -> CpuUse | None:
     if state is None or len({process.node_id for process in state.processes if process.node_id}) > 1:
         return None
     try:
-        lines = RunDir(run_dir).metrics.read_bytes().splitlines()
+        return cpu_use(_rows(RunDir(run_dir).metrics))
     except OSError:
         return None
-    return cpu_use(_rows(lines))
 
 
-def _rows(lines: Iterable[bytes]) -> Iterable[Mapping[str, Any]]:
-    for line in lines:
+def _rows(metrics: Path) -> Iterator[Mapping[str, float]]:
+    """Yield the numbers of each step; others in its line, which anybody may have written, are left out."""
+    for line in read_lines(metrics):
         try:
-            row = json.loads(line)
+            row = parse_json(line, finite=True)
         except ValueError:  # torn: the run was killed
             continue
         if isinstance(row, dict) and row.get("kind") == "step":
-            yield row
+            yield {name: value for name, value in row.items() if is_number(value) and value >= 0}
 
 
-def cpu_use(rows: Iterable[Mapping[str, Any]]) -> CpuUse | None:
+def cpu_use(rows: Iterable[Mapping[str, float]]) -> CpuUse | None:
     """Return the CPU time between the first and the last of these rows of steps."""
-    used: Counter[str] = Counter()
-    waited: Counter[str] = Counter()
+    used: dict[str, float] = defaultdict(float)
+    waited: dict[str, float] = defaultdict(float)
     first_s = last_s = None
     cpus = machine_s = 0.0
     for row in rows:
         now_s, cpus = row.get("time/monotonic_s"), row.get(CPUS, cpus)
-        if not isinstance(now_s, int | float):
+        if now_s is None:
             continue
         if first_s is None or last_s is None:
             first_s = now_s

@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.core.answer_statistics import Graded
 from asyncrl.core.types import Prompt
+from asyncrl.storage.run_dir import read_lines
 from asyncrl.storage.trajectory_files import open_at_line, plain
 
 ANSWERS = "answers.jsonl"
@@ -104,13 +105,12 @@ def read_answers(path: Path) -> dict[int, AnsweredPrompt]:
     """
     found: dict[int, AnsweredPrompt] = {}
     try:
-        with path.open("rb") as lines:
-            for line in lines:
-                try:
-                    answered = _ANSWERED.validate_json(line)
-                except ValidationError:
-                    continue
-                found[answered.number] = answered
+        for line in read_lines(path):
+            try:
+                answered = _ANSWERED.validate_json(line)
+            except ValidationError:
+                continue
+            found[answered.number] = answered
     except FileNotFoundError:
         return {}
     return dict(sorted(found.items()))

@@ -22,7 +22,7 @@ from pathlib import Path
 from asyncrl.core.failures import ConfigError, FencedError, InfraError
 from asyncrl.storage.checkpoint_manifest import LineageHistory, checkpoint_steps
 from asyncrl.storage.remote_checkpoints import RemoteCheckpoints, remote_checkpoints
-from asyncrl.storage.run_dir import RunDir, disk_error, read_json, replace_file, sync
+from asyncrl.storage.run_dir import RunDir, disk_error, read_file, read_json, replace_file, sync
 
 CLAIM = "run.json"
 RUN_ID = "run.id"
@@ -61,7 +61,7 @@ def read_claim(checkpoint_dir: Path) -> Claim | None:
 def read_run_id(run_dir: Path) -> str | None:
     """Return the id of a run that has claimed a directory; None: the run is not there, or has not."""
     try:
-        return (run_dir / RUN_ID).read_text(encoding="utf-8").strip() or None
+        return read_file(run_dir / RUN_ID).decode(errors="replace").strip() or None
     except OSError:
         return None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote
@@ -41,6 +42,10 @@ _WRITTEN_DIRECTORIES = ("", SAMPLES, KEPT, "checkpoints", "events", "logs", "pro
 _RUN_FILES = ("state.json", "config.yaml", SUMMARY)
 """A directory that contains one of these is a run directory."""
 _MAX_LISTED = 12
+MAX_FILE_BYTES = 64 << 20
+"""Limit of `read_file`. The largest files that it reads are the reports of long runs and kept samples."""
+MAX_LINE_BYTES = 256 << 20
+"""Limit of `read_lines`. The longest lines are trajectories of many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +167,18 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a regular file. Raises `OSError`; see `reading`."""
+    """Return the content of a regular file of at most `MAX_FILE_BYTES`. Raises `OSError`; see `reading`."""
     with reading(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
+            reason = f"it has {size} bytes, and no run writes more than {MAX_FILE_BYTES}: delete it, or copy it again"
+            raise OSError(errno.EFBIG, reason, str(path))
         return file.read()
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file; of a long one, parts of `MAX_LINE_BYTES`. Raises `OSError`; see `reading`."""
+    with reading(path) as file:
+        yield from iter(partial(file.readline, MAX_LINE_BYTES), b"")
 
 
 def read_json(path: Path) -> Any:

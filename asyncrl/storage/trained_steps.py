@@ -24,7 +24,7 @@ from anyio import to_thread
 from asyncrl.core.failures import ConfigError
 from asyncrl.core.text import parse_json
 from asyncrl.core.types import SampleId
-from asyncrl.storage.run_dir import TRAINED, disk_error
+from asyncrl.storage.run_dir import TRAINED, disk_error, read_lines
 
 
 class TrainedStepsFile:
@@ -65,10 +65,9 @@ def read_trained(run_dir: Path) -> Iterator[dict[str, Any]]:
     """
     path = run_dir / TRAINED
     if path.is_file():
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    yield _parse(path, number, line)
+        for number, line in enumerate(read_lines(path), 1):
+            if line.endswith(b"\n"):
+                yield _parse(path, number, line)
 
 
 def surviving_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -33,6 +33,7 @@ from asyncrl.core.ports import Score
 from asyncrl.core.text import MAX_DIGITS, safe_repr
 from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, LogProbs, SampleId, Span, TokenIds, versions_per_token
+from asyncrl.storage.run_dir import read_lines
 from asyncrl.storage.sample_bytes import spans_from_json
 
 Decode = Callable[[TokenIds], str]
@@ -388,13 +389,12 @@ def find(directory: Path, index: int, run_dir: Path) -> DumpedSample:
     """
     path, notes = directory / file_name(index), []
     found: list[DumpedTrajectory] = []
-    with path.open("rb") as file:
-        for number, line in _lines_of(file, index):
-            try:
-                found.append(parse(line))
-            except ValueError as error:
-                torn = "was cut off" if not line.endswith(b"}\n") else f"is damaged: {error}"
-                notes.append(f"line {number} of {path} {torn}")
+    for number, line in _lines_of(read_lines(path), index):
+        try:
+            found.append(parse(line))
+        except ValueError as error:
+            torn = "was cut off" if not line.endswith(b"}\n") else f"is damaged: {error}"
+            notes.append(f"line {number} of {path} {torn}")
     of_run = [one for one in found if _same_place(one.run, run_dir)]
     if found and not of_run:
         others = sorted({one.run for one in found})

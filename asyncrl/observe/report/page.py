@@ -21,6 +21,7 @@ from rich.text import Text
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.formats import percent, seconds
 from asyncrl.observe.report import plots
+from asyncrl.storage.run_dir import read_json
 
 PAGE, DATA = "index.html", "report.json"
 MAX_STEPS = 2000
@@ -158,11 +159,11 @@ def render_page(report: Mapping[str, Any], plots_dir: Path) -> str:
 def _existing_plots(directory: Path) -> set[str] | None:
     """Return the file names of the plots of the report in the directory; None if it has no report."""
     try:
-        report = json.loads((directory / DATA).read_text(encoding="utf-8"))
+        report = read_json(directory / DATA)
         if not isinstance(report["format"], int):
             return None
         names = {str(each["png"]) for each in report["figures"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return set(filter(_PLOT.fullmatch, names))
 

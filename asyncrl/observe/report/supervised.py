@@ -22,7 +22,7 @@ from asyncrl.observe.report.analysis import FORMAT
 from asyncrl.observe.report.page import MAX_STEPS, data_url, templates
 from asyncrl.observe.report.plots import CYCLE, DPI, STYLE, format_axes, subplots
 from asyncrl.observe.report.statistics import to_json
-from asyncrl.storage.run_dir import RunDir, reading
+from asyncrl.storage.run_dir import RunDir, read_lines
 
 _COLUMNS = {
     "loss": "sft/loss",
@@ -79,12 +79,11 @@ def _rows(path: Path) -> Iterator[MetricsRow]:
     """Yield the rows of metrics.jsonl; damaged lines, and the unfinished last one of a live run, are left out."""
     if not path.is_file():
         return
-    with reading(path) as file:
-        for line in file:
-            try:
-                yield MetricsRow.from_json(parse_json(line, finite=True))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-                continue
+    for line in read_lines(path):
+        try:
+            yield MetricsRow.from_json(parse_json(line, finite=True))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            continue
 
 
 def supervised_lines(found: Mapping[str, Any]) -> Iterator[Text]:

@@ -225,6 +225,8 @@ class EventReader:
                 if len(data) == len(rest):
                     return
                 complete = data.rfind(b"\n") + 1
+                if not complete and len(data) > _CHUNK_BYTES:  # no event is that long
+                    complete = len(data)
                 rest = data[complete:]
                 if complete:
                     offset = file.read_to

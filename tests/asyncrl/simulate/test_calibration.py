@@ -101,6 +101,14 @@ def test_a_run_of_another_kind_is_refused(tmp_path: Path, mode: str, kind: str) 
         calibrate(tmp_path)
 
 
+def test_a_step_whose_wait_was_not_recorded_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, RunPlan(steps=5))
+    whole = calibrate(tmp_path)
+    [first, *_] = sorted((tmp_path / EVENTS_DIRECTORY).glob("*/trainer.jsonl"))
+    first.write_text("".join(line for line in first.open() if "trainer.wait_samples" not in line))
+    assert calibrate(tmp_path).trainer.lease_s == pytest.approx(whole.trainer.lease_s, abs=1e-3)
+
+
 def test_a_run_of_two_steps_is_too_short(tmp_path: Path) -> None:
     write_run(tmp_path / "run", RunPlan(steps=2))
     with pytest.raises(ConfigError, match="has trained 2 steps"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -15,12 +15,15 @@ import yaml
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, InfraError
+from asyncrl.storage import run_dir as run_dirs
 from asyncrl.storage.run_dir import (
     RunDir,
     SavedConfig,
     check_links,
     create_run_dir,
     disk_error,
+    read_file,
+    read_lines,
     reopen_run_dir,
     runs_of,
 )
@@ -189,3 +192,23 @@ def test_the_mirror_of_a_url_is_named_without_its_credentials(tmp_path: Path) ->
     )
     assert given.checkpoint_url == "s3://key:c4n4ry@bucket/run" and "c4n4ry" not in str(given.checkpoints)
     assert given.checkpoints == renewed.checkpoints != other.checkpoints
+
+
+def test_files_and_lines_are_read_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "file").write_bytes(b"abcdef\nx\n")
+    monkeypatch.setattr(run_dirs, "MAX_LINE_BYTES", 4)
+    assert list(read_lines(file)) == [b"abcd", b"ef\n", b"x\n"]
+    monkeypatch.setattr(run_dirs, "MAX_FILE_BYTES", 9)
+    assert read_file(file) == file.read_bytes()
+    monkeypatch.setattr(run_dirs, "MAX_FILE_BYTES", 8)
+    with pytest.raises(
+        OSError, match=r"it has 9 bytes, and no run writes more than 8: delete it, or copy it again.*file"
+    ):
+        read_file(file)
+
+
+@pytest.mark.parametrize("read", [read_file, lambda path: list(read_lines(path))])
+def test_a_pipe_is_not_read(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        read(tmp_path / "pipe")

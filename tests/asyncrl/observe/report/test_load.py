@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ DAMAGED = [
     '{"timestamp":1790000000,"event":"step","duration_s":-1e400}', '{"timestamp":1790000000,"event":"step"}',
     '{"timestamp":1790000000,"event":7,"duration_s":1}', f'{STEP},"step":1e400}}', f'{STEP},"step":9e300}}',
     f'{STEP},"turn":0.5}}', f'{STEP},"trajectory":1.5}}', f"{STEP}}}{STEP}}}", STEP.encode() + b',"error":"\xff"}',
-    b"\xff\xfe\x00 broken",
+    b"\xff\xfe\x00 broken", "null", " null",
 ]  # fmt: skip
 
 
@@ -77,6 +78,29 @@ def test_report_and_timeline_count_and_leave_out_the_same_damaged_lines(tmp_path
     assert events["step"]["samples"].tolist() == [8.0, 9.0]
     assert (events.num_events, events.num_torn) == (2, 1)
     assert (len(shown), reader.num_damaged) == (2, 1)
+
+
+@pytest.mark.parametrize("content", ["null\n", "\nnull\n", "\r\nnull\n", f"{' ' * (1 << 20)}\rnull\n"])
+def test_a_file_that_begins_with_null_has_no_event(tmp_path: Path, content: str) -> None:
+    put(tmp_path, "trainer").write_text(content, newline="")
+    assert load(tmp_path).num_torn == 1
+
+
+def test_a_line_that_never_ends_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path = put(tmp_path, "trainer", event("step", 1.0))
+    before, line_bytes = path.read_bytes(), 256 << 20
+    os.truncate(path, len(before) + line_bytes)
+    with path.open("ab") as file:
+        file.write(b"\n" + before)
+    reader = EventReader(tmp_path)
+    for read in (lambda: len(load(tmp_path)["step"]), lambda: sum(len(chunk.events) for chunk in reader.read_new())):
+        tracemalloc.start()
+        try:
+            assert read() == 2
+            assert tracemalloc.get_traced_memory()[1] < line_bytes // 2
+        finally:
+            tracemalloc.stop()
+    assert reader.num_damaged == 1
 
 
 @pytest.mark.parametrize("odd", ["1e400", "NaN", "Infinity", "1e300", '"many"', "1" + "0" * 400])
