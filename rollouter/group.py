@@ -233,13 +233,13 @@ class GroupGeneration(TrajectoryGroup):
     async def _hold_conversation(self, agent: ConversationAgent, key: str, sampling: Mapping[str, Any]) -> None:
         sample = self.request
         session = trajectory_id(self.session, key)
-        is_open = False
+        was_logged = False  # the latest turn
 
         async def ask(request: TurnRequest) -> Turn:
-            nonlocal is_open
+            nonlocal was_logged
             name = turn_key(key, request.number, request.context, sample.prompt)
             logged = self.turns.get(name)
-            is_open = is_complete(logged)
+            was_logged = is_complete(logged)
             if is_complete(logged):
                 return logged
             params = {**sampling, "max_tokens": min(sampling["max_tokens"], request.max_tokens)}
@@ -267,7 +267,7 @@ class GroupGeneration(TrajectoryGroup):
                     span.add(finish_reason=str(FinishReason.ABORTED))
                     raise
                 span.add(**self._event_fields(key, trajectory))
-            if is_open:  # a worker was lost after it had reported the last turn, and others may wait for this session
+            if was_logged:  # a worker was lost after it had reported the turn, and others may wait for this session
                 self.sessions.end(session)
             self._end(key, trajectory)
 

@@ -1,7 +1,7 @@
 """Decides how many replicas the run wants, and sends it to the weight store, from which it reaches Ray Serve.
 
-`rollouter.serving.autoscaling` describes the way to Serve. A restarted store has forgotten the number; its next status
-says so, and the number is sent again.
+`rollouter.serving.autoscaling` describes the way to Serve. A restarted store has forgotten the number and
+reports none in its next status, so the number is sent again.
 """
 
 from __future__ import annotations

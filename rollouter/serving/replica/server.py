@@ -39,7 +39,7 @@ from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.weights import PauseMode, WeightUpdates
 
 LEAVE_POLL_S = 0.1
-"""Interval at which a replica checks whether Serve has asked it to end. Serve has no call that says so in time."""
+"""Interval at which a replica checks whether Serve has asked it to end. Serve has no call that tells it in time."""
 
 
 class RolloutServer(LLMServer):

@@ -60,7 +60,8 @@ def share_layers(model: nn.Module, mesh: DeviceMesh) -> list[str]:
 
 
 def _experts_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the styles that give each rank some of the experts; empty for a model without experts.
+    """Return the styles that give each rank some of the experts; empty for a model without experts, and for one whose
+    configuration does not have their number as `num_experts`, by which transformers divides them.
 
     transformers' plan for tensor parallelism gives each rank a part of every expert, as DTensors whose parts are not
     contiguous, which cannot be loaded shard by shard.
@@ -71,7 +72,7 @@ def _experts_plan(model: PreTrainedModel) -> dict[str, str]:
         for name, module in model.named_modules()
         if isinstance(module, router_classes(model))
     }
-    if not weights or not routers:
+    if not weights or not routers or not hasattr(model.config.get_text_config(), "num_experts"):
         return {}
     return weights | dict.fromkeys({key.rpartition(".")[0] for key in weights}, EXPERTS) | routers
 
