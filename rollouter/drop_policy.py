@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal, NamedTuple
+
+import anyio
 
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.core.failures import AsyncRLError, DataError, PoisonError, UserCodeError
@@ -59,10 +62,21 @@ _DROPS: tuple[tuple[type[DataError], DropReason, str], ...] = (
 class DropPolicy:
     """Drops samples for data errors and, depending on `reward.on_error`, for errors of user code; limits both."""
 
-    def __init__(self, config: RewardConfig, *, num_prompts: int) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        num_prompts: int,
+        sample_s: float,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
         self._config = config
         self._num_prompts = num_prompts
+        self._sample_s = sample_s
+        self._clock = clock
         self._consecutive_drops = 0
+        self._first_drop_at = 0.0
+        """When the first of the consecutive drops occurred."""
         self._user_errors = 0
         self._kinds: Counter[str] = Counter()
         self.messages: list[str] = []
@@ -81,9 +95,13 @@ class DropPolicy:
 
         Raises:
             UserCodeError: user code failed and the run must stop: `on_error` is `stop`, or `max_errors` is exceeded.
-            DataError: as many samples in a row were dropped as an epoch has prompts.
+            DataError: as many samples in a row were dropped as an epoch has prompts. Samples that were generated at the
+                same time can all take too long for one cause, such as a lost connection, so such errors must also go on
+                for the time limit of a sample.
         """
         self._consecutive_drops += 1
+        if self._consecutive_drops == 1:
+            self._first_drop_at = self._clock()
         if isinstance(error, UserCodeError):
             self._user_errors += 1
             on_error = error.on_error if isinstance(error, ToolFailedError) else self._config.on_error
@@ -96,10 +114,11 @@ class DropPolicy:
                     error.cause,
                 )
             return self._drop(sample_id, DropReason.FAILED, "user code failed", error)
-        if self._consecutive_drops >= self._num_prompts:
+        shares_a_cause = isinstance(error, TooLongError) and self._clock() - self._first_drop_at < self._sample_s
+        if self._consecutive_drops >= self._num_prompts and not shares_a_cause:
             raise DataError(
-                f"{self._consecutive_drops} samples in a row were dropped, which is a whole epoch: no prompt gets "
-                f"through. The last one was {sample_id}: {error.message}",
+                f"{self._consecutive_drops} samples in a row were dropped, and an epoch has {self._num_prompts}: no "
+                f"prompt gets through. The last one was {sample_id}: {error.message}",
                 error.cause,
             )
         for error_class, reason, kind in _DROPS:

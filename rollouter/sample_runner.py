@@ -180,7 +180,8 @@ class GenerationParts:
             if self.agent is not None:
                 self.agent.watch(self.waits.waiting)
             self.groups = partial(GroupGeneration, fleet=self.fleet, agent=self.agent)
-        self.drops = DropPolicy(self.config.reward, num_prompts=len(self.prompts))
+        sample_s = self.config.timeouts.sample_s
+        self.drops = DropPolicy(self.config.reward, num_prompts=len(self.prompts), sample_s=sample_s)
         self.isolation = CrashIsolation(
             self.config.recovery.max_crashes, waits=self.waits, settle_s=self.settle_s, wall_clock=self.wall_clock
         )

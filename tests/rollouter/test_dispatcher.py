@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import numpy as np
@@ -260,7 +261,7 @@ def test_a_metric_of_a_tool_without_a_name_is_a_failure_of_user_code() -> None:
 
 
 def test_the_drop_policy_counts_consecutive_drops() -> None:
-    policy = DropPolicy(RewardConfig(), num_prompts=3)
+    policy = DropPolicy(RewardConfig(), num_prompts=3, sample_s=60, clock=lambda: 0.0)
     for _ in range(5):
         assert policy.decide("a", OverlongError("long")).reason == "overlong"
         assert policy.decide("b", DataError("odd")).reason == "failed"
@@ -302,8 +303,20 @@ async def test_a_run_whose_samples_all_time_out_stops() -> None:
         prompts=[make_prompt(k) for k in range(1, 6)],
     )
     error = await rig.fails(DataError)
-    assert "5 samples in a row were dropped" in error.message
+    assert "samples in a row were dropped, and an epoch has 5: no prompt gets through" in error.message
     assert "was not generated within timeouts.sample_s = 0.02 s" in error.message
+
+
+def test_samples_that_one_cause_delays_do_not_stop_the_run() -> None:
+    """The samples that are generated at the same time reach their limit one after the other, and then the next ones
+    have one limit more."""
+    clock = Mock(return_value=100.0)
+    policy = DropPolicy(RewardConfig(), num_prompts=3, sample_s=60, clock=clock)
+    for clock.return_value in (100.0, 120.0, 140.0, 159.0):
+        assert policy.decide("a", TooLongError("slow")).reason == "failed"
+    clock.return_value = 160.0
+    with pytest.raises(DataError, match="5 samples in a row were dropped, and an epoch has 3"):
+        policy.decide("b", TooLongError("slow"))
 
 
 @pytest.mark.parametrize("seed", range(3))
