@@ -352,6 +352,7 @@ class ReplicaWatch:
     _presumed_gone: dict[str, ReplicaReport] = field(default_factory=dict, init=False)
     """Last report of each replica that a new one seems to have replaced, but that may only be unresponsive."""
     _starting: dict[str, Restart] = field(default_factory=dict, init=False)
+    _updated_at: float | None = field(default=None, init=False)
     _wanted_before: int = field(default=0, init=False)
     _num_unneeded: int = field(default=0, init=False)
     """Replicas that Serve may still end because the run has wanted fewer."""
@@ -367,6 +368,10 @@ class ReplicaWatch:
             now: when the store sent them.
             store_since: when the store's process started to receive reports; silence counts from then at the earliest.
         """
+        unseen_s = now - self._updated_at if self._updated_at is not None else 0.0
+        self._updated_at = now
+        if unseen_s > self.limit_s:  # This process was suspended, and successors may be up that it does not know of.
+            self._unresponsive_since = {name: at + unseen_s for name, at in self._unresponsive_since.items()}
         wanted = self.num_replicas or 0
         self._num_unneeded += max(0, self._wanted_before - wanted)
         self._wanted_before = wanted

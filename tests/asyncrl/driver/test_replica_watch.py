@@ -15,6 +15,16 @@ def report(replica: str, at: float, phase: ReplicaPhase = "serving", error: str 
     return ReplicaReport(replica, "node", 7, (), phase, at, 0, 0, 0, 0, at, error)
 
 
+def watch_until(watch: ReplicaWatch, end: float, *silent: ReplicaReport) -> list[ReplicaReport]:
+    """Let replica `b` report each minute until `end`, and return the replicas that were reported as missing."""
+    missing: list[ReplicaReport] = []
+    now = watch._updated_at or 0.0
+    while now < end:
+        now = min(now + 60.0, end)
+        missing += watch.update([*silent, report("b", now)], now).missing
+    return missing
+
+
 @pytest.fixture
 def watch() -> ReplicaWatch:
     return ReplicaWatch(2, limit_s=60.0, start_s=600.0)
@@ -146,7 +156,7 @@ def test_a_replica_that_is_not_replaced_is_reported_as_missing_once(watch: Repli
     gone = report("a", 1.0, "broken", "no engine")
     watch.update([gone, report("b", 1.0)], 1.0)
     assert watch.update([gone, report("b", 62.0)], 62.0) == ReplicaChanges((), (), (gone,))
-    assert watch.update([gone, report("b", 662.0)], 662.0) == NOTHING
+    assert watch_until(watch, 662.0, gone) == []
     # The replicas that Serve starts in its place end before their first report, again and again.
     assert watch.update([gone, report("b", 663.0)], 663.0) == ReplicaChanges((), (), (), (gone,))
     assert watch.update([gone, report("b", 664.0)], 664.0) == NOTHING
@@ -159,8 +169,17 @@ def test_a_replica_that_hung_while_the_driver_was_suspended_is_not_reported_as_m
     watch.update([stuck, report("b", 1.0)], 1.0)
     # The driver was suspended for an hour, so only now can it end the replica, whose hang Serve has not noticed.
     assert watch.update([stuck, report("b", 3600.0)], 3600.0) == ReplicaChanges((), (), (stuck,))
-    assert watch.update([stuck, report("b", 4200.0)], 4200.0) == NOTHING
+    assert watch_until(watch, 4200.0, stuck) == []
     assert watch.update([stuck, report("b", 4201.0)], 4201.0).missing == (stuck,)
+
+
+def test_the_time_for_a_successor_does_not_pass_while_the_driver_is_suspended(watch: ReplicaWatch) -> None:
+    stuck = report("a", 1.0)
+    watch.update([stuck, report("b", 1.0)], 1.0)
+    assert watch.update([stuck, report("b", 62.0)], 62.0).unresponsive == (stuck,)
+    assert watch.update([stuck, report("b", 3662.0)], 3662.0) == NOTHING
+    assert watch_until(watch, 4262.0, stuck) == []
+    assert watch.update([stuck, report("b", 4263.0)], 4263.0).missing == (stuck,)
 
 
 def test_a_replica_that_reports_again_may_become_unresponsive_again(watch: ReplicaWatch) -> None:
@@ -177,4 +196,4 @@ def test_a_starting_replica_is_not_missing(watch: ReplicaWatch) -> None:
     assert len(watch.update([gone, report("b", 600.0), report("c", 600.0, "starting")], 600.0).replaced) == 1
     assert watch.update([gone, report("b", 850.0), report("c", 850.0, "starting")], 900.0) == NOTHING
     assert [one.replica for one in watch.update([report("b", 950.0)], 950.0).unresponsive] == ["c"]
-    assert [one.replica for one in watch.update([report("b", 1551.0)], 1551.0).missing] == ["c"]
+    assert [one.replica for one in watch_until(watch, 1551.0)] == ["c"]
