@@ -63,6 +63,7 @@ from trainer.experience import ExperienceBuilder
 from trainer.ranks_turn import RanksTurn
 from trainer.schedule import LoopSettings, mini_batches
 from trainer.step_records import StepRecorder, batch_metrics, note_trained, role_metrics, sample_metrics
+from trainer.thread_search import ThreadSearch
 from trainer.workers.worker import RoleGroup
 
 EXPERIENCE_CALLS = 6
@@ -89,11 +90,13 @@ class TrainLoop:
         waits: WaitBoard | None = None,
         turn: RanksTurn | None = None,
         end_traces: Callable[[int], Awaitable[None]] | None = None,
+        threads: ThreadSearch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             end_traces: called with the number of each step that has ended.
+            threads: finds the number of threads of the ranks; None: it is fixed.
             progress: the counts from which the loop starts, and which it updates.
             validated_step: the newest step whose weights were validated or will be; 0: none.
             turn: that of the ranks on GPUs that they share with the engines; None: they have their own.
@@ -106,9 +109,13 @@ class TrainLoop:
         self._experience = experience
         self._trained_steps = trained_steps
         self._end_traces = end_traces
+        self._threads = threads
+        self._clock = clock
         self._stopping = False
         self._probed = False
         """Whether a published version had a probe."""
+        self._waited_s = 0.0
+        """Time for which the loop waited for the samples of the last batch."""
         self._num_rejected = 0
         """Number of samples rejected in the batches since the last one with a sample to train on."""
         self.progress = progress if progress is not None else Progress()
@@ -137,11 +144,22 @@ class TrainLoop:
     async def _train_all(self, sink: RecordSink, tasks: TaskGroup) -> None:
         ended = False
         while not ended and not self._stopping and self._settings.next_batch_size(self.progress) > 0:
+            started, tokens = self._clock(), self.progress.trained_tokens
             ended = await self._train_next_batch(sink)
+            await self._set_threads(self._clock() - started, self.progress.trained_tokens - tokens)
             if self._checkpoints.is_due(self.progress.step):
                 over = ended or self._stopping or self._settings.next_batch_size(self.progress) == 0
                 await self._checkpoints.begin(self.progress, tasks, last=over)
         await self._finish(tasks)
+
+    async def _set_threads(self, batch_s: float, tokens: int) -> None:
+        """Give the ranks the threads of the search, after a batch that took this long."""
+        if self._threads is None or not tokens:
+            return
+        before = self._threads.threads
+        if (threads := self._threads.batch_ended(batch_s, self._waited_s, tokens)) != before:
+            with self._calling("threads"):
+                await self._actor.set_threads(threads)
 
     async def _train_next_batch(self, sink: RecordSink) -> bool:
         """Lease a batch and take all its steps; returns whether the stream has ended."""
@@ -152,6 +170,7 @@ class TrainLoop:
             with self.waits.waiting("samples"), self._steps.phase("wait_samples") as span:
                 await self._batch_source.fill(batch, size, trainer_version=self.progress.version)
                 span.add(samples=len(batch.samples))
+            self._waited_s = self._steps.metrics["timing/wait_samples_s"]
             self.progress.leases += len(batch.leases)
             left_out = self._settings.drop_partial and batch.ended and len(batch.samples) < size
             if batch.samples and not self._stopping and not left_out:

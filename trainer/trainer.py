@@ -31,6 +31,7 @@ from trainer.experience import ExperienceBuilder
 from trainer.loop import TrainLoop
 from trainer.ranks_turn import RanksTurn
 from trainer.schedule import LoopSettings
+from trainer.thread_search import ThreadSearch
 from trainer.tokenizer_checks import check_tokenizers
 from trainer.workers.group import TrainerGroups
 from trainer.workers.placement import Role
@@ -281,6 +282,7 @@ class Trainer:
             call_limit_s=config.timeouts.train_s,
             waits=self._waits,
         )
+        most = config.trainer.max_cpu_threads
         return TrainLoop(
             LoopSettings.from_config(config, total_steps=total_steps, lineage=self._lineage),
             queue=queue,
@@ -295,6 +297,7 @@ class Trainer:
             waits=self._waits,
             turn=self._turn,
             end_traces=self._groups.end_traces,
+            threads=ThreadSearch(config.trainer.cpu_threads, most) if most is not None else None,
         )
 
 

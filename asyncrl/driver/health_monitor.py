@@ -206,7 +206,8 @@ def _threads(config: Config) -> ThreadSplit | None:
     engines, *ranks = computing_processes(config, machine)
     if len(ranks) != 1 or ranks[0].threads_key != "trainer.cpu_threads":
         return None
-    return ThreadSplit(machine.cpus, engines.count, engines.threads, ranks[0].count, ranks[0].threads)
+    searches = config.trainer.max_cpu_threads is not None
+    return ThreadSplit(machine.cpus, engines.count, engines.threads, ranks[0].count, ranks[0].threads, searches)
 
 
 class _BoundedRead:

@@ -66,7 +66,8 @@ def _launch(job: Job) -> list[str]:
         *(f"trainer.ppo_mini_batch_size={job.samples}", f"trainer.total_training_steps={job.steps}"),
         *(f"trainer.ppo_max_token_len={job.micro_batch * (job.prompt_tokens + job.max_tokens)}",),
         *(f"trainer.optim.lr={job.learning_rate}", "trainer.optim.warmup_steps=0"),
-        *(f"trainer.cpu_threads={cpu_threads}", "trainer.save_last=false", "trainer.val_before_train=false"),
+        *(f"trainer.cpu_threads={cpu_threads}", f"trainer.max_cpu_threads={job.cores}"),
+        *("trainer.save_last=false", "trainer.val_before_train=false"),
         *("logging.sinks=[jsonl]", "logging.console=plain"),
     ]
 

@@ -41,6 +41,7 @@ class FakeGroup(RoleGroup):
         self.batches: list[TensorDict] = []
         self.published: list[tuple[int, int, int, bool]] = []
         """`(version, step, the weights' step, validate)`."""
+        self.threads: list[int] = []
         self.total_steps = 0
         self.metrics: Metrics = {}
         """Metrics that each step adds to the usual ones."""
@@ -62,6 +63,9 @@ class FakeGroup(RoleGroup):
 
     async def plan(self, total_steps: int) -> None:
         self.total_steps = total_steps
+
+    async def set_threads(self, threads: int) -> None:
+        self.threads.append(threads)
 
     async def train_batch(self, batch: TensorDict) -> Metrics:
         await anyio.lowlevel.checkpoint()

@@ -29,6 +29,7 @@ from trainer.batches import BatchSource, RowRules
 from trainer.checkpoints import EXPORT_EVERY, HfExportSettings
 from trainer.loop import TrainLoop
 from trainer.schedule import LoopSettings
+from trainer.thread_search import ThreadSearch
 
 SETTINGS = LoopSettings(
     total_steps=4,
@@ -64,6 +65,7 @@ class TrainerRig:
         save_freq: int = -1,
         with_critic: bool = False,
         total_samples: int | None = None,
+        threads: ThreadSearch | None = None,
         **changes: Any,
     ) -> None:
         """Create the loop and its parts. `validated_step` defaults to the step of `progress`."""
@@ -108,6 +110,7 @@ class TrainerRig:
             progress=progress,
             validated_step=step if validated_step is None else validated_step,
             waits=waits,
+            threads=threads,
             clock=self.clock,
         )
         self.records = TrainerRecords()

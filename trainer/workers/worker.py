@@ -83,6 +83,11 @@ class TrainingWorker:
             torch.cuda.empty_cache()
 
     @dispatched("all")
+    def set_threads(self, threads: int) -> None:
+        """Compute on CPU with this many threads from now on."""
+        torch.set_num_threads(threads)
+
+    @dispatched("all")
     def set_loss_fn(self, loss: Loss) -> None:
         self._loss = loss
 
@@ -285,6 +290,9 @@ class RoleGroup(ABC):
 
     async def set_loss_fn(self, loss: Loss) -> None:
         await self.call("set_loss_fn", loss)
+
+    async def set_threads(self, threads: int) -> None:
+        await self.call("set_threads", threads)
 
     async def plan(self, total_steps: int) -> None:
         await self.call("plan", total_steps)

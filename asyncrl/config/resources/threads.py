@@ -14,7 +14,8 @@ from asyncrl.config.resources.plan import ENGINE_THREADS, MachineResources, comp
 from asyncrl.config.schema import Config
 
 AUTO = "auto"
-KEYS = (ENGINE_THREADS, "trainer.cpu_threads")
+RANK_THREADS = "trainer.cpu_threads"
+KEYS = (ENGINE_THREADS, RANK_THREADS)
 _SPARE_FROM = 8
 """From this number of CPUs on, one of them is left for the processes that do not compute: Rollouter, replicas' HTTP and
 message handling, queue and driver. Together they use less than half a CPU where engines and ranks have one each."""
@@ -36,7 +37,8 @@ def with_threads(config: Config, keys: Collection[str], machine: MachineResource
     """Return the configuration with a number of threads at each of `keys`.
 
     Sides with `auto` share the CPUs that the other side and the rest of the run leave: each of their processes gets the
-    same number of threads. In a synchronous run, each side gets all CPUs. On GPUs a process has one thread.
+    same number of threads, and ranks may try more (`trainer.max_cpu_threads`). In a synchronous run, each side gets all
+    CPUs. On GPUs a process has one thread.
 
     Args:
         trains: whether there are training processes besides the engines.
@@ -55,6 +57,11 @@ def with_threads(config: Config, keys: Collection[str], machine: MachineResource
             chosen[key] = max(1, (cpus if alternates else cpus - fixed) // processes)
     sections = {key.partition(".")[0]: threads for key, threads in chosen.items()}
     changes = {name: getattr(config, name).model_copy(update={"cpu_threads": n}) for name, n in sections.items()}
+    ranks = sum(part.count for part in parts if part.threads_key == RANK_THREADS)
+    is_fixed = alternates or config.async_training.deterministic or config.trainer.max_cpu_threads is not None
+    if RANK_THREADS in keys and ranks and not is_fixed:
+        most = max(chosen[RANK_THREADS], machine.cpus // ranks)
+        changes["trainer"] = changes["trainer"].model_copy(update={"max_cpu_threads": most})
     return config.model_copy(update=changes)
 
 

@@ -98,6 +98,9 @@ class EngineConfig(ConfigSection):
     """Precision of the forward and backward pass; weights that are trained and the optimizer are float32."""
     cpu_threads: Threads = 1
     """Threads of each process on CPU; auto: its share of this machine's CPUs (docs/training.md)."""
+    max_cpu_threads: Positive | None = None
+    """Most threads of each process on CPU: a run tries more than `cpu_threads`, and keeps what is faster; null: no
+    trial."""
     ppo_max_token_len: Positive = 16384
     """Maximum number of tokens in a micro-batch of one rank, or of one sequence-parallel group."""
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager", "flex_attention"] = "sdpa"
@@ -627,6 +630,13 @@ RULES: tuple[RuleFunction, ...] = (
                lambda c: c.trainer.tensor_parallel_size > 1 and c.model.lora_rank > 0,
                "layers with adapters (model.lora_rank={c.model.lora_rank}) cannot be shared",
                "set it to 1, or model.lora_rank=0"),
+    ConfigRule("trainer.max_cpu_threads",
+               lambda c: c.trainer.max_cpu_threads is not None and c.trainer.max_cpu_threads < c.trainer.cpu_threads,
+               "each process begins with trainer.cpu_threads={c.trainer.cpu_threads}", "set it to more, or to null"),
+    ConfigRule("trainer.max_cpu_threads",
+               lambda c: c.trainer.max_cpu_threads is not None and c.async_training.deterministic,
+               "a run keeps what is faster, so the last bits depend on timing (async_training.deterministic)",
+               "set it to null and give trainer.cpu_threads"),
     ConfigRule("trainer.router_aux_loss_coef",
                lambda c: c.trainer.router_aux_loss_coef and c.trainer.strategy in _ENGINE_LIBRARIES,
                "trainer.strategy={c.trainer.strategy} does not have this loss", "set it to 0, or use fsdp2"),

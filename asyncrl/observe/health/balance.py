@@ -16,6 +16,8 @@ class ThreadSplit(NamedTuple):
     engine_threads: int
     ranks: int
     rank_threads: int
+    searches: bool = False
+    """Whether the run tries more threads for the ranks (`trainer.max_cpu_threads`)."""
 
 
 class BetterSplit(NamedTuple):

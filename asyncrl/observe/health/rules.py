@@ -368,6 +368,8 @@ def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
     for_rollouter = split
     if not better:
         move = "move CPUs or GPUs from the replicas to the Trainer"
+        if threads and not threads.searches and (most := threads.cpus // threads.ranks) > threads.rank_threads:
+            move = f"let each rank try the CPUs that the engines leave idle (trainer.max_cpu_threads={most})"
         for_rollouter = f"raise it if the algorithm tolerates that, or {move}{no_better}"
     for side, idle, remedy in (("trainer", trainer, for_trainer), ("rollouter", rollouter, for_rollouter)):
         worth_it: Condition | None = "bad" if better and idle > IDLE_WITH_BETTER_SPLIT else None

@@ -338,3 +338,12 @@ def test_an_out_of_memory_error_names_the_keys_to_change() -> None:
     error = as_typed_error(torch.OutOfMemoryError("CUDA out of memory"), "actor.train_batch")
     assert type(error) is InfraError
     assert "lower ppo_max_token_len" in error.message
+
+
+def test_a_worker_computes_with_the_threads_it_is_given(spec: EngineSpec) -> None:
+    before = torch.get_num_threads()
+    try:
+        TrainingWorker(spec).set_threads(before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)

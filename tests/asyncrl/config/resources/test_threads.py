@@ -72,7 +72,22 @@ def test_auto_on_the_command_line_is_a_number_in_the_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(threads, "visible_gpus", lambda: 0)
     config = load_config(None, BOTH)
     assert (config.rollout.cpu_threads, config.trainer.cpu_threads) == (5, 5)
+    assert config.trainer.max_cpu_threads == 12, "ranks try the CPUs that the engines leave idle"
+    assert load_config(None, [f"{ENGINES}=auto"]).trainer.max_cpu_threads is None
+    assert load_config(None, [*BOTH, "trainer.max_cpu_threads=7"]).trainer.max_cpu_threads == 7
+    deterministic = "async_training.deterministic=true"
+    assert load_config(None, [*BOTH, deterministic]).trainer.max_cpu_threads is None
+    problem = single(list(check_config(None, ["trainer.max_cpu_threads=7", deterministic]).problems))
+    assert problem.key == "trainer.max_cpu_threads" and problem.severity == "error"
+    assert load_config(None, BOTH, mode="sync").trainer.max_cpu_threads is None
     assert take_auto({"rollout": {"cpu_threads": 2}, "trainer": None}) == []
+
+
+def test_fewer_threads_at_most_than_at_first_are_refused() -> None:
+    problem = single(list(check_config(None, [f"{RANKS}=3", "trainer.max_cpu_threads=2"]).problems))
+    assert (problem.key, problem.consequence) == (
+        "trainer.max_cpu_threads", "each process begins with trainer.cpu_threads=3"
+    )  # fmt: skip
 
 
 def test_auto_is_refused_on_a_cluster() -> None:

@@ -350,6 +350,14 @@ def test_a_side_that_waits_is_told_the_faster_split_of_threads() -> None:
     assert "set rollout.cpu_threads=5 and trainer.cpu_threads=11" in notices[0].text
     notices, _ = run(200, lambda _: WELL, idle_trainer=0.1, idle_rollouter=0.1, settings=uneven)
     assert notices == [], "neither side waits"
+
+
+@pytest.mark.parametrize("searches", [False, True])
+def test_idle_cpus_of_engines_are_offered_to_the_ranks(searches: bool) -> None:
+    small = ThreadSplit(cpus=2, engines=1, engine_threads=1, ranks=1, rank_threads=1, searches=searches)
+    settings = HealthSettings(threads=small)
+    [notice], _ = run(200, lambda _: WELL, idle_trainer=0.0, idle_rollouter=0.9, settings=settings)
+    assert ("(trainer.max_cpu_threads=2)" in notice.text) is not searches
     two = HealthSettings(threads=ThreadSplit(cpus=2, engines=1, engine_threads=1, ranks=1, rank_threads=1))
     assert run(200, lambda _: WELL, idle_trainer=0.4, idle_rollouter=0.0, settings=two)[0] == []
     notices, _ = run(200, lambda _: WELL, idle_trainer=0.6, idle_rollouter=0.0, settings=two)
