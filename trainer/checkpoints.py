@@ -10,16 +10,19 @@ step_000050/        a checkpoint; renamed to abandoned_step_000050/ once trainin
   hf/               the policy as a model directory (`trainer.hf_export`)
 
 There is one checkpoint at a time: the next one begins when the previous one is written or has failed. All ranks must
-have access to the directory.
+have access to the directory, which `check_shared` finds out before the first step.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -212,6 +215,22 @@ class RoleCheckpoints:
             written.set()
 
 
+async def check_shared(files: CheckpointDirectory, roles: Mapping[Role, RoleGroup]) -> None:
+    """Check that every rank sees the directory of the checkpoints.
+
+    Raises:
+        ConfigError: a rank is on a node that has another directory at this path.
+        InfraError: the disk is full or failing, or a rank died.
+    """
+    marker = await to_thread.run_sync(files.add_marker)
+    try:
+        for group in roles.values():
+            await group.find_file(marker)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(partial(marker.unlink, missing_ok=True))
+
+
 class CheckpointDirectory:
     """The directory with the checkpoints of a run. Its methods block.
 
@@ -246,6 +265,15 @@ class CheckpointDirectory:
         self._run_id = run_id
         self._identity = identity
         self._keep = keep
+
+    def add_marker(self) -> Path:
+        """Create an empty file with a new name, and return its absolute path."""
+        self._check_claim()
+        with _disk_errors(self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
+            handle, path = tempfile.mkstemp(prefix=".marker-", dir=self._root.absolute())
+            os.close(handle)
+            return Path(path)
 
     def open(self, step: int, parts: Sequence[str] = ()) -> Path:
         """Create a temporary directory for the checkpoint of `step`, with an empty subdirectory for each of `parts`."""

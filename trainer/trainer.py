@@ -26,7 +26,7 @@ from asyncrl.storage.run_dir import RunDir
 from asyncrl.storage.trained_steps import TrainedStepsFile
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.batches import BatchSource, RowRules
-from trainer.checkpoints import CheckpointDirectory, HfExportSettings, RoleCheckpoints
+from trainer.checkpoints import CheckpointDirectory, HfExportSettings, RoleCheckpoints, check_shared
 from trainer.experience import ExperienceBuilder
 from trainer.loop import TrainLoop
 from trainer.ranks_turn import RanksTurn
@@ -134,6 +134,8 @@ class Trainer:
         try:
             trainer.attention = await trainer._trained["actor"].attention()
             await trainer._set_losses()
+            if config.has_checkpoints:
+                await check_shared(files, trainer._trained)
             if resume is not None:
                 await trainer._resume(resume)
             await trainer._publish_start(new_run=resume is None and history.lineage == 0)

@@ -168,6 +168,11 @@ class Config(ConfigSection):
         return bool(self.data.val_files) or (gym is not None and gym.val_size > 0)
 
     @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run writes checkpoints or continues from one."""
+        return self.trainer.save_last or self.trainer.save_freq != -1 or self.resume != "none"
+
+    @property
     def validates_only(self) -> bool:
         """Whether nothing is trained, so that neither a Trainer nor a training set is needed."""
         return self.trainer.total_training_steps == 0

@@ -95,7 +95,7 @@ async def _train(config: Config, run: OpenedRun, records: SupervisedRecords, int
     groups = await TrainerGroups.start(config, run_dir=run.run_dir.path)
     try:
         actor = groups.roles["actor"]
-        await _prepare(actor, files, run, order.total_steps)
+        await _prepare(config, actor, files, run, order.total_steps)
         loop = SupervisedLoop(
             actor,
             _checkpoints(config, files, actor, progress),
@@ -158,11 +158,16 @@ def _checkpoint_directory(config: Config, run: OpenedRun) -> CheckpointDirectory
     )
 
 
-async def _prepare(actor: RoleGroup, files: CheckpointDirectory, run: OpenedRun, total_steps: int) -> None:
+async def _prepare(
+    config: Config, actor: RoleGroup, files: CheckpointDirectory, run: OpenedRun, total_steps: int
+) -> None:
     """Set the loss and the schedule of the ranks, and load the checkpoint from which the run continues."""
     from trainer.algorithms.objective import SupervisedLoss
+    from trainer.checkpoints import check_shared
 
     await actor.set_loss_fn(SupervisedLoss())
+    if config.has_checkpoints:
+        await check_shared(files, {"actor": actor})
     if run.resume is not None:
         await to_thread.run_sync(files.set_abandoned_aside)
         if run.resume.checkpoint is not None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -42,8 +43,9 @@ from tests.fakes import hostile
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import FakeGroup
 from trainer import checkpoints as checkpoint_module
-from trainer.checkpoints import EXPORT_EVERY, CheckpointDirectory, HfExportSettings, RoleCheckpoints
-from trainer.workers.worker import RoleGroup
+from trainer.checkpoints import EXPORT_EVERY, CheckpointDirectory, HfExportSettings, RoleCheckpoints, check_shared
+from trainer.engines.base import Layout
+from trainer.workers.worker import RoleGroup, TrainingWorker
 
 SNAPSHOT = QueueSnapshot(
     next_index=9,
@@ -447,6 +449,31 @@ async def test_a_full_disk_is_reported_when_a_checkpoint_begins(
     checkpoints = saving(checkpointer(tmp_path), AgreeingQueue(), actor=SavingGroup(), critic=SavingGroup())
     with pytest.raises(InfraError, match="disk is full"):
         await checkpoints.copy_roles(2)
+
+
+async def test_a_rank_with_another_directory_is_found_before_the_first_step(tmp_path: Path) -> None:
+    class OnNode(FakeGroup):
+        """Ranks of a node that has its own files below `root`."""
+
+        def __init__(self, root: Path) -> None:
+            super().__init__()
+            self.root = root
+            self.found: list[Path] = []
+
+        async def find_file(self, path: Path) -> None:
+            worker = TrainingWorker.__new__(TrainingWorker)
+            worker.engine = SimpleNamespace(layout=Layout(1, 2, 1, 2, reports=True))  # type: ignore[assignment]
+            worker.find_file(self.root / path.relative_to(tmp_path))
+            self.found.append(path)
+
+    files, here, elsewhere = checkpointer(tmp_path), OnNode(tmp_path), OnNode(tmp_path / "elsewhere")
+    await check_shared(files, {"actor": here})
+    assert len(here.found) == 1
+    with pytest.raises(
+        ConfigError, match=r"trainer\.checkpoint_dir: rank 1 on .* does not see the directory .*mounted"
+    ):
+        await check_shared(files, {"actor": here, "critic": elsewhere})
+    assert list((tmp_path / CHECKPOINTS).iterdir()) == [], "no marker is left"
 
 
 async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> None:

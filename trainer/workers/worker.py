@@ -6,6 +6,7 @@ The worker is the same under `python`, `torchrun` and Ray. `trainer.workers.disp
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.config.sections.base import Dtype
-from asyncrl.core.failures import BugError, DataError
+from asyncrl.core.failures import BugError, ConfigError, DataError
 from asyncrl.core.ports import Publication, WeightsProbe
 from asyncrl.core.records import Metrics
 from asyncrl.profiling import profile
@@ -150,6 +151,20 @@ class TrainingWorker:
         self._check(batch, trains=False)
         with nullcontext() if adapters else self.engine.adapters_off():
             return self.engine.infer(batch)
+
+    @dispatched("all")
+    def find_file(self, path: Path) -> None:
+        """Check that this rank sees a file in the directory of the checkpoints.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if not path.exists():
+            rank = f"rank {self.layout.rank} on {socket.gethostname()}"
+            raise ConfigError(
+                f"trainer.checkpoint_dir: {rank} does not see the directory {path.parent} of the Trainer's node, where "
+                "it has to write its part of each checkpoint. Set it to one that all nodes with ranks have mounted"
+            )
 
     @dispatched("all")
     def save_checkpoint(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:
@@ -317,6 +332,9 @@ class RoleGroup(ABC):
 
     async def reset(self) -> None:
         await self.call("reset")
+
+    async def find_file(self, path: Path) -> None:
+        await self.call("find_file", path)
 
     async def save_checkpoint(self, directory: Path, *, hf: Path | None = None, hf_dtype: Dtype = "float32") -> None:
         await self.call("save_checkpoint", directory, hf=hf, hf_dtype=hf_dtype)

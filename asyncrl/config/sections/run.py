@@ -464,8 +464,8 @@ RULES: tuple[RuleFunction, ...] = (
     ConfigRule("trainer.checkpoint_dir", lambda c: c.trainer.checkpoint_dir is not None and c.trainer.save_freq == -1,
                "a run writes its only checkpoint at the end (trainer.save_freq=-1), so a lost machine loses everything",
                "set trainer.save_freq to the number of steps that may be lost", "warning"),
-    ConfigRule("trainer.nnodes", lambda c: (c.trainer.nnodes or 1) > 1 and c.trainer.checkpoint_dir is None
-               and (c.trainer.save_last or c.trainer.save_freq != -1),
+    ConfigRule("trainer.nnodes",
+               lambda c: (c.trainer.nnodes or 1) > 1 and c.trainer.checkpoint_dir is None and c.has_checkpoints,
                "checkpoints go to the run directory, which has to be on a local disk of the driver's node, and every "
                "rank writes a part of them: they fail on the other nodes",
                "set trainer.checkpoint_dir to a directory that all these nodes share", "warning"),
