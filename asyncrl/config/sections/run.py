@@ -174,6 +174,8 @@ class RayConfig(ConfigSection):
     configuration mean files in it."""
     object_store_memory_bytes: Positive | None = None
     """Size of a private cluster's object store; null: Ray decides."""
+    keep_logs_days: Annotated[float, Field(gt=0)] = 7.0
+    """Days after which the logs of ended processes of a private cluster (logs/ray in the run directory) are deleted."""
 
 
 class ServeConfig(ConfigSection):
@@ -500,4 +502,6 @@ NO_EFFECT = (
               "set ray.address"),
     no_effect("ray.object_store_memory_bytes", lambda c: c.ray.address is not None,
               "the cluster at ray.address has its own object store", "leave one of the two out"),
+    no_effect("ray.keep_logs_days", lambda c: c.ray.address is not None,
+              "the cluster at ray.address keeps its own logs", "leave one of the two out"),
 )  # fmt: skip

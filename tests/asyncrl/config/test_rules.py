@@ -307,6 +307,7 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
     ("weight_sync.clear_kv_cache", True, {"async_training.partial_mode": "abort"}),
     ("recovery.window_s", 60.0, {"recovery.max_restarts": 0}),
     ("ray.object_store_memory_bytes", 10**9, {"ray.address": "auto"}),
+    ("ray.keep_logs_days", 3.0, {"ray.address": "auto"}),
     ("rollout.num_replicas", 2, {"ray.address": "auto", "rollout.attach": "servers"}),
     ("rollout.autoscaling.enable", True, {"ray.address": "auto", "rollout.attach": "servers"}),
     ("rollout.autoscaling.up_after_s", 9.0, {}),
