@@ -25,7 +25,7 @@ _BYTES_PER_TOKEN = 9
 """Size of a token on disk: id, log-prob and mask."""
 _MANY_GIB = 20
 _MANY_SAMPLES = 50_000
-"""Number of samples without a checkpoint from which rebuilding the queue may take several seconds."""
+"""Number of samples without a checkpoint from which rebuilding the queue may take seconds."""
 _FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints")
 
 
@@ -240,7 +240,9 @@ def _check_growth(config: Config, samples: float) -> Iterator[ConfigProblem]:
     """Warn if nothing bounds the journal of a run over so many samples: what it has of trained samples, and their
     payload files, are deleted once a checkpoint covers them."""
     training = config.trainer
-    if config.journal == "off" or training.save_freq != -1:
+    if config.journal == "off":
+        return
+    if training.save_freq > 0 and training.save_freq * training.ppo_mini_batch_size / training.ppo_epochs < samples:
         return
     gib_per_sample = config.rollout.n * config.longest_trajectory * _BYTES_PER_TOKEN / 2**30
     most = min(_MANY_SAMPLES, _MANY_GIB / gib_per_sample)

@@ -492,6 +492,7 @@ def test_warm_ups_are_checked_against_the_length_of_the_data(
     (1001, {}, True),
     (1001, {"journal": "off"}, False),
     (1001, {"trainer.save_freq": 100}, False),
+    (1001, {"trainer.save_freq": 50_000}, True),  # the run is shorter
 ])  # fmt: skip
 def test_a_run_whose_journal_nothing_bounds_gets_a_warning(epochs: int, extra: Changes, warns: bool) -> None:
     found = machine_problems(EPOCHS | {"trainer.total_epochs": epochs} | extra)
