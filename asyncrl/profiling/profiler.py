@@ -218,7 +218,8 @@ class EventBuffer:
     def received(self, part: str, events: Sequence[Mapping[str, Any]], num_sent: int | None) -> None:
         """Count the events that arrived from `part`, which has sent `num_sent` until now."""
         with self._lock:
-            sender = self._senders[part] = self._senders.pop(part, None) or _SenderCount()
+            sender = self._senders.pop(part) if part in self._senders else _SenderCount()
+            self._senders[part] = sender
             if len(self._senders) > MAX_SENDERS:  # replicas that have ended
                 del self._senders[next(iter(self._senders))]
             lost = sender.num_lost(len(events), num_sent)

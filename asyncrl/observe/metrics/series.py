@@ -46,10 +46,10 @@ class ThinnedSeries(Generic[Value]):
         self.every: list[Value] = []
         """The values 0, `stride`, 2 * `stride`, …"""
         self._max_values = max_values
-        self._newest: Value | None = None
+        self._newest: tuple[Value, ...] = ()
 
     def add(self, value: Value) -> None:
-        self._newest = value
+        self._newest = (value,)
         if self.count % self.stride == 0:
             self.every.append(value)
             if len(self.every) > self._max_values:
@@ -60,8 +60,8 @@ class ThinnedSeries(Generic[Value]):
     @property
     def values(self) -> list[Value]:
         """Return the kept values, oldest first."""
-        is_kept = self._newest is None or (self.count - 1) % self.stride == 0
-        return list(self.every) if is_kept else [*self.every, self._newest]
+        is_newest_kept = (self.count - 1) % self.stride == 0
+        return list(self.every) if is_newest_kept else [*self.every, *self._newest]
 
 
 class TenthMeans:
