@@ -1,13 +1,16 @@
 """Simulate weeks of a run: samples through the queue, its journal, the turn log and the event files, without models.
 
 At ten points of the run: microseconds per sample (and those of CPU, which other processes do not distort), memory, the
-size of journal, turn log and events, how long a commit takes, how long it takes to read what going back to the oldest
-checkpoint needs (and the longest commit meanwhile), and to rebuild the queue's state from the journal. At the end: the
-seconds of `asyncrl report`.
+number of Python's allocated blocks (which does not depend on the allocator of the C library), the size of journal, turn
+log and events, how long a commit takes, how long it takes to read what going back to the oldest checkpoint needs (and
+the longest commit meanwhile), and to rebuild the queue's state from the journal. At the end: the seconds of
+`asyncrl report`. The exit code is 1 if one of the aims is missed.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 import tempfile
 import time
 from collections import deque
@@ -41,6 +44,12 @@ PROMPTS = 100_000
 BATCH = 64
 """Samples per step."""
 POINTS = 10
+MAX_JOURNAL_MB = 50.0
+MAX_REOPEN_S = 3.0
+"""Seconds of CPU."""
+MAX_CALL_S = 1.0
+MAX_GROWTH = 1.1
+"""Largest ratio of the allocated blocks at the end to those at half of the run."""
 AIM = "flat cost and memory; journal below 50 MB; reopening below 3 s; no call waits for a scan of the journal"
 TURN = Turn(np.arange(64, dtype=np.int32), np.zeros(64, np.float32), (Span(0, 0),), FinishReason.STOP)
 
@@ -167,6 +176,7 @@ async def simulate(run_dir: Path, options: Any) -> Table:
                 "us": 1e6 * took / (options.samples // POINTS),
                 "cpu_us": 1e6 * cpu / (options.samples // POINTS),
                 "memory_mb": process.memory_info().rss / 1e6,
+                "blocks": _allocated_blocks(),
                 "journal_mb": megabytes(run_dir, JOURNAL),
                 "turns_mb": megabytes(run_dir / SAMPLES),
                 "events_mb": megabytes(run_dir / EVENTS_DIRECTORY),
@@ -181,6 +191,31 @@ async def simulate(run_dir: Path, options: Any) -> Table:
         )
         print_progress(str(rows[-1]))
     return rows
+
+
+def _allocated_blocks() -> int:
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+def missed_aims(rows: Table, keep_gb: float) -> list[str]:
+    """Return a line for each aim that the run has missed."""
+
+    def largest(column: str) -> float:
+        return max(float(row[column]) for row in rows)
+
+    growth = rows[-1]["blocks"] / rows[POINTS // 2 - 1]["blocks"]
+    found = [
+        (largest("journal_mb") > MAX_JOURNAL_MB, f"the journal has {largest('journal_mb'):.0f} MB"),
+        (largest("reopen_cpu_s") > MAX_REOPEN_S, f"rebuilding takes {largest('reopen_cpu_s'):.1f} s of CPU"),
+        (
+            largest("back_call_max_ms") > 1000 * MAX_CALL_S,
+            f"a commit during a scan took {largest('back_call_max_ms') / 1000:.1f} s",
+        ),
+        (largest("events_mb") > 1.1 * 1000 * keep_gb, f"the events have {largest('events_mb'):.0f} MB"),
+        (growth > MAX_GROWTH, f"memory grows: {growth - 1:.0%} more allocated blocks in the second half of the run"),
+    ]
+    return [text for is_missed, text in found if is_missed]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -203,7 +238,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         begun = time.perf_counter()
         run_asyncrl("report", str(run_dir), "--out", str(run_dir / "report"))
         report_s = time.perf_counter() - begun
-    report("weeks", rows, options.json, aim=AIM, report_s=report_s)
+    missed = missed_aims(rows, options.keep_gb)
+    report("weeks", rows, options.json, aim=AIM, report_s=report_s, missed="; ".join(missed))
+    if missed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -299,6 +299,7 @@ class TrainLoop:
             note_trained(committed)
         await anyio.lowlevel.checkpoint()  # raises if the run was cancelled meanwhile
         self._steps.metrics |= sample_metrics(samples) | batch_metrics(batch)
+        self._steps.add_extras(samples)
 
     def _check_mismatch(self, metrics: Metrics) -> None:
         """Raise BugError if the engines sampled from another distribution than the weights of this step have. The step

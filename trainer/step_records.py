@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,10 @@ from trainer.batches import TrainRow, TrainSample, rows_by_trajectory
 
 LAST_STALENESS_BUCKET = 3
 """The staleness histogram counts samples of this staleness or more together."""
+MAX_EXTRA_NAMES = 1_000
+"""Largest number of different metrics `reward/extra/<name>` that one Trainer reports."""
+
+logger = logging.getLogger(__name__)
 
 
 class StepRecorder:
@@ -32,6 +37,8 @@ class StepRecorder:
         self._began = self._started = 0.0
         self.metrics: Metrics = {}
         """Metrics of the step that has begun."""
+        self._extra_names: set[str] = set()
+        self._warned_of_names = False
 
     def begin(self) -> None:
         """Assign the following events and metrics to the next step."""
@@ -47,6 +54,33 @@ class StepRecorder:
         with profile.span(f"trainer.{name}", **fields) as span:
             yield span
         self.metrics[f"timing/{metric or name}_s"] = self._clock() - started
+
+    def add_extras(self, samples: Sequence[TrainSample]) -> None:
+        """Add the means of the named numbers that come with rewards, over the trajectories that have them.
+
+        User code and agents choose the names, and this process, the driver and the trackers remember each one. So names
+        beyond the first `MAX_EXTRA_NAMES` of this process are left out, with one warning.
+        """
+        extras: dict[str, list[float]] = {}
+        for sample in samples:
+            for trajectory in rows_by_trajectory(sample.rows):
+                for name, value in trajectory[0].reward_extra.items():
+                    if name not in self._extra_names:
+                        if len(self._extra_names) >= MAX_EXTRA_NAMES:
+                            self._warn_of_name(name, sample)
+                            continue
+                        self._extra_names.add(name)
+                    extras.setdefault(name, []).append(value)
+        self.metrics |= {f"reward/extra/{name}": sum(values) / len(values) for name, values in sorted(extras.items())}
+
+    def _warn_of_name(self, name: str, sample: TrainSample) -> None:
+        if not self._warned_of_names:
+            logger.warning(
+                "reward/extra/%s of %s is not reported, and neither is any other new name: samples have brought %d "
+                "different names already. Let reward functions, tools and agents use the same names for all samples",
+                *(name, sample.sample_id, MAX_EXTRA_NAMES),
+            )
+        self._warned_of_names = True
 
     async def end(self, sink: RecordSink, committed: Sequence[TrainSample]) -> None:
         """Put the record of the step into `sink`, and record its event."""
@@ -133,7 +167,7 @@ def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
 def _optional_metrics(
     samples: Sequence[TrainSample], trajectories: Sequence[Sequence[TrainRow]], lengths: NDArray[np.int64]
 ) -> Metrics:
-    """Return metrics of multi-turn trajectories, extra values of the reward function, and replayed samples."""
+    """Return metrics of multi-turn trajectories and of replayed samples."""
     metrics = Metrics()
     sampled = np.array([sum(int(row.response_mask.sum()) for row in trajectory) for trajectory in trajectories])
     if (sampled != lengths).any():
@@ -141,11 +175,6 @@ def _optional_metrics(
     num_rows = [len(trajectory) for trajectory in trajectories]
     if max(num_rows) > 1:
         metrics["rows/per_trajectory"] = sum(num_rows) / len(num_rows)
-    extras: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory[0].reward_extra.items():
-            extras.setdefault(name, []).append(value)
-    metrics |= {f"reward/extra/{name}": sum(values) / len(values) for name, values in sorted(extras.items())}
     provenances = [sample.provenance for sample in samples]
     generated, substituted = provenances.count(Provenance.GENERATED), provenances.count(Provenance.SUBSTITUTED)
     if generated < len(provenances):

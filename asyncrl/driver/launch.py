@@ -19,6 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
 from asyncrl.core.tasks import Interrupts
 from asyncrl.driver.cluster.connection import cluster, link_logs
+from asyncrl.driver.cluster.log_files import keep_bounded
 from asyncrl.driver.resume import find_resume
 from asyncrl.driver.run_directory import (
     RunLocks,
@@ -226,7 +227,9 @@ async def run_on_cluster(
                 for call in background:
                     group.start_soon(call)
                 async with cluster(config, run.run_dir.path.name, stale=stale) as namespace:
-                    link_logs(run.run_dir.logs)
+                    logs = link_logs(run.run_dir.logs)
+                    if logs is not None and config.ray.address is None:
+                        group.start_soon(keep_bounded, logs, 86_400 * config.ray.keep_logs_days)
                     await main(namespace, interrupts)
                     run.summary.write_early(summarize("interrupted" if interrupts.received else "completed", None))
                 group.cancel_scope.cancel()

@@ -90,8 +90,10 @@ class Run:
         self._trainer_ended = False
         self._excused_crashes = 0
         """Engine crashes that the current Rollouter blames on a prompt."""
-        self._lost_workers: dict[tuple[int, int], Any] = {}
-        """The losses of workers, by the Rollouter's incarnation and their numbers."""
+        self._lost_workers: dict[tuple[int, int], tuple[int, Any]] = {}
+        """The losses in the Rollouter's last report, each with its number in the run. Keys are the Rollouter's
+        incarnation and the number that it gave."""
+        self._num_lost_workers = 0
         self._validated: WeightsVersion | None = None
         """Newest version whose validation this process has recorded."""
         self._watchdog = Watchdog(config.timeouts.watchdog_s, start_s=config.timeouts.start_s)
@@ -415,16 +417,19 @@ class Run:
         Raises:
             InfraError: the budget of restarts is spent.
         """
+        before, self._lost_workers = self._lost_workers, {}
         for lost in status.get("lost_workers", ()):
             key = (status["incarnation"], lost.number)
-            if self._lost_workers.get(key) == lost:
+            number, known = before.get(key, (0, None))
+            if known is None:
+                number = self._num_lost_workers = self._num_lost_workers + 1
+            self._lost_workers[key] = (number, lost)
+            if known == lost:
                 continue
-            is_new = key not in self._lost_workers
-            self._lost_workers[key] = lost
-            number = 1 + list(self._lost_workers).index(key) + 1
             detail = f"worker {lost.worker}; its samples go on with all turns that it had reported"
-            self._recorder.record_restart(Restart("worker", number, lost.at, lost.cause, lost.recovered_at, detail))
-            if is_new:
+            restart = Restart("worker", number + 1, lost.at, lost.cause, lost.recovered_at, detail)
+            self._recorder.record_restart(restart)
+            if known is None:
                 with attribute_failure_to("worker"):
                     self._budgets["worker"].spend(time.monotonic(), InfraError(lost.cause))
 

@@ -27,9 +27,10 @@ from asyncrl.driver.launch import COMPLETED, OpenedRun, exit_code, opened_run, r
 from asyncrl.observe.formats import elapsed, number
 from asyncrl.observe.metrics.file_sinks import rewind_jsonl
 from asyncrl.observe.metrics.rows import MetricsRow, finite
+from asyncrl.observe.metrics.series import TenthMeans, ThinnedSeries
 from asyncrl.observe.metrics.sinks import Sink, close_sinks, open_sinks
 from asyncrl.observe.status.run_status import STATE_FILE, RunPhase, RunState, StateFile
-from asyncrl.observe.status.summary import RunOutcome, describe_error
+from asyncrl.observe.status.summary import MAX_VALIDATIONS, RunOutcome, describe_error
 from asyncrl.observe.terminal.live import MAX_STEP_LINES, logging_to
 from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.queue.core import QueueOptions
@@ -202,8 +203,8 @@ class SupervisedRecords:
         self._run = run
         self._began = self._shown = time.monotonic()
         self._earlier_s = 0.0
-        self._losses: list[float] = []
-        self._validations: list[tuple[int, float]] = []
+        self._losses = TenthMeans()
+        self._validations: ThinnedSeries[tuple[int, float]] = ThinnedSeries(MAX_VALIDATIONS)
         self._newest: dict[str, float] = {}
         self._progress = Progress()
         self._total_steps = 0
@@ -250,9 +251,7 @@ class SupervisedRecords:
     def summary(self, outcome: RunOutcome, cause: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the content of summary.json. Losses are in nats per token; `loss` has the means over the first and the
         last tenth of the steps."""
-        tenth = max(1, len(self._losses) // 10)
-        first, last = self._losses[:tenth], self._losses[-tenth:]
-        resumed, progress, ends = self._run.resumed, self._progress, self._validations
+        resumed, progress, ends = self._run.resumed, self._progress, self._validations.values
         return finite(
             {
                 "status": outcome,
@@ -263,7 +262,7 @@ class SupervisedRecords:
                 "resumed": resumed and resumed.summary(),
                 "rows": {**self._sets, "trained": progress.trained_samples},
                 "tokens": {"trained": progress.trained_tokens},
-                "loss": {"first": sum(first) / tenth if first else None, "last": sum(last) / tenth if last else None},
+                "loss": self._losses.ends(),
                 "validation": {
                     "before": ends[0][1] if ends and ends[0][0] == 0 else None,
                     "after": ends[-1][1] if ends and ends[-1][0] > 0 else None,
@@ -329,9 +328,9 @@ class SupervisedRecords:
 
     def _add(self, row: MetricsRow) -> None:
         if row.kind == "step":
-            self._losses.append(loss := row.metrics["sft/loss"])
+            self._losses.add(loss := row.metrics["sft/loss"])
             self._newest = self._newest | {"train": loss}
         else:
-            self._validations.append((row.step, loss := row.metrics["validation/loss"]))
+            self._validations.add((row.step, loss := row.metrics["validation/loss"]))
             self._newest = self._newest | {"validation": loss}
         self._earlier_s = self._earlier_s if row.unix_s else row.time_s

@@ -33,6 +33,8 @@ QUIET_S = 5.0
 """Time without a report after which a replica may be the one that a new replica replaces. It reports once a second."""
 RETRY_S = 2.0
 """Time limit of a probe's second try: a healthy part answers within milliseconds."""
+MAX_GONE = 1_000
+"""Replicas that are remembered after their end. The weight store forgets a replica after some minutes."""
 LATE_WAKEUP_S = 1.0
 """If a deadline fires this late, this process itself was delayed."""
 
@@ -346,7 +348,8 @@ class ReplicaWatch:
     """Last report of each replica that is not known to be gone."""
     _joined: dict[str, float] = field(default_factory=dict, init=False)
     """When replicas joined although there were enough, if they have not been found to replace another one."""
-    _gone: set[str] = field(default_factory=set, init=False)
+    _gone: dict[str, None] = field(default_factory=dict, init=False)
+    """The newest `MAX_GONE` replicas that are not expected to report again."""
     _num_lost: int = field(default=0, init=False)
     """Replicas that were replaced."""
     _presumed_gone: dict[str, ReplicaReport] = field(default_factory=dict, init=False)
@@ -383,7 +386,7 @@ class ReplicaWatch:
             elif name in self._presumed_gone and report.reported_at > self._presumed_gone[name].reported_at:
                 # This replica reports again, so the new one replaced another, which fell silent at about the same time.
                 del self._presumed_gone[name]
-                self._gone.remove(name)
+                del self._gone[name]
                 if self.num_replicas is not None and (other := self._most_silent()) is not None:
                     self._remove(other)
             if name in self._gone:
@@ -460,7 +463,7 @@ class ReplicaWatch:
     def _remove(self, old: ReplicaReport) -> None:
         """Remove a replica that may only be unresponsive."""
         del self._present[old.replica]
-        self._gone.add(old.replica)
+        self._add_gone(old.replica)
         if old.replica not in self._unresponsive_since:
             self._presumed_gone[old.replica] = old
 
@@ -468,6 +471,11 @@ class ReplicaWatch:
         """Remove a replica that has left as planned."""
         if name not in self._gone:
             self._num_unneeded = max(0, self._num_unneeded - 1)
-        self._gone.add(name)
+        self._add_gone(name)
         for held in (self._present, self._presumed_gone, self._starting, self._joined):
             held.pop(name, None)
+
+    def _add_gone(self, name: str) -> None:
+        self._gone[name] = None
+        if len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]

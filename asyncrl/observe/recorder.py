@@ -6,9 +6,10 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import anyio
@@ -19,7 +20,7 @@ from asyncrl.core.failures import BugError
 from asyncrl.core.ports import PartName, QueueStatus, SampleCounts
 from asyncrl.core.process_health import RunHealth
 from asyncrl.core.records import ApplyRecord, RunRecord, StepRecord
-from asyncrl.observe.metrics.file_sinks import rewind_jsonl
+from asyncrl.observe.metrics.file_sinks import JsonlSink, rewind_jsonl
 from asyncrl.observe.metrics.part_metrics import PartMetrics, TrainerIdle
 from asyncrl.observe.metrics.rows import MetricsRow, apply_row, health_metrics, step_row, validation_row
 from asyncrl.observe.metrics.sinks import RemoteSink, Sink, end_remote_sinks, open_sinks
@@ -34,6 +35,24 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 200
 """Restarts that are listed; older ones are only counted."""
+ROWS_FILE = "rows.jsonl"
+
+
+class TemporaryRows(JsonlSink):
+    """A file of all rows, reduced to what the summary and the view need, for runs whose sinks do not read back."""
+
+    def __init__(self, path: Path) -> None:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # of a process that was killed
+        super().__init__(path)
+
+    def write(self, row: MetricsRow) -> None:
+        super().write(row if row.kind == "validation" else replace(row, metrics=summarized(row)))
+
+    def close(self) -> None:
+        super().close()
+        with suppress(OSError):
+            self._path.unlink()
 
 
 class Recorder:
@@ -56,9 +75,6 @@ class Recorder:
         self._builder = SummaryBuilder(resumed)
         self._rewound_to: ResumePoint | None = None
         """The checkpoint to which training last went back within this process."""
-        self._reads_back = any(sink.reads_back for sink in sinks)
-        self._rows: list[MetricsRow] = []
-        """All rows, reduced to what the summary and the view need, if no file has them."""
         self._parts = PartMetrics()
         self._known = self._parts.known
         """Newest metrics of the parts, which go into every `step` row."""
@@ -82,17 +98,25 @@ class Recorder:
     @classmethod
     def _open(cls, config: Config, run_dir: RunDir, view: View, resumed: ResumePoint | None) -> Self:
         sinks = open_sinks(config, run_dir, resumed.step if resumed else None)
-        recorder = cls(sinks, view, resumed=resumed)
+        rewind = next((sink.rewind for sink in sinks if sink.reads_back), None)
+        rows = TemporaryRows(run_dir.path / ROWS_FILE) if rewind is None else None
+        recorder = cls(sinks if rows is None else [*sinks, rows], view, resumed=resumed)
         if resumed is not None:
-            rewind = next((sink.rewind for sink in sinks if sink.reads_back), partial(rewind_jsonl, run_dir.metrics))
-            rewind(resumed.step, resumed.version, recorder._add_earlier)
+
+            def add(row: MetricsRow) -> None:
+                recorder._add_earlier(row)
+                if rows is not None:
+                    rows.write(row)
+
+            rewind = rewind or partial(rewind_jsonl, run_dir.metrics)
+            rewind(resumed.step, resumed.version, add)
         return recorder
 
     def _add_earlier(self, row: MetricsRow) -> None:
         """Add the next row of the run's earlier processes. The summary covers them, too."""
         self._earlier_s = row.time_s
         self.add_earlier_tokens(int(row.metrics.get("rollouter/generated_tokens", 0)))
-        self._count(row)
+        self._builder.add(row)
 
     def set_total_steps(self, total_steps: int) -> None:
         """Set the last optimizer step of the run."""
@@ -118,7 +142,7 @@ class Recorder:
             row = self._row(record)
             if self._is_outdated(row):
                 return
-            self._count(row)
+            self._builder.add(row)
             if row.kind == "step":
                 self._time_step(row)
             self._view.row(row, self._refresh())
@@ -138,9 +162,6 @@ class Recorder:
             with anyio.CancelScope(shield=True):  # a cancellation must not leave files and values inconsistent
                 await to_thread.run_sync(self._rewind_files, resumed, builder)
             self._rewound_to, self._builder = resumed, builder
-            self._rows = [row for row in self._rows if row.is_within(resumed.step, resumed.version)]
-            for row in self._rows:
-                builder.add(row)
             self._step_times.clear()
             self._view.update(self._refresh())
 
@@ -269,12 +290,6 @@ class Recorder:
             return False
         return not row.is_within(rewound_to.step, rewound_to.version)
 
-    def _count(self, row: MetricsRow) -> None:
-        """Add a row, perhaps of an earlier process, to the summary and to the values that the view shows."""
-        if not self._reads_back:
-            self._rows.append(row if row.kind == "validation" else replace(row, metrics=summarized(row)))
-        self._builder.add(row)
-
     def _refresh(self, **changes: Any) -> Dashboard:
         """Bring the dashboard up to date, change these values of it, and return it."""
         builder, parts = self._builder, self._parts
@@ -312,7 +327,7 @@ class Recorder:
             sink.write(row)
 
     def _rewind_files(self, resumed: ResumePoint, builder: SummaryBuilder) -> None:
-        """Rewind all sinks, and add the remaining rows to `builder`, if a file has them."""
+        """Rewind all sinks, and add the remaining rows to `builder`."""
         for sink in self._sinks:
             sink.rewind(resumed.step, resumed.version, builder.add)
 

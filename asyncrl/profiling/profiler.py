@@ -37,6 +37,8 @@ ROTATE_EVERY_S = 0.02
 """Pause between two pieces of work of `EventRotation`."""
 CLOSE_S = 5.0
 """Limit for writing the remaining events when the profiler closes."""
+MAX_SENDERS = 1_000
+"""Forwarding processes whose events are counted, those that have sent most recently."""
 MAX_DRAINED = 5_000
 """Largest number of events in one answer."""
 
@@ -216,7 +218,11 @@ class EventBuffer:
     def received(self, part: str, events: Sequence[Mapping[str, Any]], num_sent: int | None) -> None:
         """Count the events that arrived from `part`, which has sent `num_sent` until now."""
         with self._lock:
-            lost = self._senders.setdefault(part, _SenderCount()).num_lost(len(events), num_sent)
+            sender = self._senders.pop(part) if part in self._senders else _SenderCount()
+            self._senders[part] = sender
+            if len(self._senders) > MAX_SENDERS:  # replicas that have ended
+                del self._senders[next(iter(self._senders))]
+            lost = sender.num_lost(len(events), num_sent)
             self.dropped_elsewhere += sum(map(_num_dropped, events)) + lost
             self._unreported += lost
 

@@ -45,6 +45,14 @@ TABLES = (
     "crc INTEGER NOT NULL)",
 )
 BUSY_WAIT_S = 10.0
+MAX_INSPECTED_BYTES = 1 << 30
+"""Largest journal that commands read to inspect a run: that of 6 million samples without a checkpoint, or of any number
+with checkpoints. A launch that resumes the run has no such limit."""
+MAX_INSPECTED_ROW_BYTES = 64 << 20
+"""Largest row that these commands read: a snapshot of 600,000 samples without a checkpoint."""
+MAX_LOG_BYTES = 1 << 30
+"""Largest write-ahead log, which is read as a whole. SQLite begins to overwrite it after 4 MB, unless something reads
+the journal at the same moment."""
 
 _NOT_DAMAGE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
 UNREADABLE = (BugError, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
@@ -90,7 +98,9 @@ def examine(path: Path) -> RebuiltJournal:
     """Rebuild the state of a run that has ended. Raises `JournalDamage`, `ConfigError`, `InfraError`."""
     try:
         log = path.with_name(f"{path.name}-wal")
-        wal = survey(log.read_bytes() if log.exists() else b"")
+        if log.exists() and (size := log.stat().st_size) > MAX_LOG_BYTES:
+            raise JournalDamage(f"{log.name} has {size} bytes, and no run writes more than {MAX_LOG_BYTES}")
+        wal = survey(log.read_bytes() if log.is_file() else b"")
         with path.open("rb") as file:
             empty = not file.read(1)
     except OSError as error:
@@ -238,11 +248,16 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _NOT_DAMAGE:
             raise InfraError.wrap(f"cannot read {path}: {error}", error) from error
+        if code == sqlite3.SQLITE_TOOBIG:
+            raise JournalDamage(f"a row has more than {MAX_INSPECTED_ROW_BYTES} bytes") from None
         raise JournalDamage(f"SQLite says: {error}") from None
 
 
-def _open_read_only(path: Path) -> sqlite3.Connection:
+def _open_read_only(path: Path, max_row_bytes: int | None = None) -> sqlite3.Connection:
     """Open the file read-only, so that a damaged one stays unchanged.
+
+    Args:
+        max_row_bytes: size of a row from which on SQLite refuses it; None: SQLite's own limit, 10^9 bytes.
 
     Raises:
         JournalDamage: a rollback journal lies beside it. In WAL mode there is none, and SQLite would apply it and then
@@ -256,6 +271,8 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
         raise JournalDamage(f"{rollback} is not a file of asyncrl, and SQLite would change {path.name} by it")
     uri = f"file:{quote(str(path))}?mode=ro"
     connection = sqlite3.connect(uri, timeout=BUSY_WAIT_S, isolation_level=None, uri=True)
+    if max_row_bytes is not None:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max_row_bytes)
     try:
         declared = [sql for [sql] in connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")]
         if sorted(declared) != sorted(TABLES):
@@ -478,8 +495,15 @@ def _consistent_view(run_dir: Path) -> Iterator[sqlite3.Connection]:
         raise ConfigError(
             f"there is no {path}: the run has no journal (journal=off), or does not exist. Check the path."
         )
+    size = sum(file.stat().st_size for file in map(path.with_name, JOURNAL_FILES) if file.exists())
+    if size > MAX_INSPECTED_BYTES:
+        raise ConfigError(
+            f"{path} has {size} bytes with its log, and at most {MAX_INSPECTED_BYTES} are read to inspect a run, so "
+            "its samples are not shown. A run with checkpoints (trainer.save_freq) does not write that much; "
+            f"resume={run_dir} continues it without this limit."
+        )
     try:
-        with _sqlite_errors(path), closing(_open_read_only(path)) as connection:
+        with _sqlite_errors(path), closing(_open_read_only(path, MAX_INSPECTED_ROW_BYTES)) as connection:
             connection.execute("BEGIN")
             yield connection
     except JournalDamage as error:

@@ -35,6 +35,8 @@ from asyncrl.storage.segments import make_directory, write_all
 
 logger = logging.getLogger(__name__)
 
+MAX_FRAME_BYTES = 1 << 30
+"""Size above which a turn is not read; one of a million tokens has 8 MB."""
 MAX_LOG_BYTES = 64 << 20
 """A new file begins when the current one has this size."""
 MAX_BATCH_BYTES = 32 << 20
@@ -323,7 +325,7 @@ def _read_frame(file: Any, start: int, end: int) -> TurnFrame:
     file.seek(start)
     head = file.read(_HEAD_BYTES)
     num_bytes = int.from_bytes(head[1:], "little")
-    if len(head) < _HEAD_BYTES or start + _HEAD_BYTES + num_bytes > end:
+    if len(head) < _HEAD_BYTES or start + _HEAD_BYTES + num_bytes > end or num_bytes > MAX_FRAME_BYTES:
         raise DamageError("torn or damaged")
     if head[:1] not in (_LIVE, _FORGOTTEN):
         raise DamageError("no turn begins here")

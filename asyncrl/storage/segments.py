@@ -24,6 +24,8 @@ from asyncrl.storage.run_dir import SAMPLES, sync
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"([1-9]\d*)-([1-9]\d*)\.safetensors")
+MAX_READ_BYTES = 4 << 30
+"""Size above which a segment is not read. One has 32 MiB, or a single sample that is larger."""
 _MAX_BUFFERS = 1024
 """IOV_MAX of Linux."""
 
@@ -94,7 +96,7 @@ def read_segment(path: Path, *, directory: int | None = None) -> NDArray[np.uint
     `directory`: descriptor of the directory that a relative path starts from.
 
     Raises:
-        DamageError: it is not a regular file, or changed while it was read.
+        DamageError: it is not a regular file, is too large, or changed while it was read.
         OSError: it cannot be read.
     """
     # Opening a FIFO without O_NONBLOCK would wait forever.
@@ -103,6 +105,8 @@ def read_segment(path: Path, *, directory: int | None = None) -> NDArray[np.uint
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise DamageError("it is not a regular file")
+        if status.st_size > MAX_READ_BYTES:
+            raise DamageError(f"it has {status.st_size} bytes, and no run writes more than {MAX_READ_BYTES}")
         data = np.empty(status.st_size, dtype=np.uint8)
         rest = data.data
         while rest:

@@ -239,6 +239,8 @@ class WorkerPool:
         self._changed = anyio.Event()
         self._numbers = itertools.count()
         self._lost: dict[int, LostWorker] = {}
+        """The newest `REPORTED_LOSSES`, by number."""
+        self._num_lost = 0
         self._agent_counts: Counter[str] = Counter()
         """Those of lost workers."""
 
@@ -268,12 +270,14 @@ class WorkerPool:
                 with anyio.CancelScope(shield=True):
                     await link.kill()
             link = await self._replacement(lost)
-            self._lost[lost.number] = lost._replace(recovered_at=self._wall_clock())
+            self._update(lost._replace(recovered_at=self._wall_clock()))
 
     def _lose(self, worker: PoolWorker, error: InfraError) -> LostWorker:
         del self._workers[worker.place]
-        lost = LostWorker(len(self._lost) + 1, worker.place, self._wall_clock(), error.message.splitlines()[0])
+        self._num_lost += 1
+        lost = LostWorker(self._num_lost, worker.place, self._wall_clock(), error.message.splitlines()[0])
         self._lost[lost.number] = lost
+        self._lost.pop(lost.number - REPORTED_LOSSES, None)
         logger.warning("worker %d is lost, %d samples go on elsewhere: %s", worker.place, worker.num_open, error.brief)
         if worker.state is not None:
             self._agent_counts.update(worker.state.agent)
@@ -286,8 +290,12 @@ class WorkerPool:
                 return await self._start(lost.worker)
             except InfraError as error:
                 logger.warning("worker %d did not start: %s", lost.worker, error.brief)
-                self._lost[lost.number] = lost = lost._replace(cause=error.message.splitlines()[0])
+                self._update(lost._replace(cause=error.message.splitlines()[0]))
                 await anyio.sleep(RETRY_S)
+
+    def _update(self, lost: LostWorker) -> None:
+        if lost.number in self._lost:
+            self._lost[lost.number] = lost
 
     @asynccontextmanager
     async def call(self, command: Callable[[int], Command]) -> AsyncIterator[tuple[PoolWorker, int, WorkerCall]]:
@@ -321,7 +329,7 @@ class WorkerPool:
                 for one in self._workers.values()
                 if one.state is not None
             ],
-            "lost_workers": list(self._lost.values())[-REPORTED_LOSSES:],
+            "lost_workers": list(self._lost.values()),
         }
 
     def agent_status(self) -> Mapping[str, float]:

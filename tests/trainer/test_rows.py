@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from asyncrl.core.failures import BugError, DataError
 from asyncrl.core.types import DropReason, FinishReason, Sample, SampleId, Span
 from asyncrl.observe.metrics.registry import describe
+from asyncrl.storage.checkpoint_manifest import Progress
 from tests.fakes.trainer_parts import forked, make_sample
 from trainer.batches import RowRules, TrainRow, TrainSample, check_row, prepare_sample
-from trainer.step_records import sample_metrics
+from trainer.step_records import MAX_EXTRA_NAMES, StepRecorder, sample_metrics
 
 RULES = RowRules(mask_beyond=None, group_filter=None, vocab_size=None)
 VOCAB = 24
@@ -22,6 +23,10 @@ VOCAB = 24
 
 def prepared(sample: Sample, *, version: int = 3, rules: RowRules = RULES) -> TrainSample:
     return prepare_sample(sample, lease_id=7, trainer_version=version, rules=rules)
+
+
+def step_recorder() -> StepRecorder:
+    return StepRecorder(Progress(), lineage=0, clock=lambda: 0.0)
 
 
 def test_a_row_has_masks_versions_and_reward() -> None:
@@ -166,7 +171,10 @@ def test_metrics_of_a_step_count_a_response_of_several_rows_once() -> None:
         replace(row, reward_extra=extra, finish_reason=end)
         for row, extra, end in zip(sample.rows, extras, ends, strict=True)
     )
-    found = sample_metrics([prepared(replace(sample, rows=rows)), prepared(make_sample(SampleId(0, 2), (0.0,)))])
+    samples = [prepared(replace(sample, rows=rows)), prepared(make_sample(SampleId(0, 2), (0.0,)))]
+    recorder = step_recorder()
+    recorder.add_extras(samples)
+    found = sample_metrics(samples) | recorder.metrics
     expected = {
         "reward/mean": 0.5,
         "reward/std": np.std([0.5, 1.0, 0.0]),
@@ -183,6 +191,24 @@ def test_metrics_of_a_step_count_a_response_of_several_rows_once() -> None:
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     for name in found:
         describe(name)
+
+
+def test_a_new_name_in_every_sample_does_not_fill_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """Every process that handles metrics remembers the names, and so do the trackers."""
+    recorder, seen = step_recorder(), set[str]()
+    for step in range(30):
+        samples = []
+        for number in range(2):
+            sample = make_sample(SampleId(step, number), (0.5,))
+            extra = {"format": 1.0} | {f"{step}/{number}/{place}": 0.0 for place in range(MAX_EXTRA_NAMES // 20)}
+            samples.append(prepared(replace(sample, rows=(replace(sample.rows[0], reward_extra=extra),))))
+        recorder.metrics = {}
+        recorder.add_extras(samples)
+        assert recorder.metrics["reward/extra/format"] == 1.0
+        seen |= recorder.metrics.keys()
+    assert len(seen) == MAX_EXTRA_NAMES
+    (message,) = caplog.messages
+    assert "reward/extra/9/1/49 of sample_9_1 is not reported" in message and str(MAX_EXTRA_NAMES) in message
 
 
 def test_metrics_of_a_step_equal_their_definitions() -> None:

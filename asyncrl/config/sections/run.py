@@ -25,7 +25,7 @@ _BYTES_PER_TOKEN = 9
 """Size of a token on disk: id, log-prob and mask."""
 _MANY_GIB = 20
 _MANY_SAMPLES = 50_000
-"""Number of samples without a checkpoint from which rebuilding the queue may take several seconds."""
+"""Number of samples without a checkpoint from which rebuilding the queue may take seconds."""
 _FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints")
 
 
@@ -174,6 +174,8 @@ class RayConfig(ConfigSection):
     configuration mean files in it."""
     object_store_memory_bytes: Positive | None = None
     """Size of a private cluster's object store; null: Ray decides."""
+    keep_logs_days: Annotated[float, Field(gt=0)] = 7.0
+    """Days after which the logs of ended processes of a private cluster (logs/ray in the run directory) are deleted."""
 
 
 class ServeConfig(ConfigSection):
@@ -238,7 +240,9 @@ def _check_growth(config: Config, samples: float) -> Iterator[ConfigProblem]:
     """Warn if nothing bounds the journal of a run over so many samples: what it has of trained samples, and their
     payload files, are deleted once a checkpoint covers them."""
     training = config.trainer
-    if config.journal == "off" or training.save_freq != -1:
+    if config.journal == "off":
+        return
+    if training.save_freq > 0 and training.save_freq * training.ppo_mini_batch_size / training.ppo_epochs < samples:
         return
     gib_per_sample = config.rollout.n * config.longest_trajectory * _BYTES_PER_TOKEN / 2**30
     most = min(_MANY_SAMPLES, _MANY_GIB / gib_per_sample)
@@ -500,4 +504,6 @@ NO_EFFECT = (
               "set ray.address"),
     no_effect("ray.object_store_memory_bytes", lambda c: c.ray.address is not None,
               "the cluster at ray.address has its own object store", "leave one of the two out"),
+    no_effect("ray.keep_logs_days", lambda c: c.ray.address is not None,
+              "the cluster at ray.address keeps its own logs", "leave one of the two out"),
 )  # fmt: skip

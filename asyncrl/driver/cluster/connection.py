@@ -194,17 +194,20 @@ async def _in_permanent_thread(function: Callable[[], None]) -> None:
     await asyncio.wrap_future(answer)
 
 
-def link_logs(logs: Path) -> None:
-    """Link `logs/ray` to the logs of the cluster's processes, if they are on this machine."""
+def link_logs(logs: Path) -> Path | None:
+    """Link `logs/ray` to the logs of the cluster's processes, and return their directory; None: it is on another
+    machine."""
     import ray
     from ray._common.utils import get_default_ray_temp_dir
 
     session = Path(get_default_ray_temp_dir()) / ray.get_runtime_context().get_session_name() / "logs"
     link = logs / RAY_LOGS.name
-    if session.is_dir():
-        with suppress(OSError):  # a file system may not support links
-            link.unlink(missing_ok=True)
-            link.symlink_to(session)
+    if not session.is_dir():
+        return None
+    with suppress(OSError):  # a file system may not support links
+        link.unlink(missing_ok=True)
+        link.symlink_to(session)
+    return session
 
 
 def _start(config: Config, namespace: str) -> None:

@@ -60,35 +60,6 @@ class WindowRate:
         return (end - start) / (end_s - start_s) if end_s > start_s else None
 
 
-class DownsampledSeries:
-    """Reduces a series of any length to at most `max_points` means of equally many values."""
-
-    def __init__(self, max_points: int = 512) -> None:
-        self._max_points = max_points
-        self._stride = 1
-        self._means: list[float] = []
-        self._rest: list[float] = []
-
-    def add(self, value: float) -> None:
-        self._rest.append(value)
-        if len(self._rest) < self._stride:
-            return
-        self._means.append(sum(self._rest) / len(self._rest))
-        self._rest.clear()
-        if len(self._means) > self._max_points:
-            # If the number of means is odd, the last one becomes the first half of the next mean.
-            pairs = zip(self._means[::2], self._means[1::2], strict=False)
-            if len(self._means) % 2:
-                self._rest = [self._means[-1]] * self._stride
-            self._means = [(first + second) / 2 for first, second in pairs]
-            self._stride *= 2
-
-    @property
-    def points(self) -> tuple[float, ...]:
-        """Return the means, oldest first; the last one may be of fewer values."""
-        return (*self._means, sum(self._rest) / len(self._rest)) if self._rest else tuple(self._means)
-
-
 class RollouterIdle:
     """Measures the share of the time between the first and the last step in which no sample was in generation.
 

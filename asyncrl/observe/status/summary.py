@@ -8,7 +8,6 @@ import os
 import re
 import statistics
 import traceback
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,8 @@ from asyncrl.core.ports import PartName, SampleCounts
 from asyncrl.core.records import Metrics
 from asyncrl.core.text import encodable
 from asyncrl.core.types import DropReason
-from asyncrl.observe.metrics.part_metrics import DownsampledSeries
 from asyncrl.observe.metrics.rows import MetricsRow, finite
+from asyncrl.observe.metrics.series import DownsampledSeries, TenthMeans, ThinnedSeries
 from asyncrl.observe.status.run_status import Restart, RunProgress, load_values, read_values
 from asyncrl.storage.run_dir import SUMMARY, disk_error
 
@@ -41,6 +40,8 @@ _SUMMARIZED = (
     *("reward/mean", "tokens/trained", "staleness/mean", "staleness/max"),
     *("weight_sync/pause_s", "weight_sync/publish_to_applied_s", "weight_sync/sent_share"),
 )
+MAX_VALIDATIONS = 1024
+"""Validations that summary.json lists at most."""
 RunOutcome = Literal["completed", "failed", "interrupted"]
 
 
@@ -157,7 +158,10 @@ def read_readable_summary(run_dir: Path) -> SavedSummary | None:
 
 
 class SummaryBuilder:
-    """Builds summary.json from rows. `build` may be called at any time and repeatedly."""
+    """Builds summary.json from rows, in bounded memory. `build` may be called at any time and repeatedly.
+
+    For a run of very many samples or versions, tenths and medians are approximate, and some validations left out.
+    """
 
     def __init__(self, resumed: ResumePoint | None = None, *, lineage: int | None = None) -> None:
         """`lineage`: the current one, if it is not that of `resumed`."""
@@ -171,13 +175,16 @@ class SummaryBuilder:
         self.newest: dict[str, Metrics] = {"step": {}, "apply": {}}
         """The summarized metrics of the last row, by the kind of row."""
         self._first_step: int | None = None
-        self._reward_totals = array("d", [0.0])
-        """Cumulative sums of the trained samples' rewards, from 0."""
+        self._rewards = TenthMeans()
+        """Rewards of the trained samples."""
         self._staleness: Counter[int] = Counter()
-        self._pauses = array("d")
-        self._delays = array("d")
-        self._sent_shares = array("d")
-        self._validations: list[MetricsRow] = []
+        self._syncs = {name: _SyncFigures() for name in ("pause_s", "publish_to_applied_s", "sent_share")}
+        self._validations: ThinnedSeries[dict[str, Any]] = ThinnedSeries(MAX_VALIDATIONS)
+        self._first_validation: MetricsRow | None = None
+        """The validation of the lowest version."""
+        self._last_validation: MetricsRow | None = None
+        self.validated_step: int | None = None
+        """The newest step with a validation."""
 
     def add(self, row: MetricsRow) -> None:
         """Add the next row. Rows of earlier processes of a resumed run come first."""
@@ -187,12 +194,11 @@ class SummaryBuilder:
             self._add_step(row)
         elif row.kind == "apply":
             self.num_syncs += 1
-            figures = {"pause_s": self._pauses, "publish_to_applied_s": self._delays, "sent_share": self._sent_shares}
-            for name, values in figures.items():
+            for name, figures in self._syncs.items():
                 if (value := row.metrics.get(f"weight_sync/{name}")) is not None:
-                    values.append(value)
+                    figures.add(value)
         else:
-            self._validations.append(row)
+            self._add_validation(row)
 
     def _add_step(self, row: MetricsRow) -> None:
         self.step = row.step
@@ -200,8 +206,17 @@ class SummaryBuilder:
         if "reward/mean" in row.metrics:
             self.rewards.add(row.metrics["reward/mean"])
         for reward in row.extra["rewards"]:
-            self._reward_totals.append(self._reward_totals[-1] + reward)
+            self._rewards.add(reward)
         self._staleness.update(row.extra["staleness"])
+
+    def _add_validation(self, row: MetricsRow) -> None:
+        first, last = self._first_validation, self._last_validation
+        if first is None or row.version < first.version:
+            self._first_validation = row
+        if last is None or row.version >= last.version:
+            self._last_validation = row
+        self.validated_step = max(row.step, self.validated_step or 0)
+        self._validations.add(_point(row))
 
     @property
     def staleness(self) -> Mapping[int, int]:
@@ -209,39 +224,28 @@ class SummaryBuilder:
         return dict(sorted(self._staleness.items()))
 
     @property
-    def validated_step(self) -> int | None:
-        """Return the newest step with a validation."""
-        return max((row.step for row in self._validations), default=None)
-
-    @property
     def validation_rewards(self) -> tuple[tuple[int, float], ...]:
-        """Return `(version, mean reward)` of each validation, in order."""
-        name = "validation/reward/mean"
-        return tuple((row.version, row.metrics[name]) for row in self._validations if name in row.metrics)
+        """Return `(version, mean reward)` of the validations, in order."""
+        points = self._validations.values
+        return tuple((point["version"], point["reward"]) for point in points if point["reward"] is not None)
 
     def reward(self) -> dict[str, float | None]:
         """Return `first` and `last`, the mean rewards of the first and the last tenth of the trained samples (at least
         one), and `best`, the highest mean reward of any tenth of consecutive samples."""
-        totals, count = self._reward_totals, len(self._reward_totals) - 1
-        tenth = max(1, count // 10)
-        means = ((totals[end] - totals[end - tenth]) / tenth for end in range(tenth, count + 1))
-        return {**self.reward_ends(), "best": max(means, default=None)}
+        return {**self.reward_ends(), "best": self._rewards.best()}
 
     def reward_ends(self) -> dict[str, float | None]:
         """Return `first` and `last` of `reward`, cheap enough for every step."""
-        totals, count = self._reward_totals, len(self._reward_totals) - 1
-        if not count:
-            return {"first": None, "last": None}
-        tenth = max(1, count // 10)
-        return {"first": totals[tenth] / tenth, "last": (totals[count] - totals[count - tenth]) / tenth}
+        return self._rewards.ends()
 
     def validation(self) -> dict[str, Any]:
-        """Return the validations `before` (the initial model), `after` (the newest later one) and `points` (all)."""
+        """Return the validations `before` (the initial model), `after` (the newest later one) and `points` (all, or
+        evenly spaced ones of more than `MAX_VALIDATIONS`)."""
         before, after = self._before_and_after()
         return {
             "before": before and _point(before, with_metrics=True),
             "after": after and _point(after, with_metrics=True),
-            "points": [_point(row) for row in self._validations],
+            "points": self._validations.values,
         }
 
     def example(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
@@ -252,13 +256,11 @@ class SummaryBuilder:
         return choose_example(before.extra["examples"], after.extra["examples"])
 
     def _before_and_after(self) -> tuple[MetricsRow | None, MetricsRow | None]:
-        rows = sorted(self._validations, key=lambda row: row.version)
-        if not rows:
+        first, last = self._first_validation, self._last_validation
+        if first is None or last is None:
             return None, None
-        untrained = self._first_step is None or rows[0].step < self._first_step
-        before = rows[0] if untrained else None
-        after = rows[-1] if before is None or rows[-1].step > before.step else None
-        return before, after
+        before = first if self._first_step is None or first.step < self._first_step else None
+        return before, last if before is None or last.step > before.step else None
 
     def build(
         self,
@@ -296,9 +298,9 @@ class SummaryBuilder:
                 "replays": progress.replays,
                 "weight_sync": {
                     "count": self.num_syncs,
-                    "pause_s": _median_and_max(self._pauses),
-                    "publish_to_applied_s": _median_and_max(self._delays),
-                    "sent_share": statistics.fmean(self._sent_shares) if self._sent_shares else None,
+                    "pause_s": self._syncs["pause_s"].median_and_max(),
+                    "publish_to_applied_s": self._syncs["publish_to_applied_s"].median_and_max(),
+                    "sent_share": self._syncs["sent_share"].mean(),
                 },
                 "validation": self.validation(),
                 **recovery_summary(progress.restarts, progress.earlier_restarts),
@@ -341,8 +343,25 @@ def _recovery(restart: Restart) -> dict[str, Any]:
     return {**known, "recovered_s": None if recovered_at is None else round(recovered_at - failed_at, 3)}
 
 
-def _median_and_max(values: Sequence[float]) -> dict[str, float | None]:
-    return {"p50": statistics.median(values), "max": max(values)} if values else {"p50": None, "max": None}
+class _SyncFigures:
+    """Median, maximum and mean of a figure of the weight syncs."""
+
+    def __init__(self) -> None:
+        self._values: ThinnedSeries[float] = ThinnedSeries()
+        self._max: float | None = None
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._values.add(value)
+        self._max = value if self._max is None else max(value, self._max)
+        self._sum += value
+
+    def median_and_max(self) -> dict[str, float | None]:
+        values = self._values.every
+        return {"p50": statistics.median(values) if values else None, "max": self._max}
+
+    def mean(self) -> float | None:
+        return self._sum / self._values.count if self._values.count else None
 
 
 def _point(row: MetricsRow, *, with_metrics: bool = False) -> dict[str, Any]:

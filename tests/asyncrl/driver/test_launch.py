@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -44,6 +45,32 @@ def replace_cluster(monkeypatch: pytest.MonkeyPatch, error: Exception | None = N
 
     monkeypatch.setattr(launch_module, "cluster", cluster)
     monkeypatch.setattr(launch_module, "link_logs", lambda logs: None)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_old_logs_of_a_private_cluster_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: bool
+) -> None:
+    logs = tmp_path / "session"
+    logs.mkdir()
+    old = logs / "worker-a-1.err"
+
+    class WaitsForDeletion:
+        def __init__(self, *_: Any) -> None:
+            old.write_text("text")
+            os.utime(old, (time.time() - 3 * 86_400,) * 2)
+
+        async def main(self, namespace: str, interrupts: Interrupts) -> None:
+            with anyio.fail_after(20):
+                while private and old.exists():  # noqa: ASYNC110  a deletion is no event
+                    await anyio.sleep(0.01)
+
+    replace_cluster(monkeypatch)
+    monkeypatch.setattr(launch_module, "link_logs", lambda directory: logs)
+    monkeypatch.setattr(run_module, "Run", WaitsForDeletion)
+    ray = {"keep_logs_days": 2.0} if private else {"address": "auto"}
+    assert launch_module.launch(config_of(tmp_path, ray=ray)) == 0
+    assert old.exists() != private
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.core.ports import ReplicaPhase, ReplicaReport
-from asyncrl.driver.supervision import ReplicaChanges, ReplicaWatch
+from asyncrl.driver.supervision import MAX_GONE, ReplicaChanges, ReplicaWatch
 from asyncrl.observe.status.run_status import Restart
 
 NOTHING = ReplicaChanges()
@@ -197,3 +197,13 @@ def test_a_starting_replica_is_not_missing(watch: ReplicaWatch) -> None:
     assert watch.update([gone, report("b", 850.0), report("c", 850.0, "starting")], 900.0) == NOTHING
     assert [one.replica for one in watch.update([report("b", 950.0)], 950.0).unresponsive] == ["c"]
     assert [one.replica for one in watch_until(watch, 1551.0)] == ["c"]
+
+
+def test_replicas_that_have_left_are_forgotten_after_some_time(watch: ReplicaWatch) -> None:
+    """A run of weeks with autoscaling has tens of thousands of replicas, each with a name of its own."""
+    for number in range(3 * MAX_GONE):
+        now = 600.0 * number
+        leaving = report(f"old-{number}", now, "leaving")
+        assert watch.update([report("a", now), report("b", now), leaving], now) == NOTHING
+    assert len(watch._gone) == MAX_GONE
+    assert watch.update([report("a", now), report("b", now), report(f"old-{number}", now)], now) == NOTHING

@@ -20,7 +20,7 @@ from asyncrl.driver import supervision
 from asyncrl.driver.run import Run, _resume_message
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.supervision import Supervisor, probe
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.recorder import ROWS_FILE, Recorder, TemporaryRows
 from asyncrl.observe.status.run_status import read_state
 from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View
@@ -131,7 +131,7 @@ class RunRig:
 
     def __init__(self, tmp_path: Path, **sections: Any) -> None:
         config = Config.model_validate(sections)
-        self.recorder = recorder()
+        self.recorder = Recorder([TemporaryRows(tmp_path / ROWS_FILE)], View())
         self.status = RunStatus(config, RunDir(tmp_path), self.recorder)
         self.run = Run(config, RunDir(tmp_path), None, self.recorder, View(), self.status)
 
@@ -310,6 +310,7 @@ async def test_lost_workers_are_recorded_once_and_charged_to_their_budget(tmp_pa
     assert report_lost(first._replace(at=9.0), incarnation=2) == [("worker", 2, 7.0), ("worker", 3, None)]
     with pytest.raises(InfraError, match="the Rollouter's workers failed 3 times"):
         report_lost(LostWorker(2, 1, at=10.0, cause="again"), incarnation=2)
+    assert list(driver.run._lost_workers) == [(2, 2)], "losses that are no longer reported are forgotten"
 
 
 async def test_messages_about_records_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.file_sinks import AppendFile, rewind_jsonl
 from asyncrl.observe.metrics.rows import MetricsRow, apply_row, step_row, validation_row
-from asyncrl.observe.recorder import MAX_RESTARTS, Recorder
+from asyncrl.observe.recorder import MAX_RESTARTS, ROWS_FILE, Recorder
 from asyncrl.observe.status.run_status import Restart, RunProgress
 from asyncrl.observe.status.summary import ResumePoint, SummaryBuilder
 from asyncrl.observe.terminal.live import View
@@ -358,16 +359,34 @@ def test_a_rewind_needs_no_more_memory_for_a_long_run(tmp_path: Path) -> None:
     assert peak < path.stat().st_size / 20
 
 
-async def test_rows_in_a_file_are_not_kept_in_memory(run_dir: RunDir) -> None:
-    async with recording(run_dir, "jsonl") as recorder:
+@pytest.mark.parametrize("sinks", [("jsonl",), ("tensorboard",)])
+async def test_rows_are_not_kept_in_memory(run_dir: RunDir, sinks: tuple[str, ...]) -> None:
+    """Without the sink `jsonl`, the driver kept all of them."""
+    async with recording(run_dir, *sinks) as recorder:
         for number in (1, 2):
             await recorder.put(step(number, 0.25))
-        assert recorder._rows == []
         await recorder.put(validation(2, 0.5))
+        gc.collect()
+        rows = [each for each in gc.get_objects() if isinstance(each, MetricsRow) and each.kind == "step"]
+        assert [row for row in rows if row not in ROWS] == []
         assert recorder.validated_step == 2
         await recorder.rewind(ResumePoint(1, 1, "c", lineage=1))
         assert recorder.validated_step is None
         assert recorder.summary("failed", None)["step"] == 1
+    assert not (run_dir.path / ROWS_FILE).exists()
+
+
+async def test_a_resumed_run_without_jsonl_goes_back_to_rows_of_earlier_processes(run_dir: RunDir) -> None:
+    async with recording(run_dir, "jsonl") as recorder:
+        await four_steps(recorder)
+    (run_dir.path / ROWS_FILE).write_text("of a process that was killed")
+    async with recording(run_dir, "tensorboard", resumed=ResumePoint(2, 2, "c")) as recorder:
+        for number in (3, 4):
+            await recorder.put(step(number, 0.5))
+        await recorder.rewind(ResumePoint(3, 3, "c", lineage=1))
+        summary = recorder.summary("completed", None)
+        assert (summary["step"], summary["weight_sync"]["count"]) == (3, 2)
+        assert (summary["reward"]["first"], summary["reward"]["last"]) == pytest.approx((0.1, 0.5))
 
 
 def test_the_newest_restarts_are_listed_and_all_are_counted() -> None:

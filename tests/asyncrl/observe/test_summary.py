@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import math
 import os
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,13 @@ from asyncrl.core.failures import BugError, ConfigError, InfraError, UserCodeErr
 from asyncrl.core.ports import ApplyReport, SampleCounts
 from asyncrl.core.records import ApplyRecord, StepRecord, ValidationRecord
 from asyncrl.observe.metrics.part_metrics import (
-    DownsampledSeries,
     RestartableCounter,
     RollouterIdle,
     TrainerIdle,
     WindowRate,
 )
 from asyncrl.observe.metrics.rows import MetricsRow, apply_row, finite, step_row, validation_row
+from asyncrl.observe.metrics.series import DownsampledSeries, TenthMeans, ThinnedSeries
 from asyncrl.observe.status.run_status import RunProgress
 from asyncrl.observe.status.summary import (
     RESERVED_BYTES,
@@ -149,6 +151,58 @@ def test_first_and_last_reward_are_means_of_a_tenth_and_best_is_at_least_as_high
     assert reward["last"] == pytest.approx(sum(flat[-tenth:]) / tenth, abs=1e-9)
     best, *ends = (reward[name] or 0.0 for name in ("best", "first", "last"))
     assert best >= max(ends) - 1e-9
+
+
+@given(st.lists(st.floats(-1, 1), min_size=40, max_size=400), st.integers(16, 64))
+def test_tenths_of_a_long_series_are_nearly_exact(values: list[float], max_totals: int) -> None:
+    means, tenth = TenthMeans(max_totals), len(values) / 10
+    for value in values:
+        means.add(value)
+    ends, best = means.ends(), means.best()
+    # Each end of a tenth is moved by a stride at most, and a stride is at most two values for each total.
+    error = 4 * max(1.0, 2 * len(values) / max_totals) / tenth
+    for name, exact in (("first", values[: int(tenth)]), ("last", values[-int(tenth) :])):
+        assert ends[name] == pytest.approx(sum(exact) / len(exact), abs=error)
+    assert ends["first"] is not None and ends["last"] is not None and best is not None
+    assert best >= max(ends["first"], ends["last"])
+
+
+@given(st.integers(0, 500), st.integers(2, 50))
+def test_a_thinned_series_keeps_evenly_spaced_values_and_the_newest(count: int, most: int) -> None:
+    series: ThinnedSeries[int] = ThinnedSeries(most)
+    for value in range(count):
+        series.add(value)
+    assert series.every == list(range(0, count, series.stride)) and len(series.every) <= most
+    assert series.count == count and series.values[-1:] == list(range(count))[-1:]
+    assert series.stride == 1 or len(series.every) >= most // 2
+
+
+def test_the_summary_of_a_run_of_weeks_needs_no_more_memory_than_that_of_an_hour() -> None:
+    builder = SummaryBuilder()
+    examples = [{"prompt": "x" * 500, "response": "y", "ground_truth": "1", "reward": 0.5}]
+
+    def add(number: int) -> None:
+        if number % 2 == 0:
+            builder.add(validation(number, 0.5, examples))
+        builder.add(step(number + 1, [float(number % 7)] * 64))
+        builder.add(apply(number + 1, 0.1 * (number % 5), 0.2))
+
+    tracemalloc.start()
+    allocated = []
+    for numbers in (range(1500), range(1500, 4500)):
+        for number in numbers:
+            add(number)
+        gc.collect()
+        allocated.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert allocated[1] - allocated[0] < 300_000, "8 bytes for each of 192,000 more samples are 1.5 MB"
+    summary = builder.build("completed", None, RunProgress())
+    assert (summary["weight_sync"]["pause_s"], summary["weight_sync"]["count"]) == ({"p50": 0.2, "max": 0.4}, 4500)
+    assert summary["reward"]["first"] == pytest.approx(3.0, abs=0.02)
+    points = summary["validation"]["points"]
+    assert len(points) <= 1025 and (points[0]["step"], points[-1]["step"]) == (0, 4498)
+    assert (summary["validation"]["before"]["step"], summary["validation"]["after"]["step"]) == (0, 4498)
+    assert builder.validated_step == 4498
 
 
 @pytest.mark.parametrize(("rows", "before", "after"), [

@@ -26,7 +26,7 @@ from asyncrl.core.failures import BugError
 from asyncrl.profiling import Profiler, ProfilerSettings, profile
 from asyncrl.profiling import catalog as registry
 from asyncrl.profiling.files import MAX_TEXT, EventFiles, EventLine, event_files
-from asyncrl.profiling.profiler import MAX_DRAINED
+from asyncrl.profiling.profiler import MAX_DRAINED, MAX_SENDERS
 
 ROOT = Path(__file__).parents[3]
 
@@ -322,6 +322,19 @@ def test_sent_events_that_do_not_arrive_are_lost(
     assert profiler.status()["dropped"] == lost and profiler.status()["own_dropped"] == 0
     reported = [(event["file"], event["events"]) for event in events if event["event"] == "profiler.dropped"]
     assert reported == ([("step_000000/rollouter", lost)] if lost else [])
+
+
+def test_replicas_that_have_ended_are_forgotten_and_losses_of_others_still_count(
+    profiler: Profiler, tmp_path: Path
+) -> None:
+    profiler.configure("rollouter", ProfilerSettings("full", tmp_path / "events"))
+    request = {"event": "request", "timestamp": 0.0, "duration_s": 0.0}
+    for number in range(2 * MAX_SENDERS):
+        profiler.ingest(f"replica-{number}", [request], sent=1)
+        profiler.ingest("replica-a", [request], sent=1 + 2 * number)
+    # One event is missing in each answer but the first; a loss counts when it is still missing in the next answer.
+    assert profiler.status()["dropped"] == 2 * MAX_SENDERS - 2
+    assert len(profiler._buffer._senders) == MAX_SENDERS
 
 
 def test_dropped_events_are_reported_even_if_their_report_is_lost(

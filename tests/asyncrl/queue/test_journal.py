@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -26,9 +27,12 @@ from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, DiskFullE
 from asyncrl.core.ports import QueuedSample, QueueSnapshot, SampleCounts
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId
+from asyncrl.queue import journal_reader
 from asyncrl.queue.core import Operation, apply
 from asyncrl.queue.journal import Journal
 from asyncrl.queue.journal_reader import (
+    MAX_INSPECTED_BYTES,
+    MAX_LOG_BYTES,
     JournalHead,
     meta_crc,
     read_counts,
@@ -588,6 +592,31 @@ def test_a_journal_with_queries_of_its_own_is_damage_and_runs_none(tmp_path: Pat
     [notice] = reopen(path)[2]
     assert "was set aside as" in notice
     assert reopen(path)[1:] == (0, ())
+
+
+def test_inspecting_a_huge_journal_is_refused_with_its_size(broken: Path) -> None:
+    """Sparse files take no room on disk, and the memory of whoever reads them."""
+    os.truncate(broken / "journal.db", MAX_INSPECTED_BYTES + 4096)
+    with pytest.raises(ConfigError, match=r"has 10\d{8} bytes with its log, and at most 1073741824 are read.*resume="):
+        read_counts(broken)
+
+
+def test_a_huge_row_is_damage_for_whoever_inspects_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_reader, "MAX_INSPECTED_ROW_BYTES", 1 << 20)
+    path = tmp_path / "journal.db"
+    reopen(path)
+    alter(path, "UPDATE snapshots SET body = '[' || hex(zeroblob(1 << 20))")
+    with pytest.raises(ConfigError, match="damaged: a row has more than 1048576 bytes"):
+        read_counts(tmp_path)
+    assert "checksum of the snapshot" in head_of(tmp_path).damage, "a launch reads it"
+
+
+def test_a_huge_write_ahead_log_is_damage(broken: Path) -> None:
+    os.truncate(broken / "journal.db-wal", MAX_LOG_BYTES + 1)
+    tracemalloc.start()
+    assert "journal.db-wal has 1073741825 bytes, and no run writes more" in head_of(broken).damage
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
 
 
 def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path) -> None:

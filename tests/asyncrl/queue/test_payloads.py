@@ -20,7 +20,14 @@ from asyncrl.core.types import Sample
 from asyncrl.queue.payloads import FilePayloads, RayPayloads, make_payloads
 from asyncrl.storage import array_bytes
 from asyncrl.storage.sample_bytes import JOIN_BELOW_TOKENS, FileRef
-from asyncrl.storage.segments import read_segment, remove_segments, segment_incarnation, segment_name, segment_sizes
+from asyncrl.storage.segments import (
+    MAX_READ_BYTES,
+    read_segment,
+    remove_segments,
+    segment_incarnation,
+    segment_name,
+    segment_sizes,
+)
 from tests.fakes.samples import assert_same_sample, make_sample
 
 
@@ -119,6 +126,13 @@ async def test_a_segment_that_leases_share_is_read_once(tmp_path: Path, monkeypa
     assert len(reads) == 1
     assert_same_sample((await store.get([refs[0]]))[0], originals[0])
     assert len(reads) == 2, "a segment whose samples are all read is not cached"
+
+
+async def test_a_huge_sparse_file_is_damage_and_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ref = await FilePayloads(tmp_path, 1).put(make_sample(1))
+    os.truncate(path_of(tmp_path, ref), MAX_READ_BYTES + 1)
+    assert await read_all(tmp_path, [ref]) == [None]
+    assert f"has {MAX_READ_BYTES + 1} bytes, and no run writes more" in caplog.text
 
 
 async def test_damage_to_one_array_loses_only_its_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from asyncrl.core.failures import BugError, ConfigError, DiskFullError
 from asyncrl.core.types import FinishReason, SampleId, Span, Turn
-from asyncrl.queue.turn_log import FileTurns, NoTurns, forget_old_turns, read_turns
+from asyncrl.queue.turn_log import MAX_FRAME_BYTES, FileTurns, NoTurns, forget_old_turns, read_turns
 from tests.fakes.samples import assert_same_turn, make_turn
 
 ONE, TWO, THREE = SampleId(0, 1), SampleId(0, 2), SampleId(1, 3)
@@ -103,6 +104,20 @@ async def test_a_torn_or_damaged_log_has_the_turns_before_the_damage(
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
         assert await found() == ([1] if place < ends[1] else [1, 2])
     assert f"{path}: " in caplog.text and "The 1 turns before it are used" in caplog.text
+
+
+async def test_a_turn_of_impossible_size_is_damage_and_is_not_read(tmp_path: Path) -> None:
+    """The file is sparse: it takes no room on disk, and the memory of whoever reads it."""
+    await FileTurns(tmp_path, 1).record(ONE, {"0": make_turn(1)})
+    path = tmp_path / "samples" / "turns-1-1.log"
+    with path.open("ab") as file:
+        file.write(path.read_bytes()[:1] + (MAX_FRAME_BYTES + 1).to_bytes(8, "little"))
+        file.truncate(file.tell() + MAX_FRAME_BYTES + 1)
+    tracemalloc.start()
+    second = FileTurns(tmp_path, 2)
+    assert await keys(second, ONE) == {"0"} and await keys(second, TWO) == set()
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
 
 
 async def test_a_log_damaged_after_it_was_read_loses_only_the_damaged_turn(tmp_path: Path) -> None:
@@ -264,7 +279,7 @@ async def test_a_killed_process_loses_no_turn(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, anyio
 from pathlib import Path
-from asyncrl.queue.turn_log import FileTurns
+from asyncrl.queue.turn_log import MAX_FRAME_BYTES, FileTurns
 from asyncrl.core.types import SampleId
 from tests.fakes.samples import make_turn
 async def write():

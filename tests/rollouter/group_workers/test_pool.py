@@ -12,6 +12,7 @@ from asyncrl.core.failures import BugError, UserCodeError, first_failure
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
+from rollouter.group_workers import pool
 from rollouter.group_workers.pool import WorkerPool
 from rollouter.group_workers.worker import WorkerReport
 from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
@@ -108,6 +109,20 @@ async def test_sessions_stay_isolated_when_their_worker_dies() -> None:
         rig.fleet.hold = False
         assert len((await rig.lease(3)).samples) == 3
     assert rig.drops.counts == {"crashed engines": 1}
+
+
+async def test_the_newest_losses_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "REPORTED_LOSSES", 2)
+    rig = DispatcherRig(permits=1, n=1, num_workers=1)
+    assert rig.workers is not None
+    async with rig.running():
+        for number in (1, 2, 3):
+            rig.workers.links[-1].die()
+            await rig.fleet.until_in_flight(sample_name(1))
+            await anyio.wait_all_tasks_blocked()
+            reported = rig.workers.pool.status()["lost_workers"]
+            assert [one.number for one in reported] == [1, 2, 3][max(0, number - 2) : number]
+            assert reported[-1].recovered_at is not None
 
 
 async def test_samples_wait_while_no_worker_is_up() -> None:
