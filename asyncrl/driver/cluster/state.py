@@ -17,6 +17,7 @@ from asyncrl.config.problems import format_problems
 from asyncrl.config.resources.placement import UNITS, Gang, NodeResources, Placement, gangs, place
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
+from rollouter.serving.options import app_name
 
 _WAITING = ("PENDING", "RESCHEDULING")
 
@@ -92,17 +93,20 @@ def pending_demands(namespace: str, app: str) -> tuple[str, ...] | None:
         namespace: the run's Ray namespace.
         app: Serve's name of the application of its engines.
     """
-    ranks, replicas = f"{namespace}/ranks/", f"SERVE_REPLICA::{app}#"
+    parts = {
+        f"{namespace}/ranks/": "ranks",
+        f"SERVE_REPLICA::{app}#": "engine replica",
+        f"SERVE_REPLICA::{app_name(namespace, 'reward')}#": "reward model replica",
+    }
     waiting: Counter[str] = Counter()
     try:
         groups = placement_group_table()
     except RayError:  # the run does not depend on the answer
         return None
     for group in groups.values():
-        name = group["name"]
-        if name.startswith((ranks, replicas)) and group["state"] in _WAITING:
-            part = "ranks" if name.startswith(ranks) else "engine replica"
-            waiting[f"{part}: {_describe(group)}"] += 1
+        for prefix, part in parts.items():
+            if group["name"].startswith(prefix) and group["state"] in _WAITING:
+                waiting[f"{part}: {_describe(group)}"] += 1
     return tuple(f"{count} x {text}" for text, count in sorted(waiting.items()))
 
 
