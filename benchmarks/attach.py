@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,11 @@ def measure(rounds: int) -> list[dict[str, Any]]:
             took_s = launches.first_sample_s(variant)
             if counts:
                 found[variant].append(took_s)
+    return table(found)
+
+
+def table(found: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Return a row for each variant, with the time that it saves against engines of its own."""
     own_s = statistics.median(found[OWN])
     return [
         {

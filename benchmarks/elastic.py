@@ -133,11 +133,7 @@ async def _measure(path: Path, options: Any) -> list[dict[str, Any]]:
                 await _reach(store, 2 + number, options.replicas if number % 2 else 1)
                 await anyio.sleep(options.hold)
             group.cancel_scope.cancel()
-    rows = [
-        _row(name, [one for one in load.done if one.fleet == name])
-        for name in ("constant, 1", f"constant, {options.replicas}", changing)
-    ]
-    return [*rows, _row("of these, moved", [one for one in load.done if one.moved])]
+    return table(load.done, ("constant, 1", f"constant, {options.replicas}", changing))
 
 
 async def _reach(store: Any, decision: int, wanted: int) -> None:
@@ -152,16 +148,23 @@ async def _reach(store: Any, decision: int, wanted: int) -> None:
         await anyio.sleep(0.1)
 
 
+def table(requests: Sequence[TimedRequest], fleets: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for the requests of each fleet, and one for those of the last fleet that moved."""
+    of_fleets = {name: [one for one in requests if one.fleet == name] for name in fleets}
+    moved = [one for one in of_fleets[fleets[-1]] if one.moved]
+    return [_row(name, found) for name, found in (*of_fleets.items(), ("of these, moved", moved))]
+
+
 def _row(name: str, requests: Sequence[TimedRequest]) -> dict[str, Any]:
-    latencies = [one.latency_s for one in requests] or [float("nan")]
+    latencies = [one.latency_s for one in requests]
     return {
         "fleet": name,
         "requests": len(requests),
         "moved": sum(one.moved for one in requests),
-        "p50_s": float(np.percentile(latencies, 50)),
-        "p99_s": float(np.percentile(latencies, 99)),
-        "worst_s": max(latencies),
-        "worst_gap_s": max((one.gap_s for one in requests), default=float("nan")),
+        "p50_s": float(np.percentile(latencies, 50)) if latencies else None,
+        "p99_s": float(np.percentile(latencies, 99)) if latencies else None,
+        "worst_s": max(latencies, default=None),
+        "worst_gap_s": max((one.gap_s for one in requests), default=None),
     }
 
 

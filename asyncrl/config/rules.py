@@ -48,8 +48,9 @@ def _names(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _local_directories(config: Config) -> Iterator[ConfigProblem]:
-    """Refuse URLs where files are appended to or locked, which object storage cannot do."""
+    """Refuse URLs where only a directory will do, for example because files are appended to or locked."""
     directories = {"run_dir": config.run_dir, "rollout.dump_dir": config.rollout.dump_dir}
+    directories["trainer.validation_data_dir"] = config.trainer.validation_data_dir
     directories |= {f"{key}.dump_dir": role.dump_dir for key, role in skip.enabled_roles(config).items()}
     for key, directory in directories.items():
         if directory and "://" in directory:

@@ -239,14 +239,15 @@ def mark(driver: str) -> dict[str, str]:
 
 
 def reward_deployment_options(model: RewardModelConfig, *, probe_s: float, gpus: bool, driver: str) -> dict[str, Any]:
-    """Return Serve's options of the reward model's replicas: one GPU each, if the cluster has any."""
+    """Return Serve's options of the reward model's replicas: one GPU each, if the cluster has any.
+
+    A placement group reserves it, which Ray lists while it waits for room (`pending_demands`)."""
+    resources = {"num_cpus": 1, "num_gpus": 1} if gpus else {"num_cpus": 0}
     return {
         **_replicas(probe_s),
         "num_replicas": model.num_replicas,
-        "ray_actor_options": {
-            **({"num_cpus": 1, "num_gpus": 1} if gpus else {"num_cpus": 0}),
-            "runtime_env": {"env_vars": mark(driver)},
-        },
+        "placement_group_bundles": [{"GPU": 1, "CPU": 1}] if gpus else None,
+        "ray_actor_options": {**resources, "runtime_env": {"env_vars": mark(driver)}},
     }
 
 

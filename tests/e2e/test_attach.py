@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,12 @@ class DeployedServers:
     def deployed(self) -> dict[str, Any]:
         """Return what Serve says of the deployment."""
         return self.get("serve/applications/")["applications"][APP]["deployments"]["rollout"]
+
+    def served_version(self) -> int:
+        """Return the weights version of the only replica, as its metrics show it."""
+        answer = httpx.get(f"{self.http}/{APP}/metrics", timeout=60)
+        (version,) = re.findall(r"^asyncrl_serve_weights_version\{.*\} (.+)$", answer.text, re.MULTILINE)
+        return int(float(version))
 
     def get(self, path: str) -> dict[str, Any]:
         """Return an answer of the dashboard's API."""
@@ -200,16 +207,19 @@ def test_runs_attach_one_after_another_and_one_continues_without_an_engine_resta
     assert other.wait() == 2, other.output()
     assert f"the run {first.run_dir} on " in " ".join(other.output().split())
 
+    first.wait_until(lambda: first.state()["replicas"][0]["version"] >= 1, "version of the run's own")
     first.process.kill()
     first.process.wait()
+    assert servers.served_version() >= first.state()["replicas"][0]["version"] >= 1
     second = servers.attach(tmp_path, f"trainer.total_training_steps={STEPS}", "resume=auto", run_dir=first.run_dir)
-    assert second.wait() == 0, second.output()
+    assert second.wait(400) == 0, second.output()
     summary = second.summary()
     assert (summary["status"], summary["step"], summary["samples"]["trained"]) == ("completed", STEPS, 16 * STEPS)
     assert trained_once(second) and balanced(summary["samples"])
     assert replicas(second) == pids, "the engines were not restarted"
     assert not [one for one in second.state()["restarts"] if one["part"] == "replica"]
     learned = summary["validation"]["after"]["reward"]
+    assert servers.served_version() == summary["version"]
 
     # The servers go on with the last weights, and the next run begins with its own.
     question = {"model": "quickstart", "prompt": "12+34=", "max_tokens": 8, "temperature": 0}
@@ -219,3 +229,4 @@ def test_runs_attach_one_after_another_and_one_continues_without_an_engine_resta
     assert fresh.wait() == 0, fresh.output()
     assert fresh.summary()["validation"]["before"]["reward"] < 0.3 < learned
     assert replicas(fresh) == pids
+    assert servers.served_version() == fresh.summary()["version"] < summary["version"]

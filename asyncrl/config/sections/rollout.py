@@ -288,7 +288,8 @@ class RolloutConfig(NodePool):
     over_sample: OverSampleConfig = OverSampleConfig()
     agent: AgentConfig = AgentConfig()
     dump_dir: str | None = None
-    """Directory of a JSONL dump of all trajectories: messages, tokens, masks, versions, times, rewards. null: none."""
+    """Directory of a JSONL dump of all trajectories: messages, tokens, masks, versions, times, rewards. null: none.
+    Its files are appended to, so it may be a mounted shared directory, but no URL."""
     kept_samples: NonNegative = 200
     """Maximum number of samples that the run directory keeps for `asyncrl show`, 20 MB at most: the newest ones,
     and up to 10 each with the lowest, highest and oddest rewards (furthest from the mean of its group). 0: none."""

@@ -14,9 +14,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from asyncrl.config.problems import format_problems
-from asyncrl.config.resources.placement import UNITS, Gang, NodeResources, Placement, gangs, place
+from asyncrl.config.resources.placement import UNITS, Gang, NodeResources, Placement, gangs, misplaced_driver, place
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
+from rollouter.serving.options import app_name
 
 _WAITING = ("PENDING", "RESCHEDULING")
 
@@ -40,9 +41,17 @@ def cluster_nodes() -> list[NodeResources]:
 
 
 def plan_placement(config: Config) -> Placement:
-    """Return the plan of a run's processes on this cluster, as if no other run used it."""
+    """Return the plan of a run's processes on this cluster, as if no other run used it. Raises as
+    `check_driver_node`."""
+    check_driver_node(config)
     nodes = cluster_nodes()
     return place(_gangs(config, nodes, trains=not config.validates_only), nodes)
+
+
+def check_driver_node(config: Config) -> None:
+    """Raise `ConfigError` unless this node has the labels of `ray.node_labels`."""
+    if (problem := misplaced_driver(config.ray.node_labels, cluster_nodes())) is not None:
+        raise ConfigError(format_problems([problem]))
 
 
 def _gangs(config: Config, nodes: Sequence[NodeResources], *, trains: bool = True) -> tuple[Gang, ...]:
@@ -92,17 +101,20 @@ def pending_demands(namespace: str, app: str) -> tuple[str, ...] | None:
         namespace: the run's Ray namespace.
         app: Serve's name of the application of its engines.
     """
-    ranks, replicas = f"{namespace}/ranks/", f"SERVE_REPLICA::{app}#"
+    parts = {
+        f"{namespace}/ranks/": "ranks",
+        f"SERVE_REPLICA::{app}#": "engine replica",
+        f"SERVE_REPLICA::{app_name(namespace, 'reward')}#": "reward model replica",
+    }
     waiting: Counter[str] = Counter()
     try:
         groups = placement_group_table()
     except RayError:  # the run does not depend on the answer
         return None
     for group in groups.values():
-        name = group["name"]
-        if name.startswith((ranks, replicas)) and group["state"] in _WAITING:
-            part = "ranks" if name.startswith(ranks) else "engine replica"
-            waiting[f"{part}: {_describe(group)}"] += 1
+        for prefix, part in parts.items():
+            if group["name"].startswith(prefix) and group["state"] in _WAITING:
+                waiting[f"{part}: {_describe(group)}"] += 1
     return tuple(f"{count} x {text}" for text, count in sorted(waiting.items()))
 
 

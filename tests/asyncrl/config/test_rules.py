@@ -90,6 +90,7 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("project_name", RECORD | {"project_name": "../elsewhere"}, "dump_dir"),
     ("run_dir", {"run_dir": "s3://bucket/run"}, "only checkpoints can go to a URL"),
     ("rollout.dump_dir", {"rollout.dump_dir": "gs://bucket/dump"}, "only checkpoints can go to a URL"),
+    ("trainer.validation_data_dir", {"trainer.validation_data_dir": "s3://b/a"}, "only checkpoints can go to a URL"),
     (
         "skip.async_rollout.dump_dir",
         RECORD | {"skip.async_rollout.dump_dir": "s3://bucket/records"},

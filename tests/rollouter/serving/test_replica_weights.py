@@ -286,6 +286,43 @@ async def test_a_replica_whose_run_ends_while_it_starts_serves_what_it_has(monke
     assert (found, updates.health.weights_version) == ([], WeightsVersion(0, 0))
 
 
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(("ending", "version"), [("finished", 5), ("failed", 5), ("killed", 5), ("killed at once", -1)])
+async def test_a_server_goes_on_with_the_last_version_of_a_run_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch, ending: str, version: int
+) -> None:
+    """The run finished, or failed because version 6 could not be loaded, or was killed before or after its versions."""
+    store, runs, served = Store(), RunsOnServers(monkeypatch), list[int]()
+
+    async def run(requests: Any) -> AsyncGenerator[Any, None]:
+        served.append(updates.health.weights_version.version)
+        yield "accepted"
+
+    async def gone(timeout_s: float, lost: Any) -> Publication:
+        raise ray.exceptions.ActorDiedError()
+
+    updates = Updates(None)
+    updates.health.weights_version = WeightsVersion(0, 7)  # of an earlier run
+    replica = server_of(updates, _generation=SimpleNamespace(run=run))
+    runs.attached = (store, ServedRun("b", "run-b"))
+    await replica.attach()
+    if ending != "killed at once":
+        await replica.apply_version(Publication(5, 1, 0, {}), "abort", True, False)
+        store.version = 5
+    if ending in ("finished", "failed"):
+        assert [item async for item in replica.generate_tokens([])] == ["accepted"]
+    if ending == "failed":
+        updates.failure = InfraError("version 6 cannot be fetched")
+        with pytest.raises(InfraError, match="version 6"):
+            await replica.apply_version(Publication(6, 1, 0, {}), "abort", True, False)
+    runs.attached, store.start_with = None, SimpleNamespace(remote=gone)
+    monkeypatch.setattr(weights, "find_store", lambda namespace: None)
+    with anyio.fail_after(30):
+        assert [item async for item in replica.generate_tokens([])] == ["accepted"]
+    assert (served[-1], updates.health.broken) == (version, "")
+    assert f'asyncrl_serve_weights_version{{replica="one"}} {float(version)}' in replica.engine_metrics()
+
+
 async def test_a_user_config_changes_time_limits_of_a_running_engine() -> None:
     updates = Updates(Store())
     replica = RolloutReplica.__new__(RolloutReplica)
