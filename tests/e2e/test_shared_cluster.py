@@ -280,9 +280,6 @@ def test_a_cluster_without_room_or_without_its_token_is_refused_in_a_line(tmp_pa
         assert "driver, queue, weight store, Rollouter, Trainer, 1 policy rank, 1 engine replica" in drawn[1]
 
         for dry_run in (["--dry-run"], []):
-            labelled = (f"run_dir={tmp_path / 'labelled'}", "ray.node_labels={pool: other}")
-            code, printed = asyncrl(*keys, *labelled, *dry_run)
-            assert code == 2 and "has these labels (it has pool=train)" in " ".join(printed.split()), printed
             code, printed = asyncrl(*keys, f"run_dir={tmp_path / 'full'}", "rollout.num_replicas=9", *dry_run)
             assert code == 2, printed
             assert "rollout.num_replicas = 9" in printed, printed

@@ -6,7 +6,6 @@ nodes, and a launch that can never fit is refused before anything is started.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -278,7 +277,9 @@ def _lacking(gang: Gang, nodes: Sequence[NodeResources]) -> ConfigProblem | None
     usable = [node for node in nodes if node.matches(gang.node_labels)]
     if not usable and gang.node_labels:
         key = f"{'rollout' if gang.section == 'rollout' else 'trainer'}.node_labels"
-        return _unlabelled(key, gang.node_labels, nodes)
+        there = sorted({label for node in nodes for label in node.own_labels})
+        consequence = f"no node of the cluster has these labels (it has {', '.join(there) or 'none'})"
+        return ConfigProblem(key, dict(gang.node_labels), consequence, "start nodes with `ray start --labels`")
     rooms = [gang.fits(node) for node in usable]
     if gang.strategy == "STRICT_PACK":
         possible, needed, where = sum(room // gang.num_bundles for room in rooms), gang.count, ", each on one node"
@@ -302,28 +303,6 @@ def _lacking(gang: Gang, nodes: Sequence[NodeResources]) -> ConfigProblem | None
     if gang.strategy == "STRICT_PACK" and gang.num_bundles > 1:
         fix += "; rollout.nnodes and rollout.n_gpus_per_node let a replica span nodes"
     return ConfigProblem(key, number, consequence, fix)
-
-
-def _unlabelled(key: str, labels: Mapping[str, str], nodes: Sequence[NodeResources]) -> ConfigProblem:
-    there = sorted({label for node in nodes for label in node.own_labels})
-    consequence = f"no node of the cluster has these labels (it has {', '.join(there) or 'none'})"
-    return ConfigProblem(key, dict(labels), consequence, "start nodes with `ray start --labels`")
-
-
-def misplaced_driver(labels: Mapping[str, str], nodes: Sequence[NodeResources]) -> ConfigProblem | None:
-    """Return why the driver's node is not one with the labels of `ray.node_labels`; None if it is."""
-    key, chosen = "ray.node_labels", [node.name for node in nodes if node.matches(labels)]
-    if not chosen:
-        return _unlabelled(key, labels, nodes)
-    here = next(node for node in nodes if node.is_driver)
-    if here.matches(labels):
-        return None
-    consequence = (
-        f"{', '.join(DRIVER_PARTS)} run where the launch is started, and this node, {here.name}, has "
-        f"{', '.join(here.own_labels) or 'no labels'}"
-    )
-    submit = f"`ray job submit --entrypoint-label-selector '{json.dumps(labels)}' -- asyncrl launch ...`"
-    return ConfigProblem(key, dict(labels), consequence, f"start it on {' or '.join(chosen)}, or use {submit}")
 
 
 def _number_of(gang: Gang) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from asyncrl.config.environment import check_api_key, check_protocol, similar_path, visible_gpus, writable_parent
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, configured, no_effect, warning
-from asyncrl.config.sections.base import ConfigSection, ImportPath, NodeLabels, NonNegative, Positive, Seconds
+from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import engine_lora_rank, num_prompts
 from asyncrl.config.sections.trainer import epoch_samples, model_roles
 
@@ -168,10 +168,6 @@ class RayConfig(ConfigSection):
     autoscaling: bool = False
     """Whether the cluster adds nodes on demand. Then a run whose processes have no room waits for new nodes, up to
     `timeouts.start_s`; otherwise it is refused at once."""
-    node_labels: NodeLabels = Field(default_factory=dict)
-    """Labels that the node of driver, sample queue, Rollouter and Trainer must have, as in `rollout.node_labels`. These
-    run where the launch is started, so it is refused on another node; `ray job submit --entrypoint-label-selector`
-    starts it on a node with labels."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's `runtime_env` of the run's processes: `env_vars`, `py_modules`, `pip`, and others. On a cluster, the Python
     files that the configuration names travel to the nodes anyway. With `working_dir`, relative paths in the
@@ -469,9 +465,6 @@ RULES: tuple[RuleFunction, ...] = (
                "an engine on several nodes (rollout.tensor_parallel_size={c.rollout.tensor_parallel_size}) cannot read "
                "the adapters, which are files in the memory of one node",
                "set weight_sync.lora=merged, or lower rollout.tensor_parallel_size"),
-    ConfigRule("ray.node_labels", lambda c: bool(c.ray.node_labels) and c.ray.address is None,
-               "ray.address is null, so the run has a private cluster, which is this machine alone",
-               "set ray.address to a cluster (docs/deploy.md), or leave this key out"),
     ConfigRule("trainer.checkpoint_dir", lambda c: c.trainer.checkpoint_dir is not None and c.trainer.save_freq == -1,
                "a run writes its only checkpoint at the end (trainer.save_freq=-1), so a lost machine loses everything",
                "set trainer.save_freq to the number of steps that may be lost", "warning"),

@@ -117,8 +117,7 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
         stale: namespace of an earlier driver of this run that has ended.
 
     Raises:
-        ConfigError: the cluster at `ray.address` does not answer, or requires its token, or `ray.node_labels` names
-            other nodes than this one.
+        ConfigError: the cluster at `ray.address` does not answer, or requires its token.
         InfraError: Ray cannot start.
         DeadlineError: leftovers were not removed within `timeouts.start_s`.
     """
@@ -126,10 +125,6 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
     namespace = f"asyncrl-{name}-{secrets.token_hex(3)}"
     try:
         await _in_permanent_thread(partial(_start, config, namespace))
-        if config.ray.node_labels:
-            from asyncrl.driver.cluster.state import check_driver_node
-
-            await to_thread.run_sync(check_driver_node, config, abandon_on_cancel=True)
         if config.ray.address is not None:
             await _clean(stale, config.timeouts.start_s)
         yield namespace

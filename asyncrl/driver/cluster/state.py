@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from asyncrl.config.problems import format_problems
-from asyncrl.config.resources.placement import UNITS, Gang, NodeResources, Placement, gangs, misplaced_driver, place
+from asyncrl.config.resources.placement import UNITS, Gang, NodeResources, Placement, gangs, place
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from rollouter.serving.options import app_name
@@ -41,17 +41,9 @@ def cluster_nodes() -> list[NodeResources]:
 
 
 def plan_placement(config: Config) -> Placement:
-    """Return the plan of a run's processes on this cluster, as if no other run used it. Raises as
-    `check_driver_node`."""
-    check_driver_node(config)
+    """Return the plan of a run's processes on this cluster, as if no other run used it."""
     nodes = cluster_nodes()
     return place(_gangs(config, nodes, trains=not config.validates_only), nodes)
-
-
-def check_driver_node(config: Config) -> None:
-    """Raise `ConfigError` unless this node has the labels of `ray.node_labels`."""
-    if (problem := misplaced_driver(config.ray.node_labels, cluster_nodes())) is not None:
-        raise ConfigError(format_problems([problem]))
 
 
 def _gangs(config: Config, nodes: Sequence[NodeResources], *, trains: bool = True) -> tuple[Gang, ...]:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.compose import changed_values, check_config, value_sources
-from asyncrl.config.resources.placement import Gang, NodeResources, gangs, lacks, misplaced_driver, node_rows, place
+from asyncrl.config.resources.placement import Gang, NodeResources, gangs, lacks, node_rows, place
 from asyncrl.config.schema import Config
 
 CLUSTER = ("ray.address=auto",)
@@ -107,7 +107,6 @@ def test_pools_that_contradict_themselves_are_refused(overrides: list[str], key:
 def test_a_private_cluster_has_one_node() -> None:
     assert problems("rollout.nnodes=2", "rollout.n_gpus_per_node=1", address=False) == ["rollout.nnodes"]
     assert problems("trainer.node_labels={pool: a}", address=False) == ["trainer.node_labels"]
-    assert problems("ray.node_labels={pool: a}", address=False) == ["ray.node_labels"]
     assert problems("trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.strategy=ddp", address=False) == []
 
 
@@ -149,19 +148,6 @@ def test_problems_of_room_have_the_numbers() -> None:
     labelled = configured("rollout.node_labels={pool: rollout}")
     (problem,) = place(gangs(labelled, gpus=False), [node("head", 9, pool="other")]).lacks
     assert "(it has pool=other)" in problem.consequence
-
-
-def test_the_driver_runs_on_a_node_with_its_labels_or_the_launch_is_refused() -> None:
-    nodes = [node("head", 8, pool="train"), node("a", 8, pool="control"), node("b", 8, pool="control")]
-    assert misplaced_driver({}, nodes) is None
-    assert misplaced_driver({"pool": "!control"}, nodes) is None
-    elsewhere, nowhere = (misplaced_driver({"pool": pool}, nodes) for pool in ("control", "other"))
-    assert elsewhere is not None and nowhere is not None
-    assert elsewhere.consequence.endswith("run where the launch is started, and this node, head, has pool=train")
-    assert elsewhere.fix.startswith(
-        'start it on a or b, or use `ray job submit --entrypoint-label-selector \'{"pool": '
-    )
-    assert nowhere.consequence == "no node of the cluster has these labels (it has pool=control, pool=train)"
 
 
 def test_engines_that_records_may_replace_are_not_required() -> None:
