@@ -12,7 +12,7 @@ import pytest
 from asyncrl.cli import launch
 from asyncrl.cli.main import main
 from asyncrl.config.resources.plan import GIB, MachineResources
-from asyncrl.config.sections import trainer
+from asyncrl.config.sections import trainer_rules
 from benchmarks import gpu_smoke
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,7 @@ def dry_run(command: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the exit code of `--dry-run` on a machine with GPUs."""
     Path("my.yaml").write_text(MINE)
     monkeypatch.setattr(launch, "detect_machine", lambda: MachineResources(64, gpus, 1000 * GIB))
-    monkeypatch.setattr(trainer, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(trainer_rules, "visible_gpus", lambda: gpus)
     return main([*shlex.split(command), "--dry-run", "--json"])
 
 

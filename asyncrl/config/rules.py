@@ -14,7 +14,7 @@ from asyncrl.config.interpolation import HIDDEN, secret_name, secret_names, secr
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, Severity
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer
+from asyncrl.config.sections import algorithm, data, observe, reward, rollout, run, skip, trainer_rules
 from asyncrl.config.sections.skip import SkipConfig
 from asyncrl.core.text import MAX_NAME_BYTES
 
@@ -22,7 +22,7 @@ Scope = Literal["run", "serve", "app", "simulation"]
 """What a configuration is for: a run, `asyncrl serve`, rollout servers that are deployed with Ray Serve, or a run that
 is only simulated (`asyncrl simulate`), for which this machine needs none of its files and devices."""
 
-_SECTIONS = (data, rollout, run, trainer, algorithm, reward, skip, observe)
+_SECTIONS = (data, rollout, run, trainer_rules, algorithm, reward, skip, observe)
 _SECRET_KEYS = (
     "rollout.multi_turn.tools.*.mcp.env.*",
     "rollout.multi_turn.tools.*.mcp.url",
@@ -138,7 +138,7 @@ EVALUATION_ENVIRONMENT = (
     *(check for section in (data, rollout, reward) for check in section.ENVIRONMENT),
 )
 ENVIRONMENT = (_missing_secrets, *(check for section in _SECTIONS for check in section.ENVIRONMENT))
-DRIVER_ENVIRONMENT = (*trainer.DRIVER_ENVIRONMENT, *observe.DRIVER_ENVIRONMENT, *run.DRIVER_ENVIRONMENT)
+DRIVER_ENVIRONMENT = (*trainer_rules.DRIVER_ENVIRONMENT, *observe.DRIVER_ENVIRONMENT, *run.DRIVER_ENVIRONMENT)
 """Checks that the driver's machine has to pass even if the run uses a cluster."""
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.compose import check_config
 from asyncrl.config.problems import errors
-from asyncrl.config.sections import trainer as trainer_section
+from asyncrl.config.sections import trainer_rules
 from benchmarks import architectures, gpu_smoke, trainer, weight_sync
 from benchmarks.gpu_smoke import RowResult, SmokeMachine, SmokeRow
 
@@ -181,7 +181,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (run_dir / "summary.json").write_text(json.dumps(summary))
 
     monkeypatch.setattr(gpu_smoke, "run_asyncrl", run)
-    monkeypatch.setattr(trainer_section, "visible_gpus", lambda: 8)
+    monkeypatch.setattr(trainer_rules, "visible_gpus", lambda: 8)
     return found
 
 

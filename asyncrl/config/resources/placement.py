@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.trainer import model_roles
+from asyncrl.config.sections.trainer_rules import model_roles
 
 Strategy = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD"]
 """Ray's strategies for the bundles of a placement group: on one node; on few nodes; each on another node."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.problems import ConfigProblem, configured, errors, format_problems, warning
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.trainer import check_length, epoch_samples, epoch_steps, model_roles
+from asyncrl.config.sections.trainer_rules import check_length, epoch_samples, epoch_steps, model_roles
 from asyncrl.core.failures import ConfigError
 
 GIB = 1024**3

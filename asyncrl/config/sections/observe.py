@@ -13,7 +13,7 @@ from pydantic import Field
 from asyncrl.config.environment import check_code, is_installed, visible_gpus
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive
-from asyncrl.config.sections.trainer import model_roles
+from asyncrl.config.sections.trainer_rules import model_roles
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config

@@ -27,7 +27,7 @@ from asyncrl.config.sections.engine_arguments import (
     check_engine_arguments,
     check_expert_parallel,
 )
-from asyncrl.config.sections.trainer import check_pool
+from asyncrl.config.sections.trainer_rules import check_pool
 from asyncrl.core.autoscaling import AutoscalingPolicy
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from asyncrl.config.environment import check_api_key, check_protocol, similar_pa
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, configured, no_effect, warning
 from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import engine_lora_rank, num_prompts
-from asyncrl.config.sections.trainer import epoch_samples, model_roles
+from asyncrl.config.sections.trainer_rules import epoch_samples, model_roles
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config

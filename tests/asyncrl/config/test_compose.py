@@ -22,7 +22,7 @@ from asyncrl.config.compose import (
 from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import engine_arguments, quantization, trainer
+from asyncrl.config.sections import engine_arguments, quantization, trainer_rules
 from asyncrl.config.sources import QUANTIZATION, SYNC, source_of
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import single
@@ -65,7 +65,7 @@ CHOICES = [(group, file.stem) for group in groups() for file in sorted((CONF / g
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
 def test_every_group_option_can_be_chosen(group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "visible_gpus", lambda: 8)
+    monkeypatch.setattr(trainer_rules, "visible_gpus", lambda: 8)
     needs = {"gpu": ["trainer.device=cuda"], "on_policy_distill": ["teacher.path=asyncrl://quickstart"]}
     chosen = load_config(None, [f"{group}={option}", *needs.get(option, [])]).model_dump(mode="json")[group]
     values = yaml.safe_load((CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))

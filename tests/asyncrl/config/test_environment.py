@@ -19,7 +19,7 @@ from asyncrl.assets import resolve
 from asyncrl.config import environment
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import model_config, num_parameters, tensor_shapes, visible_gpus
-from asyncrl.config.sections import engine_arguments, observe, reward, rollout, run, trainer
+from asyncrl.config.sections import engine_arguments, observe, reward, rollout, run, trainer_rules
 from tests.fakes.configurations import machine_problems, single
 
 GAE = {"algorithm.adv_estimator": "gae"}
@@ -418,10 +418,10 @@ def test_the_configuration_knows_all_that_is_built_in() -> None:
     assert set(reward.BUILTIN_REWARDS) == set(functions.BUILT_IN)
     assert set(rollout.BUILTIN_TOOLS) == set(tools.BUILT_IN)
     assert set(rollout.BUILTIN_INTERACTIONS) == set(interactions.BUILT_IN)
-    assert set(trainer.BUILTIN_STRATEGIES) == set(registry.BUILT_IN)
-    assert set(trainer._ENGINE_LIBRARIES) == set(registry.LIBRARY_ENGINES)
-    assert trainer.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
-    assert trainer.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
+    assert set(trainer_rules.BUILTIN_STRATEGIES) == set(registry.BUILT_IN)
+    assert set(trainer_rules._ENGINE_LIBRARIES) == set(registry.LIBRARY_ENGINES)
+    assert trainer_rules.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
+    assert trainer_rules.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def test_engine_arguments_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    for section in (trainer, observe, run):
+    for section in (trainer_rules, observe, run):
         monkeypatch.setattr(section, "visible_gpus", lambda: number)
 
 
