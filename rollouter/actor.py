@@ -38,6 +38,7 @@ from rollouter.rewards.scorer import CombinedScorer
 from rollouter.rollouter import Rollouter
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.http import endpoint_url, rollouter_name
+from rollouter.serving.lending import lent_gpus, run_fleet
 from rollouter.serving.options import rollout_app
 from rollouter.serving.reward_model import ServedRewardModel
 from rollouter.trajectory_dump import make_files
@@ -140,7 +141,7 @@ class RolloutActor:
         scorer, pool = await self._start_generation(task, has_engines=start.has_engines)
         turns: FileTurns | NoTurns = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
         fleet = self._fleet() if start.has_engines else UnavailableFleet()
-        shared = SharedGpus(StoreGpuTurns(store_handle, call_s=call_s), fleet) if config.takes_turns else None
+        gpu_turns = StoreGpuTurns(store_handle, call_s=call_s)
         self._rollouter = Rollouter(
             config,
             task._replace(scorer=scorer),
@@ -153,7 +154,8 @@ class RolloutActor:
             start=start,
             files=make_files(config, run_dir, task.decode),
             workers=pool,
-            gpus=shared,
+            gpus=SharedGpus(gpu_turns, fleet) if config.takes_turns else None,
+            lent=lent_gpus(gpu_turns, fleet) if config.lends_gpus else None,
         )
         SkipManager.watch(self._rollouter.waits.waiting)
         if self._stopped:
@@ -217,7 +219,7 @@ class RolloutActor:
             self._links[place] = await start_link(self._config, place, has_engines=has_engines)
 
     def _fleet(self) -> ServeFleet:
-        return ServeFleet(self._config, namespace=ray.get_runtime_context().namespace)
+        return run_fleet(self._config, namespace=ray.get_runtime_context().namespace)
 
     async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Answer a request with a trajectory's key, see `AgentGateway.answer`."""

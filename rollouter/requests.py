@@ -44,6 +44,11 @@ class RequestOrigin(NamedTuple):
     turn: int | None = None
 
 
+def is_validation(session: str) -> bool:
+    """Return whether a session is that of a validation's prompt (`validation.validator.validation_session`)."""
+    return session.startswith("val_")
+
+
 def trajectory_id(name: str, key: str) -> str:
     """Return the name of a trajectory's session and of its first turn; `name` is the group's."""
     return f"{name}/{key}"

@@ -1,7 +1,8 @@
-"""The Rollouter: runs the dispatcher and the weight update loop in one task group.
+"""The Rollouter: runs the dispatcher, the weight update loop and the engines on lent GPUs in one task group.
 
     run ──┬─ dispatcher   admit ─▶ generate ─▶ score ─▶ offer   until the queue is closed
-          └─ versions     wait ─▶ apply ─▶ validate             until the dispatcher has ended and the newest is applied
+          ├─ versions     wait ─▶ apply ─▶ validate             until the dispatcher has ended and the newest is applied
+          └─ lent         wake ─▶ open ─▶ close ─▶ sleep        until the dispatcher has ended (`trainer.lend_after_s`)
 
 This module depends on Protocols only, so that tests can run it with fakes; `rollouter.actor` connects it to Ray.
 """
@@ -18,6 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, BugError, FencedError, first_failure
 from asyncrl.core.ports import (
     EngineFleet,
+    LentGpus,
     PayloadStore,
     SharedGpus,
     TurnLog,
@@ -27,6 +29,7 @@ from asyncrl.core.records import RecordSink
 from asyncrl.queue.sample_queue import SampleQueue
 from rollouter.dispatcher import Dispatcher
 from rollouter.group_workers.pool import WorkerPool
+from rollouter.lent_engines import LentEngines
 from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryFiles
@@ -52,9 +55,15 @@ class Rollouter:
         files: Sequence[TrajectoryFiles] = (),
         workers: WorkerPool | None = None,
         gpus: SharedGpus | None = None,
+        lent: LentGpus | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """
+        Args:
+            gpus: those that all engines share with the ranks.
+            lent: those that the Trainer lends to further engines.
+        """
         self._scope = anyio.CancelScope()
         self._config = config
         self._workers = workers
@@ -79,6 +88,9 @@ class Rollouter:
         self._dispatcher = Dispatcher(parts)
         self._validator = Validator(parts, task.val_prompts, task.decode) if task.val_prompts is not None else None
         self._versions = WeightUpdateLoop(parts, start, feed=feed, sink=sink, validator=self._validator, gpus=gpus)
+        self._lent: LentEngines | None = None
+        if lent is not None:
+            self._lent = LentEngines(lent, feed, workers, timeouts=config.timeouts, waits=parts.waits)
 
     async def run(self) -> None:
         """Generate until the queue has ended and the newest version is applied, or until `stop()`.
@@ -91,10 +103,16 @@ class Rollouter:
             with self._scope:
                 async with self._parts.running(), anyio.create_task_group() as group:
                     await group.start(self._versions.run, name="versions")
-                    await self._dispatcher.run()
+                    async with anyio.create_task_group() as lending:
+                        if self._lent is not None:
+                            lending.start_soon(self._lent.run, name="lent")
+                        await self._dispatcher.run()
+                        lending.cancel_scope.cancel()
                     self._versions.finish()
             if self._scope.cancelled_caught:
                 await self._versions.yield_gpus()
+            if self._lent is not None:
+                await self._lent.leave()
         except ExceptionGroup as failures:
             fenced = failures.subgroup(FencedError)
             error = first_failure(fenced or failures)

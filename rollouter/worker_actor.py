@@ -21,7 +21,7 @@ from rollouter.coverage import UnavailableFleet
 from rollouter.group_workers.worker import Command, GroupWorker, WorkerReport
 from rollouter.loading import load_scoring
 from rollouter.rewards.scorer import CombinedScorer
-from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.lending import LendingFleet, run_fleet
 from rollouter.serving.reward_model import ServedRewardModel
 
 KILL_S = 5.0
@@ -49,9 +49,11 @@ class WorkerActor:
         context = ray.get_runtime_context()
         namespace = context.namespace
         served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
-        fleet = ServeFleet(config, namespace=namespace) if has_engines else UnavailableFleet()
+        fleet = run_fleet(config, namespace=namespace) if has_engines else UnavailableFleet()
         scorer = CombinedScorer(loaded.scorer, config, loaded.decode, served)
         self._worker = worker = GroupWorker(fleet, scorer, loaded.agent, node_id=context.get_node_id())
+        if isinstance(fleet, LendingFleet):
+            worker.use_lent = fleet.use_lent
         gc.collect()
         gc.freeze()  # see `RolloutActor`
         ready = anyio.Event()

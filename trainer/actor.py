@@ -86,7 +86,7 @@ class TrainerActor:
             validated_step=validated_step,
             publisher=publisher,
             waits=self._waits,
-            turns=turns if self._config.takes_turns else None,
+            turns=turns if self._config.shares_gpus else None,
         )
         self._trainer, self._run_dir = trainer, run_dir
         return {

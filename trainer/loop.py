@@ -166,10 +166,10 @@ class TrainLoop:
         batch, size, left_out = LeasedBatch(), self._settings.next_batch_size(self.progress), False
         self._steps.begin()
         try:
-            await self._turn.end()
-            with self.waits.waiting("samples"), self._steps.phase("wait_samples") as span:
-                await self._batch_source.fill(batch, size, trainer_version=self.progress.version)
-                span.add(samples=len(batch.samples))
+            async with self._turn.released(self._queue.status, lambda: size - len(batch.samples)):
+                with self.waits.waiting("samples"), self._steps.phase("wait_samples") as span:
+                    await self._batch_source.fill(batch, size, trainer_version=self.progress.version)
+                    span.add(samples=len(batch.samples))
             self._waited_s = self._steps.metrics["timing/wait_samples_s"]
             self.progress.leases += len(batch.leases)
             left_out = self._settings.drop_partial and batch.ended and len(batch.samples) < size
@@ -352,7 +352,7 @@ class TrainLoop:
         if self._settings.save_last and self._checkpoints.is_due_at_end(progress.step):
             await self._turn.begin()
             await self._checkpoints.begin(progress, tasks, last=True)
-        await self._turn.end()
+        await self._turn.end_run()
         await self._checkpoints.wait_written()
         if not self._checkpoints.failed:
             await self._queue.close()

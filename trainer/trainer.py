@@ -28,6 +28,7 @@ from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.batches import BatchSource, RowRules
 from trainer.checkpoints import CheckpointDirectory, HfExportSettings, RoleCheckpoints, check_shared
 from trainer.experience import ExperienceBuilder
+from trainer.lending import LendingPolicy
 from trainer.loop import TrainLoop
 from trainer.ranks_turn import RanksTurn
 from trainer.schedule import LoopSettings
@@ -123,7 +124,8 @@ class Trainer:
             remote=remote,
         )
         trained_steps = TrainedStepsFile(run_dir.path, history.lineage)
-        turn = RanksTurn(turns, waits, offload_s=config.timeouts.train_s)
+        lends = None if config.trainer.lend_after_s is None else LendingPolicy(config.trainer.lend_after_s)
+        turn = RanksTurn(turns, waits, offload_s=config.timeouts.train_s, lending=lends if config.lends_gpus else None)
         await turn.begin()
         with waits.waiting("model"):
             await to_thread.run_sync(check_tokenizers, config)

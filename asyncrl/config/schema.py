@@ -189,6 +189,21 @@ class Config(ConfigSection):
         return self.placement == "colocated" and self.mode == "sync" and not self.validates_only
 
     @property
+    def lends_gpus(self) -> bool:
+        """Whether the Trainer lends its GPUs to additional engines while it waits for samples."""
+        return self.trainer.lend_after_s is not None and self.mode == "fully_async" and not self.validates_only
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether engines sleep on GPUs while ranks use them."""
+        return self.takes_turns or self.lends_gpus
+
+    @property
+    def num_lent_replicas(self) -> int:
+        """Replicas on the Trainer's GPUs, besides `rollout.num_replicas`."""
+        return self.trainer.num_workers // self.rollout.tensor_parallel_size if self.lends_gpus else 0
+
+    @property
     def longest_trajectory(self) -> int:
         """Most tokens of a prompt and its response, or of a demonstration."""
         if self.mode == "sft":

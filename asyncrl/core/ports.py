@@ -9,7 +9,7 @@ what it waits on and calls again. A call without `timeout_s` is answered at once
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -224,8 +224,8 @@ class WeightFeed(Protocol):
 
 
 GpuTurn = Literal["engines", "wanted", "ranks"]
-"""The turn on GPUs that engines and ranks share (`placement: colocated`). `wanted`: still that of the engines, and the
-Trainer waits until they sleep."""
+"""The turn on GPUs that engines and ranks share (`placement: colocated`, `trainer.lend_after_s`). `wanted`: still that
+of the engines, and the Trainer waits until they sleep."""
 
 
 class GpuTurns(Protocol):
@@ -422,10 +422,11 @@ class EngineFleet(Protocol):
 
 
 class SleepingFleet(EngineFleet, Protocol):
-    """Replicas that sleep while the ranks use their GPUs (`placement: colocated`)."""
+    """Replicas that sleep while the ranks use their GPUs (`placement: colocated`, `trainer.lend_after_s`)."""
 
     async def sleep(self) -> None:
-        """Let every replica finish its requests, hold new ones back, and free its GPUs."""
+        """Let every replica finish its requests, hold new ones back, and free its GPUs. Replicas on lent GPUs hand
+        requests back instead, with their tokens."""
 
     async def wake(self) -> None:
         """Let every replica that sleeps take its GPUs back, with the version that it served before."""
@@ -436,6 +437,16 @@ class SharedGpus(NamedTuple):
 
     turns: GpuTurns
     fleet: SleepingFleet
+
+
+class LentGpus(NamedTuple):
+    """The Rollouter's side of GPUs that the Trainer lends to further engines (`trainer.lend_after_s`)."""
+
+    turns: GpuTurns
+    fleet: SleepingFleet
+    """These engines."""
+    use: Callable[[bool], None]
+    """Give them calls, or no further ones. The fleet of the run does this."""
 
 
 class PromptSource(Protocol):

@@ -197,7 +197,7 @@ class Run:
         longest, start meanwhile, once it is decided whether the run needs them."""
         skip = self._config.skip.async_rollout
         async with anyio.create_task_group() as parts:
-            if self._config.takes_turns:  # engines fill the GPUs on which the ranks have already reserved their shares
+            if self._config.shares_gpus:  # engines fill the GPUs on which the ranks have already reserved their shares
                 await self._start_first(self._trainer)
             else:
                 parts.start_soon(self._start_first, self._trainer)

@@ -52,7 +52,7 @@ class RunStatus:
         """Processes of Rollouter and Trainer, as they last reported them."""
         self.has_engines = True
         """False: every sample is recorded, and the role `async_rollout` needs no engines."""
-        self.num_replicas = config.rollout.num_replicas
+        self.num_replicas = config.rollout.num_replicas + config.num_lent_replicas
         self.pending_demands: tuple[str, ...] = ()
         """What the run waits for on a shared cluster."""
         self._config = config

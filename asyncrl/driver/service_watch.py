@@ -138,7 +138,7 @@ class ServiceWatch:
         self.queue = RestartableActor("queue", QueueActor, start_s, status, recorder, budgets["queue"])
         self.store = RestartableActor("store", WeightStoreActor, start_s, status, recorder, budgets["store"])
         # Other users and Serve's own autoscaling may change the replicas of a separately deployed application.
-        num_replicas = config.rollout.num_replicas if config.rollout.attach is None else None
+        num_replicas = status.num_replicas if config.rollout.attach is None else None
         self._replicas = ReplicaWatch(num_replicas, 2 * config.timeouts.probe_s, start_s)
         self._store_since = 0.0
         """Time of the first answer of the store's current process, wall clock."""

@@ -68,8 +68,6 @@ class ServedRun:
     max_mismatch_kl: float | None = None
     adapters: bool = False
     """Whether versions consist of LoRA adapters."""
-    takes_turns: bool = False
-    """Whether the ranks use the engines' GPUs while these sleep."""
     profiler: ProfilerSettings = PROFILING_OFF
     """The profiler settings of the replicas, which send their events with their answers."""
 
@@ -83,7 +81,6 @@ class ServedRun:
             sync.verify,
             sync.max_mismatch_kl,
             config.syncs_adapters,
-            config.takes_turns,
             ProfilerSettings.of(config.profiler, None),
         )
 

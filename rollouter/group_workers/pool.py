@@ -46,6 +46,7 @@ from rollouter.group_workers.worker import (
     TrajectoriesEnded,
     TrajectoriesScored,
     TurnReported,
+    UseLentReplicas,
     WorkerEvent,
     WorkerReport,
     WorkerState,
@@ -231,6 +232,7 @@ class WorkerPool:
         """Replaced by the Rollouter's board."""
         self.scores: WeakKeyDictionary[Trajectory, ScoreSlot] = WeakKeyDictionary()
         """The scores of trajectories that workers have generated."""
+        self._lent_open = False
         self._links = links
         self._start = start
         self._limit_s = limit_s
@@ -243,6 +245,12 @@ class WorkerPool:
         self._num_lost = 0
         self._agent_counts: Counter[str] = Counter()
         """Those of lost workers."""
+
+    def use_lent(self, is_open: bool) -> None:
+        """Let all workers, also later ones, give calls to the replicas on lent GPUs, or no further ones."""
+        self._lent_open = is_open
+        for worker in self._workers.values():
+            worker.post(UseLentReplicas(is_open))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -260,6 +268,8 @@ class WorkerPool:
     async def _keep(self, place: int, link: WorkerLink) -> None:
         while True:
             worker = self._workers[place] = PoolWorker(place, link)
+            if self._lent_open:
+                worker.post(UseLentReplicas(True))
             self._changed.set()
             self._changed = anyio.Event()
             try:

@@ -71,7 +71,13 @@ class ScoreTrajectories(NamedTuple):
     trajectories: Sequence[Trajectory]
 
 
-Command = StartGroup | AllowSession | EndGroup | ScoreTrajectories
+class UseLentReplicas(NamedTuple):
+    """Give calls to the replicas on GPUs that the Trainer lends, or no further ones."""
+
+    is_open: bool
+
+
+Command = StartGroup | AllowSession | EndGroup | ScoreTrajectories | UseLentReplicas
 
 
 class SessionGenerates(NamedTuple):
@@ -241,6 +247,8 @@ class GroupWorker:
         *,
         node_id: str = "",
     ) -> None:
+        self.use_lent: Callable[[bool], None] = lambda is_open: None
+        """Carries out `UseLentReplicas`."""
         self._fleet = fleet
         self._scorer = scorer
         self._agent = agent
@@ -282,6 +290,8 @@ class GroupWorker:
                     running = RunningGroup(group, self._outbox)
                     keys = range(len(command.trajectories))
                     self._tasks.start_soon(self._score, running, command.prompt, command.trajectories, keys)
+                case UseLentReplicas(is_open):
+                    self.use_lent(is_open)
 
     async def take(self) -> WorkerReport:
         """Return what has happened, or after `REPORT_S` that nothing has."""

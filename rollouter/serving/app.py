@@ -42,6 +42,7 @@ from rollouter.serving.options import (
     RolloutApp,
     app_name,
     deployment_options,
+    lent_app,
     serving_options,
 )
 from rollouter.serving.replica.deployment import RolloutReplica
@@ -87,7 +88,9 @@ def _overrides(args: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{SHORT_ARGUMENTS.get(key, key)}={text}"
 
 
-def build_rollout_app(config: Config, *, namespace: str | None, http: bool, agents: bool = False) -> serve.Application:
+def build_rollout_app(
+    config: Config, *, namespace: str | None, http: bool, agents: bool = False, lent: bool = False
+) -> serve.Application:
     """Return the application of the engines for `config`.
 
     Args:
@@ -95,11 +98,12 @@ def build_rollout_app(config: Config, *, namespace: str | None, http: bool, agen
         http: Add Ray's OpenAI-compatible ingress. Without it, the replicas are reachable by handles only, and the
             driver need not import vLLM.
         agents: Also forward requests of the run's agents to the Rollouter.
+        lent: The engines are those on GPUs that the Trainer lends.
 
     Raises:
         ConfigError: the address requires an API key and none is set.
     """
-    options = serving_options(config, namespace=namespace, gpus=_gpus())
+    options = serving_options(config, namespace=namespace, gpus=_gpus(), lent=lent)
     if namespace is not None:
         options = replace(options, driver=ray.get_runtime_context().get_job_id())
     if http:
@@ -132,6 +136,8 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
     limit_s = config.timeouts.start_s
     engines = engines and config.rollout.attach is None
     names = {app_name(namespace): "the rollout engines"} if engines else {}
+    if engines and config.lends_gpus and not http:
+        names[lent_app(namespace).name] = "the engines on the Trainer's GPUs"
     if config.reward_model.placement == "serve" and not http:
         names[app_name(namespace, "reward")] = "the reward model's replicas"
     _quiet_serve(config)
@@ -226,7 +232,7 @@ async def stop_app(namespace: str) -> None:
 
 def delete_app(namespace: str) -> None:
     """Delete the applications like `stop_app`, but blocking. Do nothing if none was started."""
-    delete_apps([app_name(namespace, part) for part in ("reward", "rollout")])
+    delete_apps([app_name(namespace, part) for part in ("reward", "lent", "rollout")])
 
 
 def marked_apps() -> dict[str, str]:
@@ -256,6 +262,9 @@ def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
         app = build_rollout_app(config, namespace=namespace, http=http or agents, agents=agents)
         prefix = route_prefix(namespace) if agents else "/" if http else None
         targets.append(serve.RunTarget(target=app, name=app_name(namespace), route_prefix=prefix))
+    if engines and config.lends_gpus and not http:
+        app = build_rollout_app(config, namespace=namespace, http=False, lent=True)
+        targets.append(serve.RunTarget(target=app, name=lent_app(namespace).name, route_prefix=None))
     if config.reward_model.placement == "serve" and not http:
         reward = build_reward_app(config, gpus=_gpus(), driver=ray.get_runtime_context().get_job_id())
         targets.append(serve.RunTarget(target=reward, name=app_name(namespace, "reward"), route_prefix=None))

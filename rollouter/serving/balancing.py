@@ -7,8 +7,9 @@ import heapq
 import random
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Hashable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 MAX_AFFINITY_KEYS = 20_000
 """Maximum number of samples whose replica is remembered, 0.3 KB each: 160,000 conversations in groups of 8."""
@@ -171,3 +172,38 @@ class SessionBalancer:
         """Count a call at the replica to which it is sent, and remember the replica; see `OutstandingTokens.sent`."""
         self.outstanding.sent(call, replica, request_id)
         self._affinity.assign(session, replica, context)
+
+
+EnginePart = Literal["own", "lent"]
+"""The replicas of a run: its own, and those on GPUs that the Trainer lends (`trainer.lend_after_s`)."""
+
+
+class LentShare:
+    """Divides the calls of one process between the run's own replicas and those on lent GPUs, so that each replica has
+    about as many requests."""
+
+    def __init__(self, num_replicas: Mapping[EnginePart, int], clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns a time in seconds."""
+        self.is_open = False
+        """Whether the lent replicas take calls."""
+        self._num_replicas = num_replicas
+        self._affinity = ReplicaAffinity(clock=clock)
+        self._running: Counter[str] = Counter()
+
+    def choose(self, session: str) -> EnginePart:
+        """Return the part for a call. A conversation stays where its KV cache is, unless these replicas are closed."""
+        available: list[EnginePart] = ["own", "lent"] if self.is_open else ["own"]
+        kept = self._affinity.find(session, available)
+        candidates = [part for part in available if part == kept] or available
+        chosen = min(candidates, key=lambda part: (self._running[part] + 1) / self._num_replicas[part])
+        self._affinity.assign(session, chosen)
+        return chosen
+
+    @contextmanager
+    def running(self, part: EnginePart, num_requests: int) -> Iterator[None]:
+        """Count the requests of a call during the block."""
+        self._running[part] += num_requests
+        try:
+            yield
+        finally:
+            self._running[part] -= num_requests

@@ -21,7 +21,7 @@ from asyncrl.weights.object_store import ObjectStoreFeed, answer_of, find_store
 from rollouter.serving import client
 from rollouter.serving.app import replicas_up
 from rollouter.serving.handles import items, typed
-from rollouter.serving.options import DEPLOYMENT_NAME, rollout_app
+from rollouter.serving.options import DEPLOYMENT_NAME, lent_app, rollout_app
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +35,21 @@ LEFT_S = 0.2
 class ServeFleet:
     """Calls the replicas of a started application (`app.start_app`), from any process of its Ray cluster."""
 
-    def __init__(self, config: Config, *, namespace: str) -> None:
-        """`namespace` is the run's Ray namespace."""
+    def __init__(self, config: Config, *, namespace: str, lent: bool = False) -> None:
+        """
+        Args:
+            namespace: the run's Ray namespace.
+            lent: the replicas on GPUs that the Trainer lends, instead of the run's own.
+        """
         self._timeouts = config.timeouts
         self._max_attempts = config.rollout.max_attempts
         self._clear_kv = config.weight_sync.clear_kv_cache
         limits = config.timeouts
         # A Trainer that died is replaced only once the engines have left the GPUs to it.
-        self._retry_s = limits.probe_s if config.takes_turns else limits.start_s
+        self._retry_s = limits.probe_s if config.takes_turns or lent else limits.start_s
         self._broadcasts = config.weight_sync.backend == "nccl"
         self._mode = config.async_training.partial_mode if config.async_training.partial_rollout else "wait"
-        self._app = rollout_app(config, namespace)
+        self._app = lent_app(namespace) if lent else rollout_app(config, namespace)
         self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, self._app.name)
 
     def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[GenerationEvent, None]:
@@ -64,7 +68,7 @@ class ServeFleet:
 
         Raises:
             InfraError: a replica failed, and no other replica has succeeded for `timeouts.start_s`, or for
-                `timeouts.probe_s` if the Trainer may be waiting for the GPUs of the engines.
+                `timeouts.probe_s` if the Trainer may be waiting for the GPUs of the replicas.
             BugError: the weights of an engine differ from the published ones.
         """
         reports: dict[str, ApplyReport] = {}

@@ -94,6 +94,11 @@ def rollout_app(config: Config, namespace: str) -> RolloutApp:
     return RolloutApp(app_name(namespace), namespace, attached=False)
 
 
+def lent_app(namespace: str) -> RolloutApp:
+    """Return the application of the engines on GPUs that the Trainer lends."""
+    return RolloutApp(app_name(namespace, "lent"), namespace, attached=False)
+
+
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
     """The options of the deployment of the engines (`RolloutReplica`)."""
@@ -111,6 +116,10 @@ class ServingOptions:
     timeouts: TimeoutsConfig
     driver: str = ""
     """Ray's job id of the launch that deploys the engines; empty: they are deployed separately."""
+    shares_gpus: bool = False
+    """Whether the engines sleep while ranks use their GPUs."""
+    lent: bool = False
+    """Whether they are those on GPUs that the Trainer lends (`trainer.lend_after_s`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +180,25 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: merged[name] for name in _SIZES if name in merged}
 
 
-def serving_options(config: Config, *, namespace: str | None, gpus: bool) -> ServingOptions:
-    """Return the options for `config`. `gpus` says whether the cluster has GPUs to run engines on.
+def serving_options(config: Config, *, namespace: str | None, gpus: bool, lent: bool = False) -> ServingOptions:
+    """Return the options for `config`.
 
     The checks of the configuration forbid `rollout.engine_kwargs` that another key sets.
+
+    Args:
+        gpus: whether the cluster has GPUs to run engines on.
+        lent: those of the engines on GPUs that the Trainer lends.
     """
     rollout = config.rollout
-    gang = replica_gang(config, gpus=gpus)
-    env_vars = _env_vars(config, gpus)
+    shares = lent or config.takes_turns
+    gang = replica_gang(config, gpus=gpus, lent=lent)
+    env_vars = _env_vars(config, gpus, shares)
     path = resolve(config.model.path)
     return ServingOptions(
         llm_config={
             "model_loading_config": {"model_id": path.rstrip("/").rsplit("/", 1)[-1], "model_source": path},
-            "engine_kwargs": _engine_kwargs(config, gpus) | (_lora_kwargs(config) if namespace is not None else {}),
+            "engine_kwargs": _engine_kwargs(config, gpus, shares)
+            | (_lora_kwargs(config) if namespace is not None else {}),
             "placement_group_config": {"bundles": gang.bundles, "strategy": gang.strategy},
             "runtime_env": {"env_vars": env_vars},
             "log_engine_metrics": False,
@@ -191,9 +206,11 @@ def serving_options(config: Config, *, namespace: str | None, gpus: bool) -> Ser
         gang=gang,
         env_vars=env_vars,
         namespace=namespace,
-        num_replicas=rollout.num_replicas,
+        num_replicas=gang.count,
         autoscaling=rollout.autoscaling,
         timeouts=config.timeouts,
+        shares_gpus=shares,
+        lent=lent,
     )
 
 
@@ -255,7 +272,7 @@ def _replicas(probe_s: float) -> dict[str, Any]:
     return {**_REPLICAS, "health_check_timeout_s": PATIENCE * probe_s / UNANSWERED_CHECKS}
 
 
-def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
+def _engine_kwargs(config: Config, gpus: bool, shares_gpus: bool) -> dict[str, Any]:
     rollout = config.rollout
     kwargs: dict[str, Any] = {
         "dtype": rollout.dtype,
@@ -274,7 +291,7 @@ def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
         kwargs["quantization"] = rollout.quantization
     if gpus:
         kwargs["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        if config.takes_turns:
+        if shares_gpus:
             kwargs["enable_sleep_mode"] = True
     if config.model.tokenizer_path is not None:
         kwargs["tokenizer"] = resolve(config.model.tokenizer_path)
@@ -290,9 +307,9 @@ def _lora_kwargs(config: Config) -> dict[str, Any]:
     return kwargs | ({"lora_target_modules": layers} if (layers := adapted_layers(config.model)) else {})
 
 
-def _env_vars(config: Config, gpus: bool) -> dict[str, str]:
+def _env_vars(config: Config, gpus: bool, shares_gpus: bool) -> dict[str, str]:
     env_vars = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": config.logging.level.upper()}
-    if gpus and config.takes_turns:
+    if gpus and shares_gpus:
         env_vars["VLLM_RAY_PER_WORKER_GPUS"] = str(ENGINE_SHARE)
     if not gpus:
         env_vars |= {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,10 +42,13 @@ from rollouter.loading import load_task
 from rollouter.rewards.scorer import CombinedScorer
 from rollouter.rollouter import Rollouter
 from rollouter.serving import fleet as fleet_module
-from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.lending import lent_gpus, run_fleet
+from rollouter.serving.options import app_name, lent_app
 from rollouter.serving.replica import worker as worker_module
+from rollouter.serving.replica.event_forwarding import EventForwarder
 from rollouter.serving.replica.generation import TokenGeneration
 from rollouter.serving.replica.health import ReplicaHealth
+from rollouter.serving.replica.server import RolloutServer
 from rollouter.serving.replica.weights import WeightUpdates
 from rollouter.serving.replica.worker import StoreAddress, StoreTransfer, WorkerExtension
 from rollouter.weight_updates import RolloutStart
@@ -196,18 +199,31 @@ class OneEngine:
         return SimpleNamespace(request_id=request_id, output=None, get=get)
 
 
+class OneServer(RolloutServer):
+    """A replica's server without an engine of its own."""
+
+    def __del__(self) -> None:  # that of `LLMServer` is a coroutine, which asks its engine
+        pass
+
+
 class OneReplica:
     """A replica's parts without Serve, and the deployment handle through which the fleet calls it."""
 
-    def __init__(self, config: Config, store: Any) -> None:
+    def __init__(self, config: Config, store: Any, name: str = "one") -> None:
+        """`name`: `lent` for a replica on GPUs that the Trainer lends."""
         self.engine = OneEngine(resolve(config.model.path), max_model_len=config.max_model_len)
         started: Any = SimpleNamespace(client=self.engine, gauges=SimpleNamespace(clear=lambda held: None))
-        health = ReplicaHealth(replica="one", node_id="node", engine_s=30.0)
+        health = ReplicaHealth(replica=name, node_id="node", engine_s=30.0)
         self.weights = WeightUpdates(started, health, NAMESPACE, config.timeouts)
         self.weights._store, self.weights._run = store, ServedRun.of(config, name="run", namespace=NAMESPACE)
         self.generation = TokenGeneration(self.engine, health, self.weights.gate, self.weights.pauses)  # type: ignore[arg-type]
         health.up = True
         self.engine.transfer._store = StoreAddress("", NAMESPACE, "store")
+        self._server: OneServer | None = None
+        if name == "lent":
+            self._server = server = OneServer.__new__(OneServer)
+            server._health, server._weights, server._generation = health, self.weights, self.generation
+            server._forwarder, server._knows_run, server._lent = EventForwarder(name), True, True
         self.generate_tokens = SimpleNamespace(remote=self._stream)
 
     def options(self, **options: Any) -> OneReplica:
@@ -218,6 +234,8 @@ class OneReplica:
 
     def broadcast(self, method: str, *args: Any) -> Any:
         async def results_async(*, return_exceptions: bool) -> list[Any]:
+            if self._server is not None:
+                return [await getattr(self._server, method)(*args)]
             methods = {"apply_version": self.weights.apply, "sleep_engine": self.weights.sleep}
             return [await {**methods, "wake_engine": self.weights.wake}[method](*args)]
 
@@ -256,12 +274,17 @@ class CollectedRecords(list[Any]):
 
 
 async def run(
-    config: Config, directory: Path, *, calls: list[str] | None = None
+    config: Config,
+    directory: Path,
+    *,
+    calls: list[str] | None = None,
+    prepare: Callable[[OneEngine], None] = lambda own: None,
 ) -> tuple[CollectedRecords, CollectedRecords]:
     """Train with `config` until the run ends.
 
     Args:
-        calls: receives `OneEngine.calls`.
+        calls: receives `OneEngine.calls`, with `trainer.lend_after_s` those of the engine on lent GPUs.
+        prepare: called with the run's own engine.
 
     Returns:
         The Rollouter's and the Trainer's records.
@@ -275,17 +298,21 @@ async def run(
         stack.enter_context(patch.object(worker_module, "get_tensor_model_parallel_rank", lambda: 0))
         stack.enter_context(patch.object(worker_module, "get_tensor_model_parallel_world_size", lambda: 1))
         store = handles["store"] = LocalActor(WeightStoreActor())
-        replica = OneReplica(config, store)
-        replica.engine.calls = calls if calls is not None else []
+        own = lent = OneReplica(config, store)
+        if config.lends_gpus:
+            lent = OneReplica(config, store, "lent")
+        lent.engine.calls = calls if calls is not None else []
+        prepare(own.engine)
         stack.enter_context(patch.object(fleet_module, "replicas_up", AsyncMock()))
-        stack.enter_context(patch.object(fleet_module.serve, "get_deployment_handle", lambda *names: replica))
+        replicas = {app_name(NAMESPACE): own, lent_app(NAMESPACE).name: lent}
+        stack.enter_context(patch.object(fleet_module.serve, "get_deployment_handle", lambda _, app: replicas[app]))
         task = load_task(config, directory / "cache", lambda _: None)  # no logs, whose filters ask the real Ray
         steps = config.trainer.total_training_steps or 1
         pacing = Pacing(
             config.samples_per_version, config.async_training.staleness_threshold, steps * config.samples_per_version
         )
         queue = LocalActor(QueueActor(QueueOptions(len(task.prompts), pacing), run_dir=directory))
-        turns = StoreGpuTurns(store, call_s=10.0) if config.takes_turns else None
+        turns = StoreGpuTurns(store, call_s=10.0)
         trainer = await Trainer.start(
             config,
             RunDir(directory),
@@ -294,9 +321,9 @@ async def run(
             validated_step=None,
             publisher=ObjectStorePublisher(store, call_s=10.0),
             waits=WaitBoard(),
-            turns=turns,
+            turns=turns if config.shares_gpus else None,
         )
-        fleet = ServeFleet(config, namespace=NAMESPACE)
+        fleet = run_fleet(config, namespace=NAMESPACE)
         sinks = CollectedRecords(), CollectedRecords()
         rollouter = Rollouter(
             config,
@@ -308,7 +335,8 @@ async def run(
             fleet=fleet,
             sink=sinks[0],
             start=RolloutStart(validate_first=False),
-            gpus=SharedGpus(turns, fleet) if turns is not None else None,
+            gpus=SharedGpus(turns, fleet) if config.takes_turns else None,
+            lent=lent_gpus(turns, fleet) if config.lends_gpus else None,
         )
         async with anyio.create_task_group() as group:
             group.start_soon(rollouter.run)

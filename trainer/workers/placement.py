@@ -128,7 +128,7 @@ def _group(config: Config, name: str, plans: list[RolePlan]) -> GroupPlan:
         per_node=config.trainer.n_gpus_per_node if name == "actor" else None,
         node_labels=config.trainer.node_labels,
         roles=tuple(plans),
-        gpu_share=RANK_SHARE if config.takes_turns else 1.0,
+        gpu_share=RANK_SHARE if config.shares_gpus else 1.0,
     )
 
 

@@ -23,8 +23,9 @@ Unit = Literal["CPUs", "GPUs"]
 UNITS: tuple[Unit, ...] = ("CPUs", "GPUs")
 _REPLICA_SECTIONS = ("rollout", "reward_model")
 RANK_SHARE, ENGINE_SHARE = 0.6, 0.4
-"""Shares of a GPU that a rank and an engine reserve if they use it in turns (`placement: colocated`). Two ranks have no
-room on one GPU, and where each GPU has a rank, neither have two engines."""
+"""Shares of a GPU that a rank and an engine reserve if they use it in turns (`placement: colocated`,
+`trainer.lend_after_s`). Two ranks have no room on one GPU, and where each GPU has a rank, neither have two engines. If
+other GPUs are free, Ray still chooses the GPU on which the share leaves least."""
 DRIVER_PARTS = ("driver", "queue", "weight store", "Rollouter", "Trainer")
 """Parts on the driver's node, where the run directory is. They reserve nothing."""
 
@@ -117,17 +118,22 @@ def rank_gang(
     )
 
 
-def replica_gang(config: Config, *, gpus: bool) -> Gang:
-    """Return the gangs of the engines' replicas. `gpus`: whether they run on GPUs."""
+def replica_gang(config: Config, *, gpus: bool, lent: bool = False) -> Gang:
+    """Return the gangs of the engines' replicas.
+
+    Args:
+        gpus: whether they run on GPUs.
+        lent: those on the Trainer's GPUs (`trainer.lend_after_s`) instead of the run's own.
+    """
     rollout = config.rollout
-    size = rollout.tensor_parallel_size
+    size, count = rollout.tensor_parallel_size, config.num_lent_replicas if lent else rollout.num_replicas
     if not gpus:  # its processes share one bundle
         cpus = float(size * rollout.cpu_threads)
-        return Gang("engine replica", "rollout", rollout.num_replicas, 1, cpus, 0.0, "STRICT_PACK", rollout.node_labels)
+        return Gang("engine replica", "rollout", count, 1, cpus, 0.0, "STRICT_PACK", rollout.node_labels)
     strategy: Strategy = "PACK" if rollout.spans_nodes else "STRICT_PACK"
     name = "engine worker" if rollout.spans_nodes else "engine replica"
-    share = ENGINE_SHARE if config.takes_turns else 1.0
-    return Gang(name, "rollout", rollout.num_replicas, size, 1.0, share, strategy, rollout.node_labels)
+    share = ENGINE_SHARE if lent or config.takes_turns else 1.0
+    return Gang(name, "rollout", count, size, 1.0, share, strategy, rollout.node_labels)
 
 
 def count_processes(tree: dict[str, Any], user_values: Mapping[str, Any]) -> None:

@@ -209,6 +209,10 @@ def _processes(
     if rollout.attach is None:
         key = "rollout.autoscaling.max_replicas" if rollout.autoscaling.enable else "rollout.num_replicas"
         yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, True, key, ENGINE_THREADS)
+    if lent := config.num_lent_replicas:
+        # They compute only while the ranks do not, on the GPUs of these.
+        count = lent * rollout.tensor_parallel_size
+        yield PlannedProcess("lent engine (vLLM)", count, threads, 0, engine, False, "trainer.num_workers")
     if config.reward_model.placement == "serve":
         replicas = config.reward_model.num_replicas
         key = "reward_model.num_replicas"

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from asyncrl.config.environment import check_api_key, check_protocol, similar_path, visible_gpus, writable_parent
-from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, configured, no_effect, warning
+from asyncrl.config.problems import (
+    ConfigProblem,
+    ConfigRule,
+    RuleFunction,
+    configured,
+    format_value,
+    no_effect,
+    warning,
+)
 from asyncrl.config.sections.base import ConfigSection, ImportPath, NonNegative, Positive, Seconds
 from asyncrl.config.sections.data import engine_lora_rank, num_prompts
 from asyncrl.config.sections.trainer_rules import epoch_samples, model_roles
@@ -320,14 +328,23 @@ def _broadcast_gpus(config: Config) -> Iterator[ConfigProblem]:
 
 def _shared_gpus(config: Config) -> Iterator[ConfigProblem]:
     """Check that there are GPUs to use in turns."""
-    if not config.takes_turns:
+    if not config.shares_gpus:
         return
+    key, off = _sharing(config)
     if config.trainer.device == "cpu" and visible_gpus():
-        consequence = "with placement=colocated training processes and engines use the same GPUs in turns"
-        yield ConfigProblem("trainer.device", "cpu", consequence, "set it to auto, or placement=separate")
+        given = format_value(configured(config, key))
+        consequence = f"with {key}={given} training processes and engines use the same GPUs in turns"
+        yield ConfigProblem("trainer.device", "cpu", consequence, f"set it to auto, or {off}")
     elif not visible_gpus():
         consequence = "this machine shows no GPU: the two sides take turns, which frees no memory on a CPU"
-        yield warning("placement", "colocated", consequence, "set placement=separate")
+        yield warning(key, configured(config, key), consequence, f"set {off}")
+
+
+def _sharing(config: Config) -> tuple[str, str]:
+    """Return the key by which engines and ranks share GPUs, and the assignment with which they do not."""
+    if config.takes_turns:
+        return "placement", "placement=separate"
+    return "trainer.lend_after_s", "trainer.lend_after_s=null"
 
 
 def _checkpoint_dir(config: Config) -> Iterator[ConfigProblem]:
@@ -363,12 +380,12 @@ def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "logs").is_dir()
 
 
-def _colocated(config: Config) -> Iterator[ConfigProblem]:
+def _sharing_gpus(config: Config) -> Iterator[ConfigProblem]:
     """Refuse what engines and training processes cannot have if they use the same GPUs in turns."""
-    if not config.takes_turns:
+    if not config.shares_gpus:
         return
     rollout, trainer = config.rollout, config.trainer
-    parts = rollout.num_replicas * rollout.tensor_parallel_size
+    key, off = _sharing(config)
     one_machine = "both sides share the GPUs of this machine"
     no_room = "a GPU has one training process and one engine, and this would need another GPU"
     refused = {
@@ -376,27 +393,38 @@ def _colocated(config: Config) -> Iterator[ConfigProblem]:
         "trainer.nnodes": (trainer.nnodes is not None, one_machine, "leave it out, with trainer.n_gpus_per_node"),
         "rollout.nnodes": (rollout.nnodes is not None, one_machine, "leave it out, with rollout.n_gpus_per_node"),
         "rollout.autoscaling.enable": (rollout.autoscaling.enable, "the number of engines is fixed", "set it to false"),
-        "trainer.num_workers": (
-            trainer.num_workers != parts,
-            "each GPU has one training process and one part of an engine, and the engines have rollout.num_replicas x "
-            f"rollout.tensor_parallel_size = {rollout.num_replicas} x {rollout.tensor_parallel_size} parts",
-            f"set it to {parts}",
-        ),
+        "trainer.num_workers": _number_of_ranks(config),
         "weight_sync.backend": (
             config.weight_sync.backend == "nccl",
             "rank 0 and an engine have the same GPU, and NCCL sends between different ones only",
             "set it to object_store",
         ),
-        "reward_model.placement": (config.reward_model.placement == "serve", no_room, "set it to worker"),
+        "reward_model.placement": (
+            config.takes_turns and config.reward_model.placement == "serve", no_room, "set it to worker",
+        ),
         **{
             f"{name}.placement": (role.placement == "own", no_room, "set it to actor")
             for name, role in model_roles(config).items()
         },
-    }
-    for key, (applies, consequence, fix) in refused.items():
+    }  # fmt: skip
+    for name, (applies, consequence, fix) in refused.items():
         if applies:
-            text, fix = f"with placement=colocated {consequence}", f"{fix}, or use placement=separate"
-            yield ConfigProblem(key, configured(config, key), text, fix)
+            text = f"with {key}={format_value(configured(config, key))} {consequence}"
+            yield ConfigProblem(name, configured(config, name), text, f"{fix}, or use {off}")
+
+
+def _number_of_ranks(config: Config) -> tuple[bool, str, str]:
+    """Return whether the number of ranks does not fit that of engines, why, and how to mend it."""
+    each, number = config.rollout.tensor_parallel_size, config.trainer.num_workers
+    if config.lends_gpus:
+        consequence = f"an engine has {each} GPUs of the ranks (rollout.tensor_parallel_size)"
+        return number % each > 0, consequence, f"set it to a multiple of {each}"
+    parts = config.rollout.num_replicas * each
+    consequence = (
+        "each GPU has one training process and one part of an engine, and the engines have rollout.num_replicas x "
+        f"rollout.tensor_parallel_size = {config.rollout.num_replicas} x {each} parts"
+    )
+    return number != parts, consequence, f"set it to {parts}"
 
 
 SERVER_RULES: tuple[RuleFunction, ...] = (
@@ -413,8 +441,9 @@ RULES: tuple[RuleFunction, ...] = (
     *SERVER_RULES,
     ConfigRule("placement", lambda c: c.placement == "colocated" and c.mode == "fully_async",
                "engines and Trainer would use the same GPUs in turns, and here both compute all the time",
-               "use `asyncrl launch sync`, or set placement=separate"),
-    _colocated,
+               "use `asyncrl launch sync`, or set placement=separate; trainer.lend_after_s lends the Trainer's GPUs to "
+               "generation while it waits"),
+    _sharing_gpus,
     ConfigRule("async_training.max_staleness", lambda c: c.async_training.max_staleness is not None
                and c.async_training.stale_action == "drop"
                and c.async_training.max_staleness < c.async_training.staleness_threshold,

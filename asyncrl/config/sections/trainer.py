@@ -189,6 +189,10 @@ class TrainerConfig(EngineConfig, NodePool):
     validation_data_dir: str | None = None
     """Directory for every answer of each validation (`step_000050.jsonl`) and its figures (`step_000050.json`); null:
     they are not written."""
+    lend_after_s: Annotated[float, Field(gt=0)] | None = None
+    """Lend the Trainer's GPUs to generation when it has waited this many seconds for samples, until it has them; null:
+    never. Additional engines, `num_workers` / rollout.tensor_parallel_size, sleep on these GPUs meanwhile
+    (docs/gpu.md)."""
     partial_final_batch: Literal["train", "drop"] = "train"
     """Treatment of samples at the end that do not fill a lease: train on them, in smaller steps, or leave them out."""
     save_freq: Frequency = -1

@@ -221,7 +221,8 @@ def _start(config: Config, namespace: str) -> None:
     # Logical slots, one for each thread of the engines; the operating system shares the cores.
     # With GPUs that are used in turns, Ray knows only these, so that it puts both sides on the same ones.
     shared = config.trainer.num_workers if config.takes_turns and visible_gpus() else None
-    slots = config.rollout.max_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
+    replicas = config.rollout.max_replicas + config.num_lent_replicas
+    slots = replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
     from rollouter.serving.ray_internals import processes_in_own_sessions
 
     with processes_in_own_sessions():

@@ -356,6 +356,9 @@ def _idle(report: Report) -> Iterator[Any]:
     strips = {"Trainer waits for samples": trainer["strip"]}
     if idle["first_wait_s"] is not None:
         text += f"; its first wait, before anything was generated, is {seconds(idle['first_wait_s'])} of that"
+    if idle["lent_s"]:
+        share = percent(idle["lent_s"] / idle["wall_s"])
+        text += f". Its GPUs were lent to generation for {share} of the run ({seconds(idle['lent_s'])})"
     if rollouter is not None:
         text += (
             f". Nothing was in generation, neither samples nor the validation set, for {percent(rollouter['share'])} "

@@ -336,6 +336,7 @@ def idle_figures(events: Events, start: float, end: float, down: Intervals, *, c
         "in_flight": in_flight,
         "both_s": total(intersection(trainer, idle)),
         "first_wait_s": float(waits["duration_s"].iloc[0]) if len(waits) else None,
+        "lent_s": total(difference(clip(spans(events["gpus.lent"]), start, end), down)),
         "down": coverage(down, edges),
     }
 

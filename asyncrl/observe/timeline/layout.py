@@ -66,6 +66,7 @@ _PART_GROUPS: dict[str, tuple[str, str]] = {
     "trainer.wait_samples": ("wait", "wait"),
     "trainer.wait_gpus": ("GPUs", "wait"),
     "trainer.offload": ("GPUs", "weights"),
+    "gpus.lent": ("GPUs", "decode"),
     "trainer.fetch": ("fetch", "files"),
     "trainer.experience": ("experience", "experience"),
     "trainer.critic": ("critic", "update"),

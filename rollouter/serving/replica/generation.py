@@ -53,7 +53,7 @@ Once all requests have ended, the call reports at once."""
 CANCEL_S = 5.0
 """Limit for the requests of a cancelled call to leave the engine."""
 LEFT_S = 0.1
-"""Time after which a leaving replica refuses a call. Meanwhile the callers learn that Serve has taken it out."""
+"""Time after which a replica that leaves or sleeps refuses a call. Meanwhile the callers learn of it."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 """The finish reasons of vLLM that are not failures."""
 
@@ -175,21 +175,28 @@ class TokenGeneration:
         self._gate = gate
         self._pauses = pauses
         self._adapter = adapter
+        self.closed = False
+        """Whether calls are handed back, because the ranks have the replica's GPUs or want them."""
         self._max_model_len = llm.model_config.max_model_len
         self._calls: set[asyncio.Event] = set()
         self._num_streams = 0
         """Running calls whose client reads the tokens as they are sampled."""
 
     def hand_back(self) -> None:
-        """End all calls of a leaving replica now. Their requests end as aborted, with all their tokens, and the caller
-        continues them on another replica, as after an abort by a weight update. Later calls are refused."""
+        """End all calls of a replica that is leaving or `closed` now. Their requests end as aborted, with all their
+        tokens, and the caller continues them on another replica, as after an abort by a weight update. Later calls are
+        refused."""
         for changed in self._calls:
             changed.set()
+
+    @property
+    def _hands_back(self) -> bool:
+        return self._health.leaving or self.closed
 
     async def run(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Accepted | list[Delta], None]:
         """Run the requests together, and yield the tokens that they sample: soon after a request has ended, while
         requests run about once a second, or every few hundredths of a second with `stream`, and at once if the replica
-        leaves (`hand_back`). The first item is yielded once the engine has all requests: if this process dies
+        hands them back (`hand_back`). The first item is yielded once the engine has all requests: if this process dies
         afterwards, they may be the cause. All tokens are yielded before an error is raised.
 
         Raises:
@@ -200,7 +207,7 @@ class TokenGeneration:
         if self._health.broken:
             raise InfraError(self._health.broken)
         runs = [RunningRequest(number, request.request_id) for number, request in enumerate(requests)]
-        if self._health.leaving:
+        if self._hands_back:
             await asyncio.sleep(LEFT_S)
             yield [run.aborted() for run in runs]
             return
@@ -216,7 +223,7 @@ class TokenGeneration:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(stream_interval(self._num_streams) if streams else REPORT_EVERY_S):
                         await changed.wait()
-                if self._health.leaving:
+                if self._hands_back:
                     work.cancel()
                     await asyncio.wait([work], timeout=CANCEL_S)
                     yield [*_deltas(runs), *(run.aborted() for run in runs if not run.is_reported)]

@@ -69,7 +69,8 @@ class RolloutServer(LLMServer):
             engine_s=options.timeouts.engine_s,
         )
         self._health.report_to(store)
-        if run.takes_turns:
+        self._lent = options.lent
+        if options.shares_gpus and store is not None:
             await wait_for_gpus(store, self._call_s)
         await super().__init__(LLMConfig(**options.llm_config), engine_cls=OpenAIEngine if openai else RolloutEngine)
         llm = self.engine.client
@@ -148,9 +149,10 @@ class RolloutServer(LLMServer):
     ) -> AsyncGenerator[Accepted | EventBatch | list[Delta], None]:
         """See `TokenGeneration.run`. The stream also contains this replica's profiler events.
 
-        The first call waits until the replica serves the newest version.
+        The first call waits until the replica serves the newest version. One on lent GPUs gets it whenever it wakes up
+        or starts, and none is published before it sleeps again.
         """
-        if not self._health.leaving:
+        if not (self._health.leaving or self._lent):
             await self._join()
             await self._weights.join()
         async with aclosing(self._forwarder.attach(self._generation.run(requests))) as items:
@@ -172,17 +174,23 @@ class RolloutServer(LLMServer):
         """
         await self._check_present()
         report = await self._weights.apply(publication, mode, clear_kv, broadcast)
+        self._generation.closed = False
         return replace(report, events=tuple(self._forwarder.take_all()))
 
     async def sleep_engine(self) -> None:
-        """See `WeightUpdates.sleep`. Raises also as `apply_version`."""
+        """See `WeightUpdates.sleep`. With lent GPUs, hand all requests back first, and those that still arrive, as a
+        replica that leaves. Raises also as `apply_version`."""
         await self._check_present()
-        await self._weights.sleep()
+        if self._lent:
+            self._generation.closed = True
+            self._generation.hand_back()
+        await self._weights.sleep("abort" if self._lent else "wait")
 
     async def wake_engine(self) -> None:
         """See `WeightUpdates.wake`. Raises also as `apply_version`."""
         await self._check_present()
         await self._weights.wake()
+        self._generation.closed = False
 
     async def _check_present(self) -> None:
         if self._health.leaving:

@@ -10,7 +10,7 @@ and vLLM loads from files (`ServedRun.adapters`).
 
 If the replica's GPUs are also those of the ranks, it sleeps while they compute, and wakes up for the next version:
 
-    sleep: close gate → drain → sleep … wake up weights → load → wake up KV cache → open gate
+    sleep: close gate → drain (or abort) → sleep … wake up weights → load → wake up KV cache → open gate
 
 After an update, the replica is in one of three states. It serves the new version. Or it still serves the old version
 and reports this, because the update failed before the load. Or it is broken, because its engine did not answer or the
@@ -204,8 +204,9 @@ class WeightUpdates:
                 **swap._asdict(),
             )
 
-    async def sleep(self) -> None:
-        """Wait for the end of all requests in the engine, hold new ones back, and free the GPU memory of the engine.
+    async def sleep(self, mode: PauseMode = "wait") -> None:
+        """Wait for the end of all requests in the engine, or abort them, hold new ones back, and free the GPU memory of
+        the engine.
 
         At vLLM's level 1 the weights move to the memory of the machine. At level 2 they would be lost, so a replica
         could neither keep its version if it cannot fetch the next one, nor wake up without a new one.
@@ -218,7 +219,7 @@ class WeightUpdates:
                 return
             try:
                 async with asyncio.timeout_at(until):
-                    await self._begin_pause(self._health.weights_version, "wait", False)
+                    await self._begin_pause(self._health.weights_version, mode, False)
                     self.asleep, self._slept_at = True, time.perf_counter()
                     self._health.enter("sleeping")
                     await self._llm.sleep(level=1)

@@ -500,6 +500,17 @@ def test_gpus_are_shared_only_where_both_sides_use_them(monkeypatch: pytest.Monk
     assert single(machine_problems(colocated | {"trainer.device": "cpu"})).key == "trainer.device"
 
 
+def test_gpus_are_lent_only_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    lent = {"trainer.lend_after_s": 5}
+    show_gpus(monkeypatch, 0)
+    problem = single(machine_problems(lent))
+    assert (problem.key, problem.severity) == ("trainer.lend_after_s", "warning")
+    show_gpus(monkeypatch, 2)
+    assert machine_problems(lent) == []
+    problem = single(machine_problems(lent | {"trainer.device": "cpu"}))
+    assert "with trainer.lend_after_s=5" in problem.consequence and "trainer.lend_after_s=null" in problem.fix
+
+
 def test_an_attention_that_this_machine_cannot_compute_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     half = {"trainer.dtype": "bfloat16"}
     flash = half | {"trainer.attn_implementation": "flash_attention_2"}

@@ -55,6 +55,7 @@ TWO_NODES: Changes = {
     "trainer.strategy": "fsdp2",
 }
 COLOCATED: Changes = {"placement": "colocated", "mode": "sync"}
+LENT: Changes = {"trainer.lend_after_s": 5}
 NSYS: Changes = {"profiler.tool": "nsys", "profiler.steps": [1]}
 
 
@@ -85,6 +86,15 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("weight_sync.backend", COLOCATED | NCCL, "NCCL sends between different ones only"),
     ("reward_model.placement", COLOCATED | SERVED, "this would need another GPU"),
     ("ref.placement", COLOCATED | REFERENCE | {"ref.placement": "own"}, "this would need another GPU"),
+    ("ray.address", LENT | {"ray.address": "auto"}, "with trainer.lend_after_s=5.0 both sides share the GPUs"),
+    (
+        "rollout.autoscaling.enable",
+        LENT | {"rollout.autoscaling": {"enable": True, "max_replicas": 2}},
+        "the number of engines is fixed",
+    ),
+    ("trainer.num_workers", LENT | {"rollout.tensor_parallel_size": 2}, "an engine has 2 GPUs of the ranks"),
+    ("weight_sync.backend", LENT | NCCL, "NCCL sends between different ones only"),
+    ("ref.placement", LENT | REFERENCE | {"ref.placement": "own"}, "this would need another GPU"),
     ("rollout.engine_kwargs.enable_sleep_mode", {"rollout.engine_kwargs": {"enable_sleep_mode": True}}, "asyncrl sets"),
     ("experiment_name", {"experiment_name": "a/b"}, "below runs/"),
     ("project_name", RECORD | {"project_name": "../elsewhere"}, "dump_dir"),
@@ -285,6 +295,7 @@ SURPRISING: list[tuple[str, Changes]] = [
 
 WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
     ("trainer.total_epochs", 3, {}),
+    ("trainer.lend_after_s", 5.0, {"mode": "sync"}),
     ("trainer.partial_final_batch", "drop", {}),
     ("trainer.optim.min_lr_ratio", 0.1, {}),
     ("trainer.param_offload", True, {"trainer.device": "cpu"}),

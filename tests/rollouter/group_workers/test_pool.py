@@ -17,7 +17,8 @@ from rollouter.group_workers.pool import WorkerPool
 from rollouter.group_workers.worker import WorkerReport
 from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeScorer
+from tests.fakes.parts import FakeScorer, until
+from tests.fakes.workers import LocalWorkers
 
 
 @settings(max_examples=40, deadline=None)
@@ -228,3 +229,25 @@ async def test_a_worker_that_fails_as_a_whole_ends_the_run() -> None:
         async with WorkerPool([Broken()], start, limit_s=60).running():
             await anyio.sleep(10)
     assert str(first_failure(caught.value)) == "its tool server does not start"
+
+
+async def test_all_workers_learn_whether_lent_replicas_take_calls_also_one_that_replaces_another() -> None:
+    workers = LocalWorkers(2, FakeFleet(), FakeScorer)
+    received: dict[int, list[bool]] = {}
+
+    def listen(number: int) -> None:
+        workers.links[number].worker.use_lent = received.setdefault(number, []).append
+
+    listen(0), listen(1)
+    async with workers.running():
+        workers.pool.use_lent(True)
+        await until(lambda: received == {0: [True], 1: [True]})
+        workers.can_start = anyio.Event()
+        workers.links[0].die()
+        await until(lambda: len(workers.pool.status()["lost_workers"]) == 1)
+        workers.can_start.set()
+        await until(lambda: len(workers.links) == 3)
+        listen(2)
+        await until(lambda: received[2] == [True])
+        workers.pool.use_lent(False)
+        await until(lambda: received == {0: [True], 1: [True, False], 2: [True, False]})

@@ -43,6 +43,29 @@ async def test_the_start_ends_when_the_application_runs(monkeypatch: pytest.Monk
     await start(monkeypatch, serving(rollout="RUNNING"))
 
 
+async def test_a_run_that_lends_gpus_starts_and_deletes_a_second_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_gpus", lambda: True)
+    monkeypatch.setattr(app.serve, "start", lambda **options: None)
+    monkeypatch.setattr(app.serve, "status", lambda: serving(rollout="RUNNING", lent="RUNNING")())
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    deployed: dict[str, Any] = {}
+    monkeypatch.setattr(
+        app.serve, "run_many", lambda targets, **_: deployed.update({one.name: one.target for one in targets})
+    )
+    config = Config.model_validate({"trainer": {"lend_after_s": 5, "num_workers": 2}})
+    with anyio.fail_after(30):
+        await app.start_app(config, namespace=NAMESPACE)
+    options = {name: target._bound_deployment.init_args[0] for name, target in deployed.items()}
+    assert {name: (one.lent, one.num_replicas) for name, one in options.items()} == {
+        "run-rollout": (False, 1), "run-lent": (True, 2),
+    }  # fmt: skip
+    deleted: list[str] = []
+    monkeypatch.setattr(app.serve, "delete", deleted.append)
+    app.delete_app(NAMESPACE)
+    assert deleted == ["run-lent", "run-rollout"]
+
+
 async def test_a_start_ends_at_its_deadline_if_serve_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,5 @@
-"""A replica that leaves hands its requests back, each with all tokens that the engine has sampled for it."""
+"""A replica that leaves, or whose GPUs the Trainer wants, hands its requests back, each with all tokens that the engine
+has sampled for it."""
 
 from __future__ import annotations
 
@@ -79,8 +80,10 @@ def request(name: str) -> GenerateRequest:
     return GenerateRequest(name, np.asarray([5], dtype=np.int32), {"max_tokens": 50})
 
 
+@pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("waits_at_gate", [False, True])
-async def test_a_leaving_replica_hands_back_every_request_with_its_tokens(waits_at_gate: bool) -> None:
+async def test_a_replica_hands_back_every_request_with_its_tokens(waits_at_gate: bool, closes: bool) -> None:
+    """`closes`: the replica does not leave, but the Trainer wants its GPUs, so that it takes calls again later."""
     engine, gate = Engine(), asyncio.Event()
     health: Any = SimpleNamespace(broken="", crashed=False, leaving=False, replica="one")
     health.weights_version = WeightsVersion(0, 3)
@@ -104,7 +107,7 @@ async def test_a_leaving_replica_hands_back_every_request_with_its_tokens(waits_
                 engine.sample("a", 7, 8, 9)
                 engine.collectors["b"].put([4], "stop")
                 engine.states.pop("b-internal")
-            health.leaving = True
+            health.leaving, generation.closed = not closes, closes
             generation.hand_back()
     assert engine.states == {}, "nothing is left in the engine"
     deltas = [delta for item in items if not isinstance(item, Accepted) for delta in item]
@@ -124,6 +127,11 @@ async def test_a_leaving_replica_hands_back_every_request_with_its_tokens(waits_
     late = [item async for item in generation.run([request("d")])]
     ((delta,),) = late
     assert isinstance(delta, Delta) and delta.done and delta.turn.finish_reason is FinishReason.ABORTED
+    if closes:
+        generation.closed = False
+        again = generation.run([request("again")])
+        assert isinstance(await anext(again), Accepted), "the replica wakes up"
+        await again.aclose()
     health.broken = "its engine is dead"
     with pytest.raises(InfraError, match="its engine is dead"):
         await anext(generation.run([request("e")]))

@@ -17,9 +17,9 @@ from rollouter.serving.autoscaling import wanted_replicas
 from rollouter.serving.options import DRIVER_MARK, deployment_options, serving_options
 
 
-def options(*, gpus: bool = False, **groups: Any) -> Any:
+def options(*, gpus: bool = False, lent: bool = False, **groups: Any) -> Any:
     config = Config.model_validate({"model": {"path": "/models/tiny"}, **groups})
-    return serving_options(config, namespace="run", gpus=gpus)
+    return serving_options(config, namespace="run", gpus=gpus, lent=lent)
 
 
 def test_options_on_cpu() -> None:
@@ -44,6 +44,16 @@ def test_engines_that_share_their_gpus_with_ranks_can_sleep() -> None:
     for alone in (options(gpus=True, placement="colocated"), options(gpus=False, placement="colocated", mode="sync")):
         assert alone.gang.bundles[0].get("GPU", 1.0) == 1.0, "asyncrl serve, and a CPU"
         assert "enable_sleep_mode" not in alone.llm_config["engine_kwargs"]
+
+
+def test_engines_on_lent_gpus_share_them_with_the_ranks_and_the_others_do_not() -> None:
+    run = {"trainer": {"num_workers": 4, "lend_after_s": 5}, "rollout": {"tensor_parallel_size": 2, "num_replicas": 3}}
+    own, lent = options(gpus=True, **run), options(gpus=True, lent=True, **run)
+    assert own.gang.bundles == [{"GPU": 1.0, "CPU": 1.0}] * 2 and lent.gang.bundles == [{"GPU": 0.4, "CPU": 1.0}] * 2
+    assert [deployment_options(one)["num_replicas"] for one in (own, lent)] == [3, 2]
+    assert [(one.shares_gpus, one.lent) for one in (own, lent)] == [(False, False), (True, True)]
+    assert lent.llm_config["engine_kwargs"] == own.llm_config["engine_kwargs"] | {"enable_sleep_mode": True}
+    assert lent.env_vars == own.env_vars | {"VLLM_RAY_PER_WORKER_GPUS": "0.4"}
 
 
 def test_with_autoscaling_serve_follows_the_run_at_once() -> None:

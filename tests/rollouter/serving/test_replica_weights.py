@@ -88,8 +88,10 @@ def server_of(updates: Updates, **parts: Any) -> Any:
         _call_s=1.0,
         _looking=asyncio.Lock(),
         _knows_run=True,
-        **parts,
+        _lent=False,
+        _generation=SimpleNamespace(closed=False),
     )
+    vars(replica).update(parts)
     return replica
 
 
@@ -116,6 +118,35 @@ async def test_the_first_requests_of_a_replica_get_the_newest_version() -> None:
     await generate()
     assert served == [2] * 4
     assert store.num_asked == asked
+
+
+async def test_a_replica_on_lent_gpus_takes_calls_only_between_waking_up_and_sleeping() -> None:
+    """It looks for no version at its first request, which would wake an engine that sleeps."""
+    store = Store()
+    updates = Updates(store)
+    happened: list[str] = []
+
+    async def run(requests: Any) -> AsyncGenerator[Any, None]:
+        yield "accepted"
+
+    async def sleep(mode: str) -> None:
+        happened.append(f"sleep {mode}, closed: {replica._generation.closed}")
+
+    async def wake() -> None:
+        happened.append(f"wake, closed: {replica._generation.closed}")
+
+    updates.sleep, updates.wake = sleep, wake  # type: ignore[method-assign, assignment]
+    generation = SimpleNamespace(run=run, closed=False, hand_back=lambda: happened.append("hand back"))
+    replica = server_of(updates, _lent=True, _generation=generation)
+    await replica.sleep_engine()
+    assert [item async for item in replica.generate_tokens([])] == ["accepted"]
+    assert happened == ["hand back", "sleep abort, closed: True"] and store.num_asked == 0
+    await replica.wake_engine()
+    assert happened[2:] == ["wake, closed: True"] and not generation.closed
+    await replica.sleep_engine()
+    updates.loaded.set()
+    await replica.apply_version(Publication(3, 1, 0, {}), "keep", True, False)
+    assert not generation.closed
 
 
 async def test_a_first_request_that_is_cancelled_does_not_interrupt_the_load() -> None:

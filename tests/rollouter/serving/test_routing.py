@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 
 from asyncrl.core.ports import GenerateRequest
 from benchmarks.routing import ReplicaSpeed, SimulatedReplica, make_router
-from rollouter.serving.balancing import AFFINITY_S, OutstandingTokens, ReplicaAffinity, affinity_key
+from rollouter.serving.balancing import AFFINITY_S, LentShare, OutstandingTokens, ReplicaAffinity, affinity_key
 from rollouter.serving.options import ROUTER
 from rollouter.serving.ray_internals import RequestMetadata, choose_replica
 from rollouter.serving.routing import call_size
@@ -91,6 +92,27 @@ def test_the_longest_context_that_went_to_a_replica_is_known() -> None:
 def request(prompt: int, max_tokens: int, so_far: int | None = None) -> GenerateRequest:
     turn = None if so_far is None else make_turn(0, so_far)
     return GenerateRequest("r", np.zeros(prompt, np.int32), {"max_tokens": max_tokens}, so_far=turn)
+
+
+def test_calls_go_to_lent_replicas_in_proportion_while_these_are_open() -> None:
+    share, stack = LentShare({"own": 3, "lent": 1}), ExitStack()
+
+    def call(session: str) -> str:
+        part = share.choose(session)
+        stack.enter_context(share.running(part, 4))
+        return part
+
+    with stack:
+        assert {call(f"before_{number}/0") for number in range(6)} == {"own"}
+        share.is_open = True
+        assert [call(f"new_{number}/0") for number in range(2)] == ["lent", "lent"], "they have nothing to do yet"
+        assert Counter(call(f"more_{number}/0") for number in range(80))["lent"] == 20
+        assert (share.choose("before_0/1"), share.choose("new_0/1")) == ("own", "lent"), "they have the KV cache"
+        share.is_open = False
+        assert {share.choose(f"new_{number}/0") for number in range(2)} == {"own"}
+        share.is_open = True
+        assert share.choose("new_0/0") == "own", "it has the longer KV cache by now"
+    assert share.choose("idle/0") == "own"
 
 
 def test_a_call_counts_its_prompt_once_and_what_its_responses_may_still_have() -> None:

@@ -85,6 +85,14 @@ async def test_an_engine_that_sleeps_gets_the_next_version_before_its_kv_cache()
     assert updates.engine.calls[7:] == ["fetch", "pause wait", "load 2", "resume"], "it does not sleep any more"
 
 
+async def test_engines_on_lent_gpus_abort_what_the_callers_continue_elsewhere() -> None:
+    updates = Updates()
+    await updates.sleep("abort")
+    await updates.apply(version(3), "keep", True)
+    expected = ["pause abort", "sleep 1", "fetch", "wake weights", "load 3", "wake kv_cache", "resume"]
+    assert updates.engine.calls == expected
+
+
 @pytest.mark.parametrize("wake", [WeightUpdates.wake, lambda updates: updates.apply(version(0), "wait", False)])
 async def test_without_a_newer_version_it_wakes_up_with_the_old_one(wake: Callable[[Updates], Any]) -> None:
     updates = Updates()

@@ -56,10 +56,11 @@ def test_ranks_are_divided_over_the_nodes_of_their_pool() -> None:
     assert not any(anywhere.gang(cpus=False, gpu=False).bundles)
 
 
-def test_ranks_that_share_their_gpus_with_engines_leave_room_for_them() -> None:
-    plan = plan_groups(
-        Config.model_validate({"placement": "colocated", "mode": "sync", "trainer": {"num_workers": 2}})
-    )[0]
+@pytest.mark.parametrize("sharing", [{"placement": "colocated", "mode": "sync"}, {"trainer": {"lend_after_s": 5}}])
+def test_ranks_that_share_their_gpus_with_engines_leave_room_for_them(sharing: dict[str, Any]) -> None:
+    plan = plan_groups(Config.model_validate(sharing | {"trainer": {"num_workers": 2, **sharing.get("trainer", {})}}))[
+        0
+    ]
     assert plan.gang(cpus=False, gpu=True).bundles == [{"GPU": 0.6}] * 2
     assert not any(plan.gang(cpus=False, gpu=False).bundles)
 

@@ -169,6 +169,17 @@ def test_engines_and_ranks_that_take_turns_need_a_gpu_once() -> None:
     assert "2 GPUs are needed" in single(lacking(colocated | {"mode": "sync"}, MachineResources(64, 1))).consequence
 
 
+def test_engines_on_lent_gpus_need_no_gpu_of_their_own_but_memory() -> None:
+    lent = {"trainer.lend_after_s": 5, "trainer.num_workers": 2, "rollout.num_replicas": 2}
+    four = MachineResources(cpus=64, gpus=4)
+    assert lacking(lent, four) == []
+    plan = plan_of(config_with(lent), four, num_parameters=1000)
+    engines = {part.name: (part.count, part.gpus) for part in plan.parts if "engine" in part.name}
+    assert engines == {"engine (vLLM)": (2, 1), "lent engine (vLLM)": (2, 0)}
+    assert plan.num_gpus == 4
+    assert "4 GPUs are needed" in single(lacking(lent, MachineResources(64, 3))).consequence
+
+
 def test_too_few_gpus_are_an_error_at_the_key_that_demands_most() -> None:
     two = MachineResources(cpus=64, gpus=2)
     problem = single(lacking({"rollout.num_replicas": 4, "trainer.device": "cuda"}, two))

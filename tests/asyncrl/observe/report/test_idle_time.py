@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.observe.report.plots import figures
 from benchmarks.synthetic_run import START
 from tests.fakes.events import EventTuple, report_of
 
@@ -50,6 +51,15 @@ def test_an_outage_is_not_idle_time(tmp_path: Path) -> None:
     idle = idle_of(tmp_path, *lines, status="completed")
     assert (idle["down_s"], idle["wall_s"]) == (pytest.approx(10_000 - 11), pytest.approx(22))
     assert (idle["trainer"]["idle_s"], idle["rollouter"]["idle_s"]) == (pytest.approx(18), pytest.approx(8))
+
+
+def test_the_time_for_which_gpus_were_lent_is_added_up(tmp_path: Path) -> None:
+    lines: list[EventTuple] = [("sample.admitted", 0.0, 0.0, sample(1)), ("trainer.wait_samples", 0.0, 9.0, {})]
+    lines += [("gpus.lent", 2.0, 3.0, {}), ("gpus.lent", 7.0, 1.5, {}), ("step", 0.0, 12.0, {"step": 1})]
+    report = report_of(tmp_path, *lines, status="completed")
+    assert report["idle"]["lent_s"] == pytest.approx(4.5)
+    (text,) = [one["text"] for one in figures(report) if one["id"] == "idle"]
+    assert "Its GPUs were lent to generation for 38 % of the run (4.5 s)" in text
 
 
 def test_a_live_run_is_not_down_while_its_samples_are_generated(tmp_path: Path) -> None:
