@@ -142,6 +142,16 @@ def _in_turns(gpus: int, directory: Path) -> Figures:
     return _launch(1, directory, COLOCATED)
 
 
+def _lent(gpus: int, directory: Path) -> Figures:
+    keys = ("trainer.lend_after_s=0.1", "rollout.max_concurrent_samples=2", "profiler.level=summary")
+    figures = _launch(gpus, directory, *keys)
+    files = (directory / "run" / "events").rglob("*.jsonl")
+    events = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    if not (loans := sum(event["event"] == "gpus.lent" for event in events)):
+        raise RuntimeError("the Trainer lent no GPU")
+    return figures | {"loans": loans}
+
+
 def _graphs(gpus: int, directory: Path) -> Figures:
     return _bfloat16(gpus, directory, "rollout.enforce_eager=false")
 
@@ -253,6 +263,7 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow("weights: nccl", _weights("nccl"), gpus=2, gpus_for="one broadcasts, and the engine has the other"),
     SmokeRow("weights: ipc", missing="weight_sync.backend has no ipc"),
     SmokeRow("sleep and wake", _in_turns),
+    SmokeRow("lent GPUs", _lent, gpus=2, gpus_for="the Trainer lends one, and the engine has the other"),
     SmokeRow("varlen attention", _updates()),
     SmokeRow("Liger", _updates(use_liger=True), package="liger_kernel", install="asyncrl[liger]"),
     SmokeRow("torch_compile", _updates(torch_compile=True)),

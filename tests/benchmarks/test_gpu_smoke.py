@@ -179,6 +179,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             "idle": {"trainer": 0.5, "rollouter": 0.1}, "staleness": {"mean": 0.0}, "tokens": {"trained": 5000},
         }  # fmt: skip
         (run_dir / "summary.json").write_text(json.dumps(summary))
+        (run_dir / "events").mkdir()
+        (run_dir / "events" / "rollouter.jsonl").write_text('{"event": "gpus.lent"}\n{"event": "step"}\n')
 
     monkeypatch.setattr(gpu_smoke, "run_asyncrl", run)
     monkeypatch.setattr(trainer_rules, "visible_gpus", lambda: 8)
@@ -197,6 +199,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         "run, 0.5B",
         "run, 1.5B",
         "sleep and wake",
+        "lent GPUs",
     ],
 )
 def test_rows_launch_valid_configurations(
@@ -218,6 +221,7 @@ def test_rows_launch_valid_configurations(
     assert (config.rollout.enforce_eager, config.rollout.dtype) == {
         "quickstart": (True, "float32"),
         "sleep and wake": (True, "float32"),
+        "lent GPUs": (True, "float32"),
         "bfloat16": (True, "bfloat16"),
         "speculative decoding": (True, "bfloat16"),
         "FP8": (True, "bfloat16"),
@@ -228,8 +232,9 @@ def test_rows_launch_valid_configurations(
     assert figures == {
         "Trainer": "on the CPU" if gpus == 1 and not shared else "on a GPU",
         "tokens/s": 500.0, "MFU": 0.5, "Trainer idle": 0.5, "engines idle": 0.1, "KL of texts": 1e-6,
-        "KL of samples": on_policy,
+        "KL of samples": on_policy, **({"loans": 1} if name == "lent GPUs" else {}),
     }  # fmt: skip
+    assert config.lends_gpus == (name == "lent GPUs")
 
 
 def test_a_launch_that_fails_gives_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
