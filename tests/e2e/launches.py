@@ -46,7 +46,7 @@ class LaunchedRun:
     def output(self) -> str:
         return self.output_file.read_text(encoding="utf-8")
 
-    def wait(self, timeout_s: float = 240.0) -> int:
+    def wait(self, timeout_s: float = 360.0) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -31,7 +31,7 @@ from tests.e2e.launches import (
 )
 from tests.fakes.reward_model import make_classifier
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 20
