@@ -119,7 +119,7 @@ class RanksTurn:
         queue_status: Callable[[], Awaitable[QueueStatus]],
         num_wanted: Callable[[], int],
     ) -> None:
-        """Lend the GPUs once the policy says so. The end of `waiting` ends the wait for that, but not an offload that
+        """Lend the GPUs once the policy allows it. The end of `waiting` ends the wait for that, but not an offload that
         has begun."""
         assert self._turns is not None
         with waiting:

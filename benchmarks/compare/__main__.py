@@ -9,9 +9,10 @@
 `make bench-setup` installs the peers at pinned versions into environments of their own. Every system gets the same
 files of a random model and of prompts, the same group size, token limits, micro-batches, learning rate and cores. Where
 generation and training alternate in one process, it has as many threads as there are cores; where they run side by
-side, each side has half of them. `equal` responses all reach the limit; `long` ones have geometric lengths with the
-same mean, cut at four times of it. The reward is the share of digits in the response. Step times, rates and CPU seconds
-leave out the first two steps. A system that fails is listed with its own error and not tried again on that workload.
+side, each side has half of them, and asyncrl's rank tries whether more are faster. `equal` responses all reach the
+limit; `long` ones have geometric lengths with the same mean, cut at four times of it. The reward is the share of digits
+in the response. Step times, rates and CPU seconds leave out the first two steps. A system that fails is listed with its
+own error and not tried again on that workload.
 """
 
 from __future__ import annotations

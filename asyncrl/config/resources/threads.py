@@ -58,8 +58,8 @@ def with_threads(config: Config, keys: Collection[str], machine: MachineResource
     sections = {key.partition(".")[0]: threads for key, threads in chosen.items()}
     changes = {name: getattr(config, name).model_copy(update={"cpu_threads": n}) for name, n in sections.items()}
     ranks = sum(part.count for part in parts if part.threads_key == RANK_THREADS)
-    is_fixed = alternates or config.async_training.deterministic or config.trainer.max_cpu_threads is not None
-    if RANK_THREADS in keys and ranks and not is_fixed:
+    is_fixed = config.async_training.deterministic or config.trainer.max_cpu_threads is not None
+    if RANK_THREADS in keys and ranks and config.mode == "fully_async" and not is_fixed:
         most = max(chosen[RANK_THREADS], machine.cpus // ranks)
         changes["trainer"] = changes["trainer"].model_copy(update={"max_cpu_threads": most})
     return config.model_copy(update=changes)

@@ -483,6 +483,9 @@ NO_EFFECT = (
     no_effect("trainer.total_epochs", lambda c: c.trainer.total_training_steps is not None,
               "trainer.total_training_steps = {c.trainer.total_training_steps} decides the length",
               "set trainer.total_training_steps=null"),
+    no_effect("trainer.max_cpu_threads", lambda c: c.mode != "fully_async" or c.trainer.device == "cuda",
+              "only ranks on CPU that train while engines generate try more threads",
+              "use `asyncrl launch fully_async` with trainer.device=cpu"),
     no_effect("trainer.lend_after_s", lambda c: c.mode == "sync", "nothing is generated in `asyncrl launch sync` while "
               "the Trainer computes", "set placement=colocated, with which both sides use all GPUs"),
     no_effect("trainer.partial_final_batch", lambda c: c.trainer.total_training_steps is not None,

@@ -79,6 +79,9 @@ def test_auto_on_the_command_line_is_a_number_in_the_run(monkeypatch: pytest.Mon
     assert load_config(None, [*BOTH, deterministic]).trainer.max_cpu_threads is None
     problem = single(list(check_config(None, ["trainer.max_cpu_threads=7", deterministic]).problems))
     assert problem.key == "trainer.max_cpu_threads" and problem.severity == "error"
+    [unused] = check_config(None, ["trainer.max_cpu_threads=7"], mode="sync").problems
+    assert (unused.key, unused.severity) == ("trainer.max_cpu_threads", "error")
+    assert with_threads(Config(mode="sft"), KEYS, MachineResources(16, 0)).trainer.max_cpu_threads is None
     assert load_config(None, BOTH, mode="sync").trainer.max_cpu_threads is None
     assert take_auto({"rollout": {"cpu_threads": 2}, "trainer": None}) == []
 
