@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 CALLS = 6
 """Upper bound of the calls that one checkpoint makes to ranks: begin, wait for the files and finish, for two roles."""
+CLEANUP_S = 5.0
+"""Limit for the removal of a marker, on storage that may hang."""
 
 
 class HfExportSettings(NamedTuple):
@@ -227,8 +229,8 @@ async def check_shared(files: CheckpointDirectory, roles: Mapping[Role, RoleGrou
         for group in roles.values():
             await group.find_file(marker)
     finally:
-        with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(partial(marker.unlink, missing_ok=True))
+        with anyio.move_on_after(CLEANUP_S, shield=True), suppress(OSError):
+            await to_thread.run_sync(partial(marker.unlink, missing_ok=True), abandon_on_cancel=True)
 
 
 class CheckpointDirectory:
