@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from asyncrl.core.failures import ConfigError
 from asyncrl.core.text import parse_json
 from asyncrl.core.types import SampleId
 from asyncrl.storage.run_dir import TRAINED, disk_error, read_lines
+
+READ_BYTES = 1 << 16
+"""Read at once, from the end of the log."""
 
 
 class TrainedStepsFile:
@@ -111,6 +115,12 @@ def _remove_partial_line(path: Path) -> None:
     try:
         if path.is_file():
             with path.open("rb+") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
+                end, newline = file.seek(0, SEEK_END), -1
+                while end and newline < 0:
+                    start = max(0, end - READ_BYTES)
+                    file.seek(start)
+                    newline = file.read(end - start).rfind(b"\n")
+                    end = start + newline + 1
+                file.truncate(end)
     except OSError as error:
         raise disk_error(path, error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -32,8 +33,10 @@ async def test_each_step_and_each_rewind_has_a_line(tmp_path: Path) -> None:
     ]
 
 
-@given(cut=st.integers(1, 200))
-def test_a_partial_line_of_a_killed_process_is_removed(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+@given(cut=st.integers(1, 200), read_bytes=st.integers(1, 200))
+def test_a_partial_line_of_a_killed_process_is_removed(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, read_bytes: int
+) -> None:
     path = tmp_path_factory.mktemp("run") / TRAINED
     lines = [b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 3, "samples": ["' + b"x" * 100 + b'"]}\n']
     whole = b"".join(lines)
@@ -41,7 +44,8 @@ def test_a_partial_line_of_a_killed_process_is_removed(tmp_path_factory: pytest.
     path.write_bytes(torn)
     complete = [line for number, line in enumerate(lines) if len(b"".join(lines[: number + 1])) <= len(torn)]
     assert len(list(read_trained(path.parent))) == len(complete)
-    _remove_partial_line(path)
+    with patch("asyncrl.storage.trained_steps.READ_BYTES", read_bytes):
+        _remove_partial_line(path)
     assert path.read_bytes() == b"".join(complete)
 
 
