@@ -299,6 +299,8 @@ class TrainLoop:
             note_trained(committed)
         await anyio.lowlevel.checkpoint()  # raises if the run was cancelled meanwhile
         self._steps.metrics |= sample_metrics(samples) | batch_metrics(batch)
+        if self._threads is not None:
+            self._steps.metrics["trainer/cpu_threads"] = self._threads.threads
         self._steps.add_extras(samples)
 
     def _check_mismatch(self, metrics: Metrics) -> None:

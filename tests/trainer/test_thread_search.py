@@ -71,3 +71,6 @@ async def test_the_loop_gives_the_ranks_the_threads_of_the_search(faster: bool, 
     rig.actor.on_step = take_time
     await rig.run(2 * steps)
     assert rig.actor.threads == expected
+    used = [record.metrics["trainer/cpu_threads"] for record in rig.records]
+    assert used[:ROUND] == [1] * ROUND
+    assert list(dict.fromkeys(used[ROUND:])) == expected
