@@ -6,8 +6,9 @@
 Each row is a real launch of a tiny random model, on-policy, with a large learning rate: four steps and a weight update
 after each. After every update, the engine's weights are compared with the published checksums, and its log-probs with
 the Trainer's: of the version's two texts, and of all samples that the next step trains. A row passes if the largest KL
-divergence is at most 1e-3 nats per token, and so does a model that is refused at the start. In float32, right weights
-give less than 1e-9, and the first version of wrongly loaded experts 1e-5 to 1e-2.
+divergence of the texts is at most 1e-6 nats per token and that of the samples 1e-4, and so does a model that is refused
+at the start. In float32, right weights give less than 1e-9 (samples up to 1e-5 where two experts are nearly tied), and
+the first version of wrongly loaded experts 1e-5 to 1e-2.
 
 With `--adapters`, versions are LoRA adapters on all linear layers (`weight_sync.lora=adapter`). With `--docs`, the
 table in FILE is replaced by that of this run.
@@ -28,7 +29,7 @@ from benchmarks.models import save_tokenizer
 from benchmarks.report import Table, arguments, positive, report
 from benchmarks.running import failure_cause, print_progress, run_asyncrl
 
-LIMIT = 1e-3
+LIMIT, SAMPLES_LIMIT = 1e-6, 1e-4
 RIGHT, REFUSED = "right", "refused at the start"
 STEPS = 4
 SIZES: Mapping[str, Any] = {
@@ -102,7 +103,7 @@ def check(name: str, tensor_parallel: int, directory: Path, *overrides: str) -> 
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         probes = [line["weight_sync/mismatch_kl"] for line in lines if line["kind"] == "apply"]
         samples = [line["rollout/mismatch_kl"] for line in lines if line["kind"] == "step"]
-        passed = len(probes) == len(samples) == STEPS and max(probes + samples) <= LIMIT
+        passed = len(probes) == len(samples) == STEPS and max(probes) <= LIMIT and max(samples) <= SAMPLES_LIMIT
         return row | {
             "updates": len(probes),
             "KL of texts": max(probes),
@@ -144,7 +145,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="asyncrl-architecture-") as directory:
                 rows.append(check(name, size, Path(directory), *(ADAPTERS if args.adapters else ())))
             print_progress(f"{name}, tensor parallel {size}: {rows[-1]['result']}")
-    report("architectures", rows, args.json, aim=f"KL divergence at most {LIMIT:g} nats per token after every update")
+    report("architectures", rows, args.json, aim=f"KL divergence of texts at most {LIMIT:g} nats per token")
     if args.docs is not None:
         write_docs(args.docs, rows)
     return 0 if all(row["result"].startswith((RIGHT, REFUSED)) for row in rows) else 1

@@ -34,7 +34,7 @@ from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import quantization
 from asyncrl.config.sections.run import check_mode
-from asyncrl.config.sources import COMMAND_LINE, EVALUATION, QUANTIZATION, SYNC, lines, sources_of_files
+from asyncrl.config.sources import COMMAND_LINE, DTYPE, EVALUATION, QUANTIZATION, SYNC, lines, sources_of_files
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
 from asyncrl.config.yaml_files import NamedText, read_yaml
 from asyncrl.core.failures import ConfigError
@@ -208,6 +208,8 @@ def value_sources(
         now = leaves(config.public_values())
         set_by_it = [key for key, value in quantization.QUANTIZED_DEFAULTS.items() if now[key] == value]
         found = dict.fromkeys(set_by_it, QUANTIZATION) | found
+    elif config.rollout.dtype != "float32" or config.trainer.dtype != "float32":
+        found = dict.fromkeys(quantization.HALF_PRECISION, DTYPE) | found
     if TOOL_FILE in found:
         found.setdefault(TOOLS, found[TOOL_FILE])
     if config.validates_only:

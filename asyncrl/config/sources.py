@@ -12,7 +12,7 @@ import yaml
 from asyncrl.config.yaml_files import read_yaml
 
 COMMAND_LINE, DEFAULT, SYNC, EVALUATION = "command line", "default", "asyncrl launch sync", "evaluation"
-QUANTIZATION = "rollout.quantization"
+QUANTIZATION, DTYPE = "rollout.quantization", "a dtype of 16 bits"
 
 
 def lines(node: yaml.Node | None, prefix: str, name: str) -> Iterator[tuple[str, str]]:

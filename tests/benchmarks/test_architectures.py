@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,29 @@ def row(result: str, kl: float | None = None) -> dict[str, object]:
         "KL of samples": kl,
         "result": result,
     }
+
+
+@pytest.mark.parametrize(
+    ("texts", "samples", "result"),
+    [(1e-12, 9e-6, "right"), (4e-5, 1e-12, "wrong weights"), (1e-12, 4e-4, "wrong weights")],
+)
+def test_engines_that_compute_other_log_probs_have_wrong_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: float, samples: float, result: str
+) -> None:
+    """4e-5 is what the first update of experts gave that the engine did not take over; two experts whose scores are
+    nearly equal may differ by 9e-6."""
+
+    def launch(*arguments: str) -> None:
+        (run_dir,) = (Path(text.removeprefix("run_dir=")) for text in arguments if text.startswith("run_dir="))
+        run_dir.mkdir()
+        lines = [{"kind": "apply", "weight_sync/mismatch_kl": texts}, {"kind": "step", "rollout/mismatch_kl": samples}]
+        text = "".join(json.dumps(line) + "\n" for line in lines * architectures.STEPS)
+        (run_dir / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+    monkeypatch.setattr(architectures, "run_asyncrl", launch)
+    monkeypatch.setattr(architectures, "save_model", lambda directory, _: directory)
+    row = architectures.check("Qwen3Moe", 1, tmp_path)
+    assert (row["updates"], row["result"]) == (architectures.STEPS, result)
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,7 @@ async def test_verification_detects_a_corrupt_version_and_the_replica_is_replace
         message = r"checksums differ in layers\.1"
     else:
         lying = replace(publication, probe=before)
-        message = r"computes other log-probs than the Trainer: .* weight_sync\.max_mismatch_kl allows 0\.001"
+        message = r"computes other log-probs than the Trainer: .* weight_sync\.max_mismatch_kl allows 0\.0001"
     with pytest.raises(BugError, match=message):
         await fleet.apply(lying)
     (turn,) = await finished_turns(fleet.generate(requests(1, 20), session="s"))

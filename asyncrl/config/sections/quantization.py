@@ -28,6 +28,8 @@ QUANTIZED_DEFAULTS: Mapping[str, Any] = {
 """Defaults of these keys in a run with quantized engines."""
 NOT_GIVEN = "<default>"
 """Value of these keys during the composition of a configuration, until a file or override gives another one."""
+HALF_PRECISION = {_LIMIT: 1e-3}
+"""Default in a run without quantization whose engines or Trainer compute with 16 bits."""
 
 
 def defaults_of_run(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def defaults_of_run(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 
     Args:
         tree: all values of the configuration, with references resolved.
-        defaults: the defaults of a run without quantization, by dotted key.
+        defaults: the defaults of a run without quantization in float32, by dotted key.
     """
     rollout, algorithm = tree.get("rollout"), tree.get("algorithm")
     quantized = isinstance(rollout, dict) and rollout.get("quantization") is not None
@@ -49,6 +51,9 @@ def defaults_of_run(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
             plain |= {f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.rollout_is"}
     if isinstance(algorithm, dict) and algorithm.get("policy_loss") == "reinforce":
         plain.add(f"{_CORRECTION}.bypass_mode")
+    training = tree.get("trainer")
+    dtypes = {section.get("dtype") for section in (rollout, training) if isinstance(section, dict)}
+    defaults = defaults if dtypes == {"float32"} else {**defaults, **HALF_PRECISION}
     found = {}
     for key, value in QUANTIZED_DEFAULTS.items():
         *sections, name = key.split(".")

@@ -101,10 +101,11 @@ class WeightSyncConfig(ConfigSection):
     """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
     after every load; once (checksums after a replica's first load, log-probs after the first version of a launch); or
     never."""
-    max_mismatch_kl: Annotated[float, Field(gt=0)] | None = 1e-3
+    max_mismatch_kl: Annotated[float, Field(gt=0)] | None = 1e-4
     """The run stops if log-probs of the engines and of the Trainer for the same weights differ by more than this KL
     divergence, in nats per token. It is measured as `verify` says and, on-policy (`async_training=mode_a`), in every
-    step until training goes back to a checkpoint. null: no limit."""
+    step until training goes back to a checkpoint. The default is 1e-3 if `rollout.dtype` or `trainer.dtype` has 16
+    bits, and 0.1 with `rollout.quantization`. null: no limit."""
     clear_kv_cache: bool = False
     """With `partial_mode: keep`, recompute the KV cache of running requests under the new weights."""
 

@@ -23,7 +23,7 @@ from asyncrl.config.problems import ConfigProblem, errors
 from asyncrl.config.rules import as_sync
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import engine_arguments, quantization, trainer_rules
-from asyncrl.config.sources import QUANTIZATION, SYNC, source_of
+from asyncrl.config.sources import COMMAND_LINE, DTYPE, QUANTIZATION, SYNC, source_of
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import single
 
@@ -109,7 +109,7 @@ def test_quantized_engines_set_the_correction_unless_it_is_given(
     assert config.weight_sync.max_mismatch_kl == limit
     assert not checked.warnings
     without = check_config(None, more).config
-    assert without is not None and without.weight_sync.max_mismatch_kl == (limit if limit == 0.5 else 1e-3)
+    assert without is not None and without.weight_sync.max_mismatch_kl == (limit if limit == 0.5 else 1e-4)
     sources = value_sources(None, [*QUANTIZED, *more], config)
     assert (sources.get("weight_sync.max_mismatch_kl") == QUANTIZATION) == (limit == 0.1)
     if not more:
@@ -144,7 +144,7 @@ def test_a_correction_that_is_switched_off_stays_off_with_a_warning(
     assert [one.key for one in checked.warnings] == [f"{CORRECTION}.rollout_is"]
 
 
-@pytest.mark.parametrize(("overrides", "limit"), [((), 1e-3), (QUANTIZED, 0.1)])
+@pytest.mark.parametrize(("overrides", "limit"), [((), 1e-4), (("rollout.dtype=bfloat16",), 1e-3), (QUANTIZED, 0.1)])
 def test_other_values_may_refer_to_the_defaults_that_the_quantization_sets(
     overrides: tuple[str, ...], limit: float
 ) -> None:
@@ -153,6 +153,18 @@ def test_other_values_may_refer_to_the_defaults_that_the_quantization_sets(
     config = load_config(None, [*overrides, reference, text])
     assert config.async_training.staleness_threshold == config.weight_sync.max_mismatch_kl == limit
     assert config.experiment_name == f"limit-{limit}"
+
+
+@pytest.mark.parametrize("key", ["rollout.dtype", "trainer.dtype"])
+def test_a_dtype_of_16_bits_raises_the_limit_unless_it_is_given(key: str) -> None:
+    overrides = [f"{key}=bfloat16"]
+    config = load_config(None, overrides)
+    assert config.weight_sync.max_mismatch_kl == 1e-3
+    assert value_sources(None, overrides, config)["weight_sync.max_mismatch_kl"] == DTYPE
+    given = [*overrides, "weight_sync.max_mismatch_kl=null"]
+    config = load_config(None, given)
+    assert config.weight_sync.max_mismatch_kl is None
+    assert value_sources(None, given, config)["weight_sync.max_mismatch_kl"] == COMMAND_LINE
 
 
 def test_a_run_that_is_continued_with_quantized_engines_warns_of_its_limit(tmp_path: Path) -> None:
