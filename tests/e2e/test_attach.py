@@ -18,12 +18,24 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from tests.e2e.launches import SHORT, LaunchedRun, balanced, free_port, start, trained_once
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve" / "rollout.yaml"
 APP = "rollout"
 STEPS = 40
+AGENT = """
+from openai import OpenAI
+
+CLIENT = OpenAI(base_url="http://set-for-each-task", api_key="set for each task")
+
+
+def solve(task):
+    client = CLIENT.with_options(base_url=task.base_url, api_key=task.api_key)
+    answer = client.chat.completions.create(model=task.model, messages=task.messages)
+    return float(answer.choices[0].message.content == task.ground_truth)
+"""
 BIN = Path(sys.executable).parent
 
 
@@ -95,7 +107,7 @@ def ray_cluster(name: str) -> Iterator[DeployedServers]:
     environment.setenv("RAY_AUTH_MODE", "disabled")
     cluster = subprocess.Popen(
         [
-            BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4",
+            BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=6",
             "--include-dashboard=true", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}",
             "--object-store-memory=300000000", f"--temp-dir={directory}", "--disable-usage-stats",
         ],
@@ -162,6 +174,60 @@ def test_options_of_serve_mean_what_they_mean_for_other_applications(servers: De
     (actor,) = (one for one in actors if one["actor_id"] == other["actor_id"])
     reserved = {name: amount for name, amount in actor["required_resources"].items() if name.startswith("CPU")}
     assert set(reserved.values()) == {0.5}, reserved
+
+    servers.deploy(file, placement_group_bundles=[{"CPU": 0.25}], ray_actor_options={"num_cpus": 0.25})
+    (third,) = servers.deployed()["replicas"]
+    groups = servers.get("v0/placement_groups?detail=true&limit=1000")["data"]["result"]["result"]
+    assert [0.25] in [[bundle["unit_resources"].get("CPU") for bundle in one["bundles"]] for one in groups], groups
+    assert third["pid"] != other["pid"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_serve_build_writes_a_file_for_serve_deploy(tmp_path: Path) -> None:
+    app = "from rollouter.serving.app import build_app\napp = build_app({'model': 'asyncrl://quickstart'})\n"
+    (tmp_path / "mine.py").write_text(app, encoding="utf-8")
+    subprocess.run([BIN / "serve", "build", "mine:app", "-o", "mine.yaml"], cwd=tmp_path, timeout=200, check=True)
+    schema = ServeDeploySchema.model_validate(yaml.safe_load((tmp_path / "mine.yaml").read_text(encoding="utf-8")))
+    (application,) = schema.applications
+    assert application.import_path == "mine:app"
+    assert {deployment.name for deployment in application.deployments} == {"rollout", "openai"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_replicas_join_and_leave_while_a_run_is_attached(servers: DeployedServers, tmp_path: Path) -> None:
+    run = servers.attach(tmp_path, f"trainer.total_training_steps={2 * STEPS}", "data.val_files=[]")
+    run.wait_for("step 1/")
+    (first,) = replicas(run)
+    servers.deploy(tmp_path / "two.yaml", num_replicas=2)
+    run.wait_until(lambda: len(replicas(run)) == 2, "second replica")
+    run.wait_until(
+        lambda: min(one["version"] for one in run.state()["replicas"]) > 1, "version of the run's own on both replicas"
+    )
+    joined = replicas(run)
+    servers.deploy(tmp_path / "one.yaml", num_replicas=1)
+    run.wait_until(lambda: len(replicas(run)) == 1, "replica that left")
+    assert run.wait(400) == 0, run.output()
+    summary = run.summary()
+    assert (summary["status"], summary["samples"]["trained"]) == ("completed", 16 * 2 * STEPS)
+    assert trained_once(run) and balanced(summary["samples"])
+    assert first in joined and replicas(run) < joined
+    assert not [one for one in run.state()["restarts"] if one["part"] == "replica"], "no replica has failed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_agent_is_trained_in_a_run_that_attaches(servers: DeployedServers, tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT, encoding="utf-8")
+    keys = (f"rollout.agent.program={agent}:solve", "reward.function=none", "trainer.total_training_steps=2")
+    run = servers.attach(tmp_path, *keys, "data.val_files=[]")
+    assert run.wait() == 0, run.output()
+    summary = run.summary()
+    assert (summary["status"], summary["samples"]["trained"]) == ("completed", 32)
+    assert trained_once(run) and balanced(summary["samples"])
+    assert summary["reward"]["best"] > 0, "the agent posts rewards of its own"
 
 
 @pytest.mark.slow
