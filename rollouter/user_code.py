@@ -67,14 +67,19 @@ def describe(error: BaseException) -> str:
     return error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
 
 
+LARGEST = 1e15
+"""Largest size of a reward or metric. Its square, and sums of such squares, still fit into float32."""
+
+
 def finite(value: Any) -> float | None:
-    """Convert a finite number of Python or numpy, or a tensor of one element, to float; return None for others."""
+    """Convert a number of Python or numpy, or a tensor of one element, to float; return None for others, and for those
+    that are not finite or larger than `LARGEST`."""
     try:
         number = value.item() if hasattr(value, "item") else value
         number = math.nan if isinstance(number, str | bytes) else float(number)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def name_of(key: Any) -> str:

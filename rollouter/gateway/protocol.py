@@ -12,7 +12,7 @@ from asyncrl.config.sections.rollout import SamplingConfig
 from asyncrl.core.text import encodable, encodable_values, parse_json, safe_repr
 from asyncrl.core.types import FinishReason, Turn
 from rollouter.requests import SHAPING
-from rollouter.user_code import finite, shorten, shown
+from rollouter.user_code import LARGEST, finite, shorten, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -380,7 +380,7 @@ def checked_reward(reward: Any, metrics: Mapping[str, Any], done: Any) -> Posted
 def _finite(value: Any, what: str) -> float:
     number = finite(value)
     if number is None:
-        raise ValueError(f"{what} is {_shown(value)}; expected a finite number")
+        raise ValueError(f"{what} is {_shown(value)}; expected a finite number of at most {LARGEST:g}")
     return number
 
 

@@ -24,7 +24,7 @@ from asyncrl.core.ports import Score
 from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
-from rollouter.user_code import finite, is_async, name_of, shown
+from rollouter.user_code import LARGEST, finite, is_async, name_of, shown
 
 
 def exact_match(
@@ -374,7 +374,8 @@ def _score(value: Any, about: Callable[[], str]) -> float:
     number = finite(value)
     if number is None:
         raise UserCodeError(
-            f"{about()} returned {shown(value)}; expected a finite number, or a mapping with one under 'score'"
+            f"{about()} returned {shown(value)}; expected a finite number of at most {LARGEST:g}, or a mapping with "
+            "one under 'score'"
         )
     return number
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +23,7 @@ from rollouter.prompts.chat_template import Decode
 from rollouter.rewards.conversation import ScoredConversation, conversation
 from rollouter.rewards.functions import RewardFunction, listed, load_reward_functions, row_of, score_of
 from rollouter.rewards.judge import JudgeScorer
-from rollouter.user_code import describe, is_async, shown
+from rollouter.user_code import describe, finite, is_async, shown
 
 
 class ScoreSource(RewardScorer, Protocol):
@@ -131,7 +130,7 @@ class TurnRewardScorer:
 
 def _checked(given: Mapping[str, float]) -> tuple[float, ...]:
     for name, value in given.items():
-        if not math.isfinite(value):
+        if finite(value) is None:
             raise UserCodeError(f"the reward from {name} is {value}; tools and environments must give finite numbers")
     return tuple(float(value) for value in given.values())
 
@@ -305,7 +304,7 @@ class ManagedScorer:
                 f"{len(trajectories)} Score"
             )
         for score in scores:
-            if not isinstance(score, Score) or not math.isfinite(score.reward):
+            if not isinstance(score, Score) or finite(score.reward) is None:
                 raise UserCodeError(f"{self._key}: {defined_at(kind)}: {shown(score)} is no Score with a finite reward")
         return scores
 

@@ -31,7 +31,7 @@ from asyncrl.profiling import profile
 from rollouter.drop_policy import ToolFailedError
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse
 from rollouter.tools.loading import LoadedTool, parse_arguments
-from rollouter.user_code import describe, finite, name_of, shorten, shown
+from rollouter.user_code import LARGEST, describe, finite, name_of, shorten, shown
 from skip.stages import ToolOutcome
 
 logger = logging.getLogger(__name__)
@@ -404,7 +404,7 @@ def _checked(result: Any, name: str) -> ToolOutcome:
 def _number(value: Any, about: str) -> float:
     number = finite(value)
     if number is None:
-        raise UserCodeError(f"{about}: {shown(value)} is not a finite number")
+        raise UserCodeError(f"{about}: {shown(value)} is not a finite number of at most {LARGEST:g}")
     return number
 
 

@@ -315,8 +315,9 @@ async def test_the_last_posted_reward_counts_and_done_ends_the_trajectory() -> N
     async def agent(task: AgentTask) -> None:
         await rig.question(task)
         async with rig.http(task) as http:
-            bad = await http.post("reward", json={"reward": "much"})
-            assert bad.status_code == 400 and "finite number" in bad.json()["error"]["message"]
+            for wrong in ({"reward": "much"}, {"reward": -1e300}, {"metrics": {"a": 1e300}}):
+                bad = await http.post("reward", json=wrong)
+                assert bad.status_code == 400 and "finite number of at most 1e+15" in bad.json()["error"]["message"]
             await http.post("reward", json={"reward": 0.25, "metrics": {"a": 1}})
             task.post_reward(0.75, metrics={"b": 2})
             posted = await http.post("reward", json={"metrics": {"c": 3}, "done": True})

@@ -49,6 +49,7 @@ def test_functions_that_work_have_no_problem(tmp_path: Path, body: str, changes:
             "Write def score(data_source, solution_str, ground_truth, extra_info): ... (docs/rewards.md)",
         ),
         ("def score(**row):\n    return 'x'", {}, ".py:1: it returned 'x'; expected a finite number"),
+        ("def score(**row):\n    return 1e300", {}, ".py:1: it returned 1e+300; expected a finite number of at most"),
         ("def score(**rows):\n    return [1.0]", {"reward.batch": True}, "expected a list of 8 scores"),
         ("import no_such_package_\ndef score(**row):\n    return 1", {}, "ModuleNotFoundError: No module named"),
         ("def score(**row):\n    return row['nothing']", {}, "line 2, in score: return row['nothing'])"),
