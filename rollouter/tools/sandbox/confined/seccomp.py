@@ -38,7 +38,11 @@ REFUSED = (
     # io_uring makes calls that no filter sees
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
     # memory that no limit of the process counts, and that may outlive it
-    *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open"),
+    *("memfd_create", "memfd_secret"),
+    # System V IPC and message queues: the same, and what other processes of the user keep there, which Landlock ignores
+    *("shmget", "shmat", "shmdt", "shmctl", "semget", "semop", "semtimedop", "semctl"),
+    *("msgget", "msgsnd", "msgrcv", "msgctl"),
+    *("mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"),
     # queues, rules and requests that the kernel keeps for a descriptor
     *("inotify_init", "inotify_init1", "io_setup"),
     *("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"),
