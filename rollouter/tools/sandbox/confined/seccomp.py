@@ -2,7 +2,8 @@
 
 It denies sockets, access to other processes (starting, signalling, tracing, inspecting), a change of the process group,
 memory outside the address space, and whatever would let the process outlive its parent or continue after a stop.
-Threads work, and so do pairs of connected stream sockets, which asyncio needs.
+Threads work, and so do pairs of connected stream sockets, which asyncio needs: of Unix sockets without the network, of
+internet sockets with it.
 """
 
 from __future__ import annotations
@@ -119,10 +120,11 @@ def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
     lines += _if_called("prctl", _refuse_values(0, (kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)))
     families = (_AF_INET, _AF_INET6, _AF_NETLINK) if network else ()
     lines += _if_called("socket", _allow_values(0, families))
-    # A stream socket stays connected to the other of its pair. A datagram socket sends to any path that it can see.
+    # With `sendmsg`, a pair of Unix sockets would hold deleted files and sockets that no limit counts. Without it, a
+    # stream socket reaches only the other of its pair; a datagram socket would send to any path that it can see.
     streams = tuple(_SOCK_STREAM | flags | more for flags in (0, _SOCK_NONBLOCK) for more in (0, _SOCK_CLOEXEC))
     is_unix = [_argument(0), _op(_JUMP_EQUAL, _AF_UNIX, 1, 0), _op(_RETURN, refuse)]
-    lines += _if_called("socketpair", [*is_unix, *_allow_values(1, streams)])
+    lines += _if_called("socketpair", [*is_unix, *_allow_values(1, () if network else streams)])
     sizes = (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
     is_socket_level = [_argument(1), _op(_JUMP_EQUAL, _SOL_SOCKET, 1, 0), _op(_RETURN, _ALLOW)]
     lines += _if_called("setsockopt", [*is_socket_level, *_refuse_values(2, sizes)])
