@@ -165,6 +165,8 @@ CALLS = {
     "a signal of choice for input": "fcntl, read, 10, 18",
     "a lease of a file": "fcntl, read, 1024, 1",
     "signals of directories": "fcntl, read, 1026, 1",
+    "a lock of a descriptor": "fcntl, read, 37, 0",
+    "a wait for a lock of a descriptor": "fcntl, read, 38, 0",
     "a larger pipe": "fcntl, write, 1031, 1 << 20",
     "separate descriptors": "close_range, 1000, 1000, 2",
     "a pair of datagram sockets": "socketpair, 1, 2, 0, 0",

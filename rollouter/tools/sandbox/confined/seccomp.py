@@ -19,6 +19,7 @@ _X32_BIT = 0x4000_0000
 _CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _CLOSE_RANGE_UNSHARE, _CLOSE_RANGE_CLOEXEC = 2, 4
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 8, 10, 15, 1024, 1026, 1031
+_F_OFD_SETLK, _F_OFD_SETLKW = 37, 38
 _FIOSETOWN, _SIOCSPGRP, _TIOCSTI = 0x8901, 0x8902, 0x5412
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _SOCK_STREAM, _SOCK_NONBLOCK, _SOCK_CLOEXEC = 1, 0x800, 0x80000
@@ -128,10 +129,10 @@ def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
     sizes = (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
     is_socket_level = [_argument(1), _op(_JUMP_EQUAL, _SOL_SOCKET, 1, 0), _op(_RETURN, _ALLOW)]
     lines += _if_called("setsockopt", [*is_socket_level, *_refuse_values(2, sizes)])
-    # Signals to other processes, or SIGCONT to this one; blocked openers of a file; larger pipes.
-    lines += _if_called(
-        "fcntl", _refuse_values(1, (_F_SETOWN, _F_SETOWN_EX, _F_SETSIG, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ))
-    )
+    # Signals to other processes, or SIGCONT to this one; blocked openers of a file; larger pipes; and locks with which,
+    # together with `flock`, two threads can wait for each other, and hold a deleted file without a descriptor.
+    commands = (_F_SETOWN, _F_SETOWN_EX, _F_SETSIG, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW)
+    lines += _if_called("fcntl", _refuse_values(1, commands))
     lines += _if_called("ioctl", _refuse_values(1, (_FIOSETOWN, _SIOCSPGRP, _TIOCSTI)))
     return [*lines, _op(_RETURN, _ALLOW)]
 
