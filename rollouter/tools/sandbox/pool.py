@@ -36,6 +36,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Literal
 
@@ -102,6 +103,8 @@ class ConfinedProcess:
     def __init__(
         self,
         process: Process,
+        stdin: FileIO,
+        stdout: FileIO,
         directory: str,
         limits: CodeLimits,
         threads: anyio.CapacityLimiter,
@@ -109,8 +112,7 @@ class ConfinedProcess:
         check_disk: bool,
     ) -> None:
         self._process = process
-        assert process.stdin is not None and process.stdout is not None
-        self._stdin, self._stdout = process.stdin, process.stdout
+        self._stdin, self._stdout = stdin, stdout
         self._directory = directory
         self._limits = limits
         self._threads = threads
@@ -148,14 +150,14 @@ class ConfinedProcess:
                 if self._check_disk:
                     group.start_soon(self._watch_disk, deadline)
                 try:
-                    await self._stdin.send(f"{mark} {len(data)}\n".encode() + data)
+                    await self._send(f"{mark} {len(data)}\n".encode() + data)
                     output = await self._read_until(
                         f"\0{mark} ".encode(), most=self._limits.output_bytes + _BEYOND_BYTES
                     )
                     if output is not None:
                         status = await self._read_until(b"\n", most=_BEYOND_BYTES)
                         ending = "ok" if status is not None and bytes(status) == b"ok" else "error"
-                except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                except (BrokenPipeError, anyio.ClosedResourceError):
                     pass  # the process has ended
                 group.cancel_scope.cancel()
         if ending is not None:
@@ -209,6 +211,13 @@ class ConfinedProcess:
             return "output"
         return "cpu" if self._process.returncode == -signal.SIGXCPU else "died"
 
+    async def _send(self, data: bytes) -> None:
+        while data:
+            if self._stdin.closed:
+                raise anyio.ClosedResourceError
+            await anyio.wait_writable(self._stdin)
+            data = data[self._stdin.write(data) or 0 :]
+
     async def _read_until(self, end: bytes, *, most: int) -> bytearray | None:
         """Consume the output up to and including `end`, and return it without `end`. Return None if the stream ends
         first or exceeds `most` bytes."""
@@ -217,10 +226,11 @@ class ConfinedProcess:
             looked = max(0, len(self._unread) - len(end) + 1)
             if len(self._unread) > most:
                 return None
-            try:
-                self._unread += await self._stdout.receive(1 << 16)
-            except anyio.EndOfStream:
+            await anyio.wait_readable(self._stdout)
+            data = self._stdout.read(1 << 16)
+            if data == b"":
                 return None
+            self._unread += data or b""
         before = self._unread[:at]
         del self._unread[: at + len(end)]
         return before
@@ -231,6 +241,10 @@ class ConfinedProcess:
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(_CLOSE_S) as deadline:
                 await self._kill()
+                for pipe in (self._stdin, self._stdout):
+                    if not pipe.closed:
+                        anyio.notify_closing(pipe)
+                        pipe.close()
                 await self._process.aclose()
                 await to_thread.run_sync(
                     work_dir.remove, self._directory, abandon_on_cancel=True, limiter=self._threads
@@ -367,20 +381,32 @@ class CodeSandbox:
         async with self._starts:
             with anyio.CancelScope(shield=True):  # a cancelled start would leave a process behind
                 directory = await to_thread.run_sync(work_dir.make, limiter=self._threads)
+                # For `subprocess.PIPE`, uvloop uses Unix sockets, through which the code could send descriptors.
+                (its_input, stdin), (stdout, its_output) = os.pipe(), os.pipe()
+                os.set_blocking(stdin, False)
+                os.set_blocking(stdout, False)
+                pipes = FileIO(stdin, "wb"), FileIO(stdout)
                 try:
                     process = await anyio.open_process(
                         self._command(directory, self._mechanisms),
+                        stdin=its_input,
+                        stdout=its_output,
                         stderr=subprocess.STDOUT,
                         cwd=directory,
                         env=_environment(directory),
                         start_new_session=True,
                     )
                 except OSError as error:
+                    for pipe in pipes:
+                        pipe.close()
                     os.rmdir(directory)
                     raise InfraError(f"a process for code could not be started: {error}") from error
+                finally:
+                    os.close(its_input)
+                    os.close(its_output)
             # From outside of a separate root directory, which has a limit itself, the directory looks empty.
             check_disk = "root" not in self.walls.mechanisms["files"]
-            confined = ConfinedProcess(process, directory, self.limits, self._threads, check_disk=check_disk)
+            confined = ConfinedProcess(process, *pipes, directory, self.limits, self._threads, check_disk=check_disk)
             try:
                 walls = _parsed(await confined.greeting())
                 if missing := self._unwalled(walls):

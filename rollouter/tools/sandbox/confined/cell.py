@@ -18,6 +18,7 @@ from types import ModuleType
 
 from .walls import ConfinementSettings, confine
 
+_STDERR = 2
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST
 _TRACEBACK_CHARS = 4000
 _RESERVE_BYTES = 8 << 20
@@ -25,6 +26,10 @@ _RESERVE_BYTES = 8 << 20
 
 
 def main() -> None:
+    # Under uvloop, a process inherits descriptors of its parent.
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > _STDERR:
+            os.closerange(number, number + 1)
     settings = ConfinementSettings.decode(sys.argv[1])
     report = confine(settings)
     requests = os.fdopen(os.dup(0), "rb")
@@ -33,6 +38,8 @@ def main() -> None:
     os.close(null)
     sys.argv = [""]
     sys.path[:] = ["", *sys.path, *settings.import_paths]
+    if settings.network:
+        _pair_internet_sockets()
     _write(f"{report!r}\n\n".encode())
     cell = CodeCell(settings)
     while header := requests.readline():
@@ -42,6 +49,13 @@ def main() -> None:
         if not settings.keep:
             break
     os._exit(0)  # do not wait for threads of the code
+
+
+def _pair_internet_sockets() -> None:
+    """Let `socket.socketpair`, and thus asyncio, connect two internet sockets, as on systems without Unix sockets."""
+    import _socket
+
+    del _socket.socketpair
 
 
 def _write(data: bytes) -> None:

@@ -2,7 +2,8 @@
 
 It denies sockets, access to other processes (starting, signalling, tracing, inspecting), a change of the process group,
 memory outside the address space, and whatever would let the process outlive its parent or continue after a stop.
-Threads work, and so do pairs of connected stream sockets, which asyncio needs.
+Threads work, and so do pairs of connected stream sockets, which asyncio needs: of Unix sockets without the network, of
+internet sockets with it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _X32_BIT = 0x4000_0000
 _CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _CLOSE_RANGE_UNSHARE, _CLOSE_RANGE_CLOEXEC = 2, 4
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 8, 10, 15, 1024, 1026, 1031
+_F_OFD_SETLK, _F_OFD_SETLKW = 37, 38
 _FIOSETOWN, _SIOCSPGRP, _TIOCSTI = 0x8901, 0x8902, 0x5412
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _SOCK_STREAM, _SOCK_NONBLOCK, _SOCK_CLOEXEC = 1, 0x800, 0x80000
@@ -38,7 +40,11 @@ REFUSED = (
     # io_uring makes calls that no filter sees
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
     # memory that no limit of the process counts, and that may outlive it
-    *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open"),
+    *("memfd_create", "memfd_secret"),
+    # System V IPC and message queues: the same, and what other processes of the user keep there, which Landlock ignores
+    *("shmget", "shmat", "shmdt", "shmctl", "semget", "semop", "semtimedop", "semctl"),
+    *("msgget", "msgsnd", "msgrcv", "msgctl"),
+    *("mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"),
     # queues, rules and requests that the kernel keeps for a descriptor
     *("inotify_init", "inotify_init1", "io_setup"),
     *("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"),
@@ -115,17 +121,18 @@ def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
     lines += _if_called("prctl", _refuse_values(0, (kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)))
     families = (_AF_INET, _AF_INET6, _AF_NETLINK) if network else ()
     lines += _if_called("socket", _allow_values(0, families))
-    # A stream socket stays connected to the other of its pair. A datagram socket sends to any path that it can see.
+    # With `sendmsg`, a pair of Unix sockets would hold deleted files and sockets that no limit counts. Without it, a
+    # stream socket reaches only the other of its pair; a datagram socket would send to any path that it can see.
     streams = tuple(_SOCK_STREAM | flags | more for flags in (0, _SOCK_NONBLOCK) for more in (0, _SOCK_CLOEXEC))
     is_unix = [_argument(0), _op(_JUMP_EQUAL, _AF_UNIX, 1, 0), _op(_RETURN, refuse)]
-    lines += _if_called("socketpair", [*is_unix, *_allow_values(1, streams)])
+    lines += _if_called("socketpair", [*is_unix, *_allow_values(1, () if network else streams)])
     sizes = (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
     is_socket_level = [_argument(1), _op(_JUMP_EQUAL, _SOL_SOCKET, 1, 0), _op(_RETURN, _ALLOW)]
     lines += _if_called("setsockopt", [*is_socket_level, *_refuse_values(2, sizes)])
-    # Signals to other processes, or SIGCONT to this one; blocked openers of a file; larger pipes.
-    lines += _if_called(
-        "fcntl", _refuse_values(1, (_F_SETOWN, _F_SETOWN_EX, _F_SETSIG, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ))
-    )
+    # Signals to other processes, or SIGCONT to this one; blocked openers of a file; larger pipes; and locks with which,
+    # together with `flock`, two threads can wait for each other, and hold a deleted file without a descriptor.
+    commands = (_F_SETOWN, _F_SETOWN_EX, _F_SETSIG, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW)
+    lines += _if_called("fcntl", _refuse_values(1, commands))
     lines += _if_called("ioctl", _refuse_values(1, (_FIOSETOWN, _SIOCSPGRP, _TIOCSTI)))
     return [*lines, _op(_RETURN, _ALLOW)]
 
