@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,14 @@ MAX_EXPANDED = 1_000_000
 """Limit for the characters of a file's values if every alias is replaced by what it refers to. Each value counts as
 `_VALUE` characters in addition to its text."""
 _VALUE = 50
-MAX_NUMBER = 1_000
-"""Limit for the characters of a number. Hexadecimal integers and those to the base 60 can be too long to be shown."""
+MAX_NUMBER = 300
+"""Limit for the characters of a number, with which every number fits a float. Hexadecimal integers and those to the
+base 60 can be too long to be shown."""
 MAX_REFERENCES = 20
 """Limit for the `${` in a value."""
-_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-F_.:xob]*")
+_NUMBERS = frozenset(f"tag:yaml.org,2002:{name}" for name in ("int", "float"))
+_TYPED = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("bool", "null", "timestamp", "binary")}
+"""The tags of values whose text has to fit the tag."""
 
 
 def read_yaml(file: Path) -> str:
@@ -62,11 +64,12 @@ def load_yaml(file: Path) -> Any:
     try:
         return yaml.safe_load(NamedText(text, file))
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
-        # PyYAML raises errors of many types for a text that does not fit its tag, such as `!!bool maybe`.
+        # PyYAML has no error of its own for a text that does not fit its tag, such as the date 2024-02-30.
         raise yaml.YAMLError(f"{file}: a value cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _check(text: str, file: Path) -> None:
+    loader = yaml.SafeLoader("")
     expanded = 0
     nesting: list[tuple[str | None, int]] = []
     """For each open list or mapping its anchor, and `expanded` before it."""
@@ -79,13 +82,20 @@ def _check(text: str, file: Path) -> None:
             expanded += sizes.get(event.anchor or "", _VALUE)
         elif isinstance(event, yaml.ScalarEvent):
             expanded += _VALUE + len(event.value)
-            if len(event.value) > MAX_NUMBER and event.style is None and _NUMBER.fullmatch(event.value):
-                raise _refusal(file, event, f"a number has more than {MAX_NUMBER} characters")
+            if len(event.value) > MAX_NUMBER:
+                has_tag = event.tag not in (None, "!")  # as PyYAML's composer decides
+                tag = event.tag if has_tag else loader.resolve(yaml.ScalarNode, event.value, event.implicit)
+                if tag in _NUMBERS:
+                    raise _refusal(file, event, f"a number has more than {MAX_NUMBER} characters")
+            if event.tag in _TYPED:
+                _check_fits_tag(loader, event, file)
             if event.value.count("${") > MAX_REFERENCES:
                 raise _refusal(file, event, f"a value has more than {MAX_REFERENCES} references ${{…}}")
             if event.anchor is not None:
                 sizes[event.anchor] = expanded - before
         elif isinstance(event, yaml.CollectionStartEvent):
+            if event.tag in _TYPED:  # PyYAML takes the value of the key `=`
+                raise _refusal(file, event, f"a list or mapping has the tag {event.tag}")
             expanded += _VALUE
             nesting.append((event.anchor, before))
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -96,6 +106,13 @@ def _check(text: str, file: Path) -> None:
             raise _refusal(file, event, f"its values are nested more than {MAX_DEPTH} levels deep")
         if expanded > MAX_EXPANDED:
             raise _refusal(file, event, f"its values exceed {MAX_EXPANDED} characters once its aliases are expanded")
+
+
+def _check_fits_tag(loader: yaml.SafeLoader, event: yaml.ScalarEvent, file: Path) -> None:
+    try:
+        loader.construct_object(yaml.ScalarNode(str(event.tag), event.value))
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError):  # PyYAML has no error of its own for `!!bool no!`
+        raise _refusal(file, event, f"a value does not fit its tag {event.tag}") from None
 
 
 def _refusal(file: Path, event: yaml.Event, why: str) -> yaml.YAMLError:

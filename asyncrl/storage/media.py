@@ -30,13 +30,16 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
     from transformers import ProcessorMixin
 
+MAX_MEDIA = 256
+"""Limit for the images and videos of one prompt. Some processors compute 27 MB of features from an image, however
+small it is."""
 MAX_MEDIA_BYTES = 64 << 20
 """Limit for all media of one prompt, as stored."""
 MAX_PIXELS = 1 << 27
 """Limit for all frames of all media of one prompt: 400 MB as RGB. A small file may decompress to pictures that exceed
 the memory."""
 MAX_FRAMES = 10_000
-"""Limit for the frames of one video: each costs time and memory, however small it is."""
+"""Limit for the frames of all videos of one prompt: each costs time and memory, however small it is."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The file formats that are read, by pillow's names."""
 
@@ -101,9 +104,9 @@ def check_pixels(pixels: int) -> None:
 
 
 def check_frames(frames: int) -> None:
-    """Raise `ValueError` if a video with this many frames is too long."""
+    """Raise `ValueError` if videos with this many frames are too long for one prompt."""
     if frames > MAX_FRAMES:
-        raise _TooLargeError(f"it has more than {MAX_FRAMES} frames, the limit for a video")
+        raise _TooLargeError(f"it has more than {MAX_FRAMES} frames, the limit for the videos of a prompt")
 
 
 def restrict_formats() -> None:

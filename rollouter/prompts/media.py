@@ -23,6 +23,7 @@ from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import DataError
 from asyncrl.core.types import Media
 from asyncrl.storage.media import (
+    MAX_MEDIA,
     MAX_MEDIA_BYTES,
     check_frames,
     check_pixels,
@@ -64,12 +65,15 @@ class MessagesWithMedia(NamedTuple):
 def has_media(row: Mapping[str, Any], messages: Sequence[Message]) -> bool:
     """Return whether the row contains images or videos."""
     columns = any(_is_some(row.get(column)) for column in ("images", "videos"))
-    return columns or any(
-        isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _PARTS
-        for message in messages
-        if isinstance(message["content"], list | tuple | np.ndarray)
-        for part in message["content"]
-    )
+    return columns or any(True for _ in _media_parts(messages))
+
+
+def _media_parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+    for message in messages:
+        if isinstance(message["content"], list | tuple | np.ndarray):
+            for part in message["content"]:
+                if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _PARTS:
+                    yield part
 
 
 def extract(
@@ -78,12 +82,18 @@ def extract(
     """Read the media of a row. Paths are relative to `directory`; `checked` media are not decoded again.
 
     Raises:
-        DataError: a medium is malformed, unreadable, too large or on the network, or the text and the columns do not
-            contain the same number of media.
+        DataError: a medium is malformed, unreadable, too large or on the network, there are too many of them, or the
+            text and the columns do not contain the same number of media.
     """
-    columns = {kind: iter(_items(row, f"{kind}s", where)) for kind in ("image", "video")}
+    items = {kind: _items(row, f"{kind}s", where) for kind in ("image", "video")}
+    if (number := sum(map(len, items.values())) + sum(1 for _ in _media_parts(messages))) > MAX_MEDIA:
+        raise DataError(
+            f"{where}: the prompt has {number} images and videos; {MAX_MEDIA} are allowed. Give fewer, or take the row "
+            "out"
+        )
+    columns = {kind: iter(values) for kind, values in items.items()}
     media: list[Media] = []
-    pixels = 0
+    size = pixels = num_frames = 0
 
     def parts(content: Any, field: str) -> Iterator[Mapping[str, Any]]:
         if isinstance(content, str):
@@ -116,17 +126,21 @@ def extract(
             yield add(kind, item, f"{where}: field '{kind}s'")
 
     def add(kind: Kind, value: Any, at: str) -> Mapping[str, Any]:
-        nonlocal pixels
+        nonlocal size, pixels, num_frames
         try:
             one, name = _read(kind, value, directory)
             if not checked and len(one.data) <= MAX_MEDIA_BYTES:
-                pixels += sum(frame.width * frame.height for frame in frames_of(one))
+                frames = frames_of(one)
+                pixels += sum(frame.width * frame.height for frame in frames)
                 check_pixels(pixels)
+                num_frames += len(frames) if kind == "video" else 0
+                check_frames(num_frames)
         except (ValueError, TypeError, OSError, MemoryError) as error:
             raise DataError(f"{at}: the value is not a valid {kind}: {error}") from error
         media.append(one)
-        if (total := sum(len(each.data) for each in media)) > MAX_MEDIA_BYTES:
-            raise DataError(f"{at}: the row's media have at least {total} bytes; {MAX_MEDIA_BYTES} are allowed")
+        size += len(one.data)
+        if size > MAX_MEDIA_BYTES:
+            raise DataError(f"{at}: the row's media have at least {size} bytes; {MAX_MEDIA_BYTES} are allowed")
         return {"type": kind, kind: name or f"blake2b:{digest(one)}"}
 
     given = any(_is_some(row.get(column)) for column in ("images", "videos"))
@@ -251,7 +265,7 @@ class VisionEncoder:
         """Convert messages and media to the kinds that this model accepts; videos become frames if necessary.
 
         Raises:
-            DataError: the model accepts text only.
+            DataError: the model accepts text only, or the videos have too many frames for a model of images.
             ConfigError: the model's processor cannot be loaded.
         """
         processor = self._processor
@@ -272,7 +286,13 @@ class VisionEncoder:
                     fitted.append(part)
                     continue
                 one = next(media)
-                images = [one] if one.kind == "image" else _as_images(one)
+                pictures = frames_of(one) if one.kind == "video" else []
+                if (number := len(frames) + len(pictures)) > MAX_MEDIA:
+                    raise DataError(
+                        f"{where}: this model takes the frames of videos as images, and the prompt has at least "
+                        f"{number}; {MAX_MEDIA} are allowed. Give fewer frames, or take the row out"
+                    )
+                images = [Media("image", image_bytes(each)) for each in pictures] if one.kind == "video" else [one]
                 frames.extend(images)
                 fitted += [{"type": "image", "image": part[one.kind]}] * len(images)
             return fitted
@@ -295,7 +315,3 @@ class VisionEncoder:
                 error,
             ) from error
         return ids
-
-
-def _as_images(video: Media) -> list[Media]:
-    return [Media("image", image_bytes(frame)) for frame in frames_of(video)]

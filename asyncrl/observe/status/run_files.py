@@ -149,7 +149,9 @@ def read_liveness(run_dir: Path) -> RunLiveness:
 def events_level(run_dir: Path) -> str | None:
     """Return `profiler.level` of the run; None if its config.yaml does not contain it. Blocking."""
     level = SavedConfig(run_dir).value("profiler", "level")
-    return "off" if level is False else str(level) if level else None  # YAML reads a bare `off` as false
+    if level is False:  # YAML reads a bare `off` as false
+        return "off"
+    return level if level and isinstance(level, str) else None
 
 
 def explain_missing_events(run_dir: Path, *, num_files: int = 0, num_unknown: int = 0) -> str:

@@ -75,6 +75,7 @@ TRAINED = {"lineage": 0, "step": 7, "version": 3, "samples": ["sample_0_42"]}
 ODD_YAML = (
     "a: !!bool maybe", "a: !!int ''", "a: !!timestamp no", f"a: !!float {'1:' * 200}1.0", "{1: 2}: 3", "a: !!binary é",
     "experiment_name: ${rollout}\nrollout: {response_length: '${experiment_name}'}", "a: 2020-13-45",
+    f"profiler: {{level: !!int '0x{'f' * 20_000}'}}", "profiler: {level: 0x" + "f" * 200 + "}",
     "model: {path: '${model}'}\nproject_name: ${secret:}\nexperiment_name: ${oc.decode:1..}",
 )  # fmt: skip
 

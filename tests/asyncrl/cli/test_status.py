@@ -172,6 +172,8 @@ def test_liveness_of_a_run(run_dir: Path, ended_pid: int) -> None:
         ("profiler: {level: 'off'}", "off"),
         ("", None),
         ("profiler: 3", None),
+        ("profiler: {level: 3}", None),
+        (f"profiler: {{level: !!int '0x{'f' * 20_000}'}}", None),
         ("{", None),
     ],
 )

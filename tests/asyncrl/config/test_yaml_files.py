@@ -13,6 +13,7 @@ from asyncrl.config.compose import check_config
 from asyncrl.config.from_verl.migration import migrate
 from asyncrl.config.yaml_files import load_yaml
 from asyncrl.storage.run_dir import SavedConfig
+from tests.fakes.command_line import CommandLine
 
 
 def write(file: Path, text: str) -> Path:
@@ -38,9 +39,26 @@ HOSTILE = {
     "nested mappings": ("a: " + "{b: " * 30_000, "nested more than 50 levels"),
     "nested blocks": ("- " * 50_000, "nested more than 50 levels"),
     "many values": ("a: [" + "1," * 100_000 + "1]\n", "exceed 1000000 characters"),
-    "an integer to the base 60": ("a: 1" + ":1" * 100_000, "a number has more than 1000 characters"),
-    "a hexadecimal integer": ("a: [0x" + "f" * 100_000 + "]\n", "a number has more than 1000 characters"),
-    "a tagged integer": ("a: !!int 0b" + "1" * 100_000, "a number has more than 1000 characters"),
+    "an integer to the base 60": ("a: 1" + ":1" * 100_000, "a number has more than 300 characters"),
+    "a hexadecimal integer": ("a: [0x" + "f" * 100_000 + "]\n", "a number has more than 300 characters"),
+    "a tagged integer": ("a: !!int 0b" + "1" * 100_000, "a number has more than 300 characters"),
+    "a quoted integer": ('seed: !!int "0x' + "f" * 20_000 + '"\n', "a number has more than 300 characters"),
+    "a quoted integer of an unspecific tag": ("a: ! '0x" + "f" * 20_000 + "'\n", "more than 300 characters"),
+    "a quoted integer of a tag in full": (
+        "a: !<tag:yaml.org,2002:int> '0x" + "f" * 20_000 + "'\n",
+        "more than 300 characters",
+    ),
+    "a quoted integer as a key": ('? !!int "0x' + "f" * 20_000 + '"\n: 1\n', "more than 300 characters"),
+    "a quoted integer in a list": ('a: [!!int "0x' + "f" * 20_000 + '"]\n', "more than 300 characters"),
+    "a quoted integer to the base 60": ('a: !!int "1' + ":1" * 120_000 + '"\n', "more than 300 characters"),
+    "an integer as a block": ("a: !!int |-\n  1" + ":1" * 120_000 + "\n", "more than 300 characters"),
+    "a quoted number to the base 60": ('a: !!float "1' + ":1" * 120_000 + '"\n', "more than 300 characters"),
+    "a number that exceeds a float": ("a: 1" + ":1" * 200 + ".5\n", "more than 300 characters"),
+    "an integer in a mapping": ('a: !!int {=: "0x' + "f" * 20_000 + '"}\n', "has the tag tag:yaml.org,2002:int"),
+    "an integer in a list with a tag": ("a: !!int [1]\n", "has the tag tag:yaml.org,2002:int"),
+    "no boolean": ("a: !!bool maybe\n", "does not fit its tag tag:yaml.org,2002:bool"),
+    "no time": ("a: !!timestamp '2024-99-99'\n", "does not fit its tag tag:yaml.org,2002:timestamp"),
+    "no integer": ("a: !!int ''\n", "does not fit its tag tag:yaml.org,2002:int"),
     "nested references": ("a: '" + "${" * 5_000 + "b" + "}" * 5_000 + "'", "more than 20 references"),
     "a large file": ("# " + "x" * (256 << 10), "more than 256 KiB"),
 }
@@ -105,6 +123,14 @@ def test_a_hostile_config_of_a_run_directory_has_no_values(name: str, tmp_path: 
     started = time.thread_time()
     assert SavedConfig(tmp_path).value("a") is None
     assert time.thread_time() - started < 2
+
+
+def test_the_report_of_a_run_with_a_hostile_config_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "config.yaml", f"profiler: {{level: !!int '0x{'f' * 20_000}'}}\n")
+    printed = CommandLine(capsys)("report", tmp_path, code=2)
+    assert "has no events to report" in printed.err and "Traceback" not in printed.err
 
 
 def doubled(levels: int) -> str:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -284,8 +285,53 @@ def test_the_frames_of_a_video_are_counted_before_any_is_built(monkeypatch: pyte
     assert len(frames_of(one)) == 20
     for build in ("fromarray", "open"):
         monkeypatch.setattr(Image, build, lambda *_, **__: pytest.fail("a frame was built"))
-    with pytest.raises(DataError, match="more than 20 frames, the limit for a video"):
+    with pytest.raises(DataError, match="more than 20 frames, the limit for the videos of a prompt"):
         of_part({"type": "video", "video": video(21)})
+
+
+def test_all_videos_of_a_row_share_the_limit_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_media, "MAX_FRAMES", 5)
+    images = [{"type": "image", "image": PNG}] * 4
+    videos = [{"type": "video", "video": gif(1, 2)}] * 2
+    assert len(parse([{"role": "user", "content": images + videos}]).media) == 6
+    with pytest.raises(DataError, match=r"content\[2\]'.*more than 5 frames"):
+        parse([{"role": "user", "content": [*videos, {"type": "video", "video": gif(1, 2)}]}])
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("form", ["parts", "parts of two messages", "columns", "columns and parts"])
+def test_a_row_has_a_limited_number_of_media(
+    monkeypatch: pytest.MonkeyPatch, decoded: list[int], form: str, checked: bool
+) -> None:
+    def row(number: int) -> dict[str, Any]:
+        parts = [{"type": "image", "image": PNG}, *[{"type": "video_url", "video_url": gif(1, 2)}] * (number - 1)]
+        text = [{"type": "text", "text": "<image>" + "<video>" * (number - 2)}]
+        contents = {
+            "parts": [parts],
+            "parts of two messages": [parts[:1], parts[1:]],
+            "columns": [[{"type": "text", "text": text[0]["text"] + "<video>"}]],
+            "columns and parts": [text, parts[:1]],
+        }[form]
+        columns = {"columns": number - 1, "columns and parts": number - 2}.get(form)
+        media = {} if columns is None else {"images": [PNG], "videos": [gif(1, 2)] * columns}
+        return {"prompt": [{"role": "user", "content": content} for content in contents], **media}
+
+    monkeypatch.setattr(media_module, "MAX_MEDIA", 4)
+    assert len(parse_row(row(4), "data.jsonl, line 3", checked=checked).media) == 4
+    decoded.clear()
+    with pytest.raises(
+        DataError, match=r"^data.jsonl, line 3: the prompt has 5 images and videos; 4 are allowed. Give"
+    ):
+        parse_row(row(5), "data.jsonl, line 3", checked=checked)
+    assert decoded == []
+
+
+def test_a_row_of_very_many_media_is_refused_quickly() -> None:
+    content = [{"type": "image", "image": PNG}] * 100_000
+    started = time.thread_time()
+    with pytest.raises(DataError, match=f"has 100000 images and videos; {stored_media.MAX_MEDIA} are allowed"):
+        parse([{"role": "user", "content": content}])
+    assert time.thread_time() - started < 2
 
 
 def tiled(page: tuple[int, int], tile: tuple[int, int], samples: int = 1, bits: int = 8) -> bytes:
@@ -444,6 +490,20 @@ def test_a_model_without_videos_gets_frames_as_images(tmp_path: Path, model: Mod
     assert prompt.prompt_ids.tolist() == frames.prompt_ids.tolist()
     assert prompt.media == frames.media and all(one.kind == "image" for one in prompt.media)
     assert prompt.messages[0]["content"][0] == {"type": "image", "image": "clip.tiff"}
+
+
+def test_a_model_without_videos_gets_a_limited_number_of_frames(
+    tmp_path: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_module, "MAX_MEDIA", 3)
+    (tmp_path / "clip.tiff").write_bytes(video_bytes([picture(1), picture(2)]))
+    video = {"type": "video", "video": "clip.tiff"}
+    (prompt,) = load(
+        tmp_path, model, {"prompt": [{"role": "user", "content": [video, {"type": "image", "image": "one.png"}]}]}
+    )
+    assert len(prompt.media) == 3
+    with pytest.raises(ConfigError, match=r"line 1: this model takes the frames .* at least 4; 3 are allowed. Give"):
+        load(tmp_path, model, {"prompt": [{"role": "user", "content": [video, video]}]})
 
 
 def test_a_text_model_refuses_rows_with_images(tmp_path: Path) -> None:
