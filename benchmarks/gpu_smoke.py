@@ -139,17 +139,26 @@ def _bfloat16(gpus: int, directory: Path, *overrides: str) -> Figures:
 
 
 def _in_turns(gpus: int, directory: Path) -> Figures:
-    return _launch(1, directory, COLOCATED)
+    figures = _launch(1, directory, COLOCATED, "profiler.level=summary")
+    used = [event["used_bytes"] / 1e9 for event in _events(directory, "gpu.memory")]
+    if not used:
+        raise RuntimeError("the ranks reported no GPU memory")
+    return figures | {"lowest GB in use": min(used), "highest GB in use": max(used)}
 
 
 def _lent(gpus: int, directory: Path) -> Figures:
     keys = ("trainer.lend_after_s=0.1", "rollout.max_concurrent_samples=2", "profiler.level=summary")
     figures = _launch(gpus, directory, *keys)
-    files = (directory / "run" / "events").rglob("*.jsonl")
-    events = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    if not (loans := sum(event["event"] == "gpus.lent" for event in events)):
+    if not (loans := len(_events(directory, "gpus.lent"))):
         raise RuntimeError("the Trainer lent no GPU")
     return figures | {"loans": loans}
+
+
+def _events(directory: Path, name: str) -> list[dict[str, Any]]:
+    """Return the events of this name that the run of a row recorded."""
+    files = (directory / "run" / "events").rglob("*.jsonl")
+    events = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return [event for event in events if event["event"] == name]
 
 
 def _graphs(gpus: int, directory: Path) -> Figures:

@@ -19,10 +19,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +33,7 @@ from asyncrl.config.sections.data import ModelConfig
 from asyncrl.config.sections.trainer import EngineConfig
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, report
+from benchmarks.running import resident_bytes, sampled_peak
 from trainer.engines.base import EngineSpec
 from trainer.engines.compute.optim import local_part
 from trainer.engines.models import load_model
@@ -43,7 +41,6 @@ from trainer.engines.sharded import Fsdp2Engine
 
 RANKS = 2
 WAYS = ("whole", "shards", "shards, probe")
-SAMPLE_S = 0.002
 JOIN_S = 300
 MB = 1e6
 
@@ -110,32 +107,6 @@ def _run_rank(rank: int, path: Path, way: str, directory: Path) -> None:
     dist.barrier()
     engine.close()
     dist.destroy_process_group()
-
-
-@contextmanager
-def sampled_peak() -> Iterator[list[int]]:
-    """Sample this process's anonymous memory in a thread; the list has the samples after the block."""
-    samples, ended = [resident_bytes("RssAnon")], threading.Event()
-
-    def sample() -> None:
-        while not ended.wait(SAMPLE_S):
-            samples.append(resident_bytes("RssAnon"))
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        ended.set()
-        thread.join()
-
-
-def resident_bytes(name: str) -> int:
-    """Return a value of this process in bytes: VmRSS is its resident memory, VmHWM the peak of it, RssAnon the part
-    that is no file."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
-    return int(kilobytes) * 1024
 
 
 if __name__ == "__main__":

@@ -36,9 +36,10 @@ from asyncrl.core.ports import Publication
 from asyncrl.weights.checksums import WeightChecksums
 from asyncrl.weights.disk import DiskChunk
 from asyncrl.weights.object_store import ObjectStorePublisher
-from benchmarks.loading import JOIN_S, MB, RANKS, resident_bytes, sampled_peak
+from benchmarks.loading import JOIN_S, MB, RANKS
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, report
+from benchmarks.running import resident_bytes, sampled_peak
 from trainer.engines.base import EngineSpec
 from trainer.workers.rank import Rank
 

@@ -7,10 +7,11 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import Publication, WeightBucket, WeightPublisher, WeightsProbe
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rollouter.serving.fleet import ServeFleet
 
 Variant = TypeVar("Variant")
+SAMPLE_S = 0.002
 
 
 def alternating(variants: Iterable[Variant], rounds: int) -> Iterator[tuple[bool, Variant]]:
@@ -85,6 +87,32 @@ def failure_cause(output: str) -> str:
     errors = re.split(r"^(?=[\w.]+(?:Error|Exception): )", cause, flags=re.MULTILINE)
     text = " ".join((errors[-1] if len(errors) > 1 else cause.partition("\n")[2] or output).split())
     return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+@contextmanager
+def sampled_peak(pid: int | Literal["self"] = "self") -> Iterator[list[int]]:
+    """Sample the anonymous memory of a process in a thread; the list has the samples after the block."""
+    samples, ended = [resident_bytes("RssAnon", pid)], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_S):
+            samples.append(resident_bytes("RssAnon", pid))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+
+
+def resident_bytes(name: str, pid: int | Literal["self"] = "self") -> int:
+    """Return a value of a process in bytes: VmRSS is its resident memory, VmHWM the peak of it, RssAnon the part that
+    is no file."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    return int(kilobytes) * 1024
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 In every round requests are in flight while `publish` puts the weights into the store and `apply` fetches, pauses
 (`keep`), loads, resumes and verifies. Between rounds, with nothing in flight, numpy copies all tensors into existing
 arrays on one thread. `applied_ms` counts from the start of publish; `ratio` is pause / copy. All are medians over
-rounds. With a GPU, `device_copy_ms` is a copy of as many bytes from pinned memory to the GPU (`cudaMemcpy`), and the
-engine of a Qwen-like model (0.5B, 1.5B) runs in bfloat16 with CUDA graphs. `nccl` needs two GPUs: this process
-broadcasts from the last one, as rank 0 of the Trainer does.
+rounds. `replica_mb` and `engine_mb` are the peaks of the own memory (`RssAnon`, sampled) of the replica's process and
+of vLLM's engine core above what they had before, in an update ahead of the rounds without requests in flight; memory
+that the C library has kept is used first and does not count. With a GPU, `device_copy_ms` is a copy of as many bytes
+from pinned memory to the GPU (`cudaMemcpy`), and the engine of a Qwen-like model (0.5B, 1.5B) runs in bfloat16 with
+CUDA graphs. `nccl` needs two GPUs: this process broadcasts from the last one, as rank 0 of the Trainer does.
 """
 
 from __future__ import annotations
@@ -14,25 +16,33 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import numpy as np
+import psutil
 
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import GenerateRequest
 from asyncrl.weights.object_store import ObjectStorePublisher, ServedRun, start_store
 from benchmarks.agents.fleets import finished_turns
+from benchmarks.chaos.launches import command_line
 from benchmarks.models import QWEN_SHAPES, SHAPES, make_llama, make_qwen
 from benchmarks.report import arguments, report
-from benchmarks.running import local_ray, publish_tensors, serving
+from benchmarks.running import local_ray, publish_tensors, sampled_peak, serving
+
+if TYPE_CHECKING:
+    from rollouter.serving.fleet import ServeFleet
 
 NAMESPACE = "bench-weight-sync"
 IN_FLIGHT = 8
 MAX_MODEL_LEN = 1024
 Backend = Literal["object_store", "disk", "nccl"]
+TITLES = {"replica": "ray::ServeReplica", "engine": "EngineCore"}
+"""The processes whose memory is sampled, by a part of their command line."""
 
 
 def main() -> None:
@@ -78,7 +88,8 @@ async def _measure(name: str, config: Config, rounds: int) -> dict[str, Any]:
     started = time.perf_counter()
     async with serving(config, NAMESPACE) as fleet:
         start_s = time.perf_counter() - started
-        for version in range(1, rounds + 1):
+        added_mb = await _added_mb(publisher, fleet, weights)
+        for version in range(2, rounds + 2):
             copies.append(_copy(weights, target))
             async with anyio.create_task_group() as group:
                 group.start_soon(finished_turns, fleet.generate(_requests(), session="s"))
@@ -108,7 +119,27 @@ async def _measure(name: str, config: Config, rounds: int) -> dict[str, Any]:
         "copy_ms": 1e3 * copy_s,
         "ratio": pause_s / copy_s,
         "device_copy_ms": None if device_copy_s is None else 1e3 * device_copy_s,
+        **{f"{name}_mb": mb for name, mb in added_mb.items()},
     }
+
+
+async def _added_mb(
+    publisher: ObjectStorePublisher, fleet: ServeFleet, weights: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """Update the weights to version 1, and return the own memory that the processes of the engine need for it."""
+    with ExitStack() as stack:
+        samples = {name: stack.enter_context(sampled_peak(pid)) for name, pid in find_processes().items()}
+        await fleet.apply(await publish_tensors(publisher, 1, 1, weights))
+    return {name: (max(own) - own[0]) / 1e6 for name, own in samples.items()}
+
+
+def find_processes() -> dict[str, int]:
+    """Return the pids of the replica and its engine core, among the processes that this one has started."""
+    commands = [(process.pid, command_line(process)) for process in psutil.Process().children(recursive=True)]
+    found = {name: [pid for pid, command in commands if title in command] for name, title in TITLES.items()}
+    if any(len(pids) != 1 for pids in found.values()):
+        raise RuntimeError(f"there is not one process of each kind, but {found}")
+    return {name: pid for name, (pid,) in found.items()}
 
 
 def _weights(path: Path) -> dict[str, np.ndarray]:

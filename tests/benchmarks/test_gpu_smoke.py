@@ -181,10 +181,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (run_dir / "summary.json").write_text(json.dumps(summary))
         (run_dir / "events").mkdir()
         (run_dir / "events" / "rollouter.jsonl").write_text('{"event": "gpus.lent"}\n{"event": "step"}\n')
+        used = [{"event": "gpu.memory", "used_bytes": used} for used in (8_000_000_000, 68_000_000_000, 9_000_000_000)]
+        (run_dir / "events" / "rank-actor-0.jsonl").write_text("\n".join(map(json.dumps, used)))
 
     monkeypatch.setattr(gpu_smoke, "run_asyncrl", run)
     monkeypatch.setattr(trainer_rules, "visible_gpus", lambda: 8)
     return found
+
+
+FROM_EVENTS: dict[str, dict[str, Any]] = {
+    "sleep and wake": {"lowest GB in use": 8.0, "highest GB in use": 68.0},
+    "lent GPUs": {"loans": 1},
+}
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
@@ -232,9 +240,23 @@ def test_rows_launch_valid_configurations(
     assert figures == {
         "Trainer": "on the CPU" if gpus == 1 and not shared else "on a GPU",
         "tokens/s": 500.0, "MFU": 0.5, "Trainer idle": 0.5, "engines idle": 0.1, "KL of texts": 1e-6,
-        "KL of samples": on_policy, **({"loans": 1} if name == "lent GPUs" else {}),
+        "KL of samples": on_policy, **FROM_EVENTS.get(name, {}),
     }  # fmt: skip
     assert config.lends_gpus == (name == "lent GPUs")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("sleep and wake", "the ranks reported no GPU memory"), ("lent GPUs", "the Trainer lent no GPU")],
+)
+def test_a_row_fails_without_the_events_that_it_reports(
+    name: str, error: str, launched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_smoke, "_events", lambda directory, name: [])
+    measure = BY_NAME[name].measure
+    assert measure is not None
+    with pytest.raises(RuntimeError, match=error):
+        measure(1, tmp_path)
 
 
 def test_a_launch_that_fails_gives_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

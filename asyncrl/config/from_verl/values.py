@@ -261,6 +261,16 @@ def _strategy(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
 
 
 @_derivation
+def _tensor_parallel(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
+    if value > 1 and run.num_workers % value:
+        raise NoCounterpart(
+            f"the {run.num_workers} ranks of the Trainer cannot be divided into groups of {value}; "
+            "fsdp2 shards the model all the same"
+        )
+    return {_to(name): value}
+
+
+@_derivation
 def _micro_batch(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
     return {_to(name): _tokens(run, ACTOR, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", value)}
 

@@ -180,8 +180,20 @@ def test_megatron_becomes_sharding(tmp_path: Path) -> None:
     assert "whole model on each rank" in migration.keys["trainer.strategy"].note
     assert (found["trainer.num_workers"], found["rollout.num_replicas"]) == (4, 2), "eight GPUs, which verl shares"
     assert found["trainer.param_offload"] is True
+    assert found["trainer.tensor_parallel_size"] == found["rollout.tensor_parallel_size"] == 2
     whole = migrated([one for one in MEGATRON if "parallel_size" not in one])
     assert values(whole)["trainer.strategy"] == "megatron_layers"
+    assert_loads(migration, tmp_path)
+
+
+def test_tensor_parallelism_that_the_remaining_ranks_cannot_have_is_left_out(tmp_path: Path) -> None:
+    """Half of verl's eight GPUs generate, and a group of the Trainer would need all eight."""
+    tensor = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+    migration = migrated([*MEGATRON, f"{tensor}=8"])
+    assert "trainer.tensor_parallel_size" not in migration.keys
+    assert values(migration)["trainer.strategy"] == "fsdp2"
+    reasons = {name: reason for name, _, reason in migration.left_out}
+    assert reasons[tensor].startswith("the 4 ranks of the Trainer cannot be divided into groups of 8")
     assert_loads(migration, tmp_path)
 
 
@@ -246,6 +258,9 @@ BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_co
         (MEGATRON, ["actor_rollout_ref.actor.kl_loss_type=k3"], {"algorithm.kl_loss_type": "low_var_kl"}),
         (MEGATRON, ["actor_rollout_ref.actor.kl_loss_type=k3+"], {"algorithm.kl_loss_type": "low_var_kl+"}),
         (MEGATRON, ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2"], {"trainer.fsdp_size": 2}),
+        (MEGATRON, ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+                    "actor_rollout_ref.actor.megatron.context_parallel_size=2"],
+         {"trainer.strategy": "fsdp2", "trainer.tensor_parallel_size": 1}),
         (MEGATRON, ["actor_rollout_ref.actor.fsdp_config.fsdp_size=8"], {"trainer.fsdp_size": None}),
         (MEGATRON, ["actor_rollout_ref.actor.fsdp_config.fsdp_size=-1"], {"trainer.fsdp_size": None}),
         (MEGATRON, ["+actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=4096"],
