@@ -666,7 +666,7 @@ def test_settings_follow_from_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("changes", "lineage", "limit"),
     [
-        ({}, 0, 1e-3),
+        ({}, 0, 1e-4),
         ({"weight_sync": {"max_mismatch_kl": 0.5}}, 0, 0.5),
         ({"weight_sync": {"max_mismatch_kl": None}}, 0, None),
         ({"async_training": {"trigger_parameter_sync_step": 2}}, 0, None),
