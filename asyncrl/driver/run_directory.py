@@ -31,7 +31,7 @@ from asyncrl.storage.run_dir import (
     TRAINED,
     RunDir,
     SavedConfig,
-    check_links,
+    check_file_types,
     create_run_dir,
     disk_error,
     reopen_run_dir,
@@ -82,7 +82,7 @@ class RunLocks:
             return False
         try:
             path.mkdir(self._mode, parents=True, exist_ok=True)
-            check_links(path)
+            check_file_types(path)
             file = self._stack.enter_context((path / LOCK).open("a+", encoding="utf-8"))
             _lock(file.fileno(), run_dir)
             file.truncate(0)

@@ -215,19 +215,26 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
         file.write(text.encode())
 
 
-def check_links(run_dir: Path) -> None:
-    """Check that no link leads out of the run directory, because a run overwrites, extends and deletes its files.
+def check_file_types(run_dir: Path) -> None:
+    """Check that no link leads out of the run directory, because a run overwrites, extends and deletes its files, and
+    that it has no pipe, socket or device, at which a run could wait forever.
 
     Raises:
-        ConfigError: there is such a link; the message names it and the fix.
+        ConfigError: there is such a link or file; the message names it and the fix.
         OSError: a directory cannot be read.
     """
     root = os.path.realpath(run_dir)
     for directory in (run_dir / name for name in _WRITTEN_DIRECTORIES):
         if directory.is_dir():
             with os.scandir(directory) as entries:
-                links = [Path(entry.path) for entry in entries if entry.is_symlink()]
-            for link in sorted(links):
+                found = sorted(entries, key=lambda entry: entry.name)
+            for entry in found:
+                if os.path.exists(entry.path) and not entry.is_file() and not entry.is_dir():
+                    raise ConfigError(
+                        f"{entry.path} is a pipe, a socket or a device, which no run writes: the run could wait for it "
+                        "forever. Remove it."
+                    )
+            for link in (Path(entry.path) for entry in found if entry.is_symlink()):
                 target = os.path.realpath(link)
                 if not Path(target).is_relative_to(root) and link != run_dir / RAY_LOGS:
                     raise ConfigError(

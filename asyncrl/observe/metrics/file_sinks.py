@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.core.text import parse_json
 from asyncrl.observe.metrics.rows import MetricsRow
-from asyncrl.storage.run_dir import disk_error, reading, replacing
+from asyncrl.storage.run_dir import disk_error, read_lines, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -156,8 +156,8 @@ def rewind_jsonl(path: Path, step: int, version: int, add: Callable[[MetricsRow]
     if not path.exists():
         return
     try:
-        with reading(path) as file, replacing(path, durable=True) as rewound:
-            for number, line in enumerate(file, start=1):
+        with replacing(path, durable=True) as rewound:
+            for number, line in enumerate(read_lines(path), start=1):
                 if (row := _row_within(line, step, version, f"{path}, line {number}")) is not None:
                     rewound.write(line if line.endswith(b"\n") else line + b"\n")
                     add(row)

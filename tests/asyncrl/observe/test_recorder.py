@@ -348,6 +348,19 @@ def test_observe_loads_neither_torch_nor_ray() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_rewind_reads_a_line_of_any_length_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.storage.run_dir.MAX_LINE_BYTES", 1 << 16)
+    path = tmp_path / "metrics.jsonl"
+    good = json.dumps(ROWS[0].as_json()) + "\n"
+    path.write_text(good + "7" * (1 << 20) + "\n" + good)
+    tracemalloc.start()
+    rewind_jsonl(path, 10, 10, lambda row: None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.read_text() == 2 * good
+    assert peak < 1 << 20
+
+
 def test_a_rewind_needs_no_more_memory_for_a_long_run(tmp_path: Path) -> None:
     """A driver of long runs grew by four times the file at each death of the Trainer."""
     path = tmp_path / "metrics.jsonl"

@@ -19,7 +19,7 @@ from asyncrl.storage import run_dir as run_dirs
 from asyncrl.storage.run_dir import (
     RunDir,
     SavedConfig,
-    check_links,
+    check_file_types,
     create_run_dir,
     disk_error,
     read_file,
@@ -114,12 +114,21 @@ def test_a_file_named_latest_is_kept(tmp_path: Path) -> None:
 def test_a_link_that_leads_out_of_the_run_directory_is_refused(tmp_path: Path, name: str) -> None:
     link = tmp_path / "run" / name
     link.parent.mkdir(parents=True)
-    check_links(tmp_path / "run")
+    check_file_types(tmp_path / "run")
     for target in (tmp_path / "victim", Path("/nowhere/at/all"), Path("../" * name.count("/") + "../victim")):
         link.symlink_to(target)
         with pytest.raises(ConfigError, match=rf"{link} is a link to .*, outside of the run.*Replace the link"):
-            check_links(tmp_path / "run")
+            check_file_types(tmp_path / "run")
         link.unlink()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl", "logs/driver.log", "samples/sample_0_1"])
+def test_a_pipe_in_the_run_directory_is_refused(tmp_path: Path, name: str) -> None:
+    pipe = tmp_path / "run" / name
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=rf"{pipe} is a pipe, a socket or a device.*Remove it"):
+        check_file_types(tmp_path / "run")
 
 
 def test_links_within_the_run_directory_and_to_the_logs_of_ray_are_allowed(tmp_path: Path) -> None:
@@ -129,8 +138,8 @@ def test_links_within_the_run_directory_and_to_the_logs_of_ray_are_allowed(tmp_p
     (run_dir / "logs" / "ray").symlink_to(tmp_path / "session")
     (run_dir / "checkpoints" / "best").symlink_to("step_000005")
     alias.symlink_to(run_dir)
-    check_links(run_dir)
-    check_links(alias)
+    check_file_types(run_dir)
+    check_file_types(alias)
 
 
 # ---------------------------------------------------------------------------------------------- access and environment
