@@ -39,6 +39,8 @@ SYSTEM = "You are a calculator. Reply with the result only, for example: 12"
 TASK = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}"
 WINDOW_MIN = 5.0
 """Length of the window over which a curve averages steps."""
+FEWEST_STEPS = 3
+"""Number of steps without which there is no interval."""
 STOP_S = 600.0
 """Limit for a launch to end after its time is over."""
 _NUMBER = re.compile(r"-?\d+")
@@ -70,7 +72,11 @@ def last_number(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def launch(mode: str, model: str, run_dir: Path, minutes: float, cores: int, overrides: Sequence[str]) -> list[Step]:
-    """Train for some minutes and return the steps. Raises `RuntimeError` if the launch fails or does not end."""
+    """Train for some minutes and return the steps.
+
+    Raises:
+        RuntimeError: the launch fails, does not end, or takes fewer than `FEWEST_STEPS` steps.
+    """
     threads = cores if mode == "sync" else max(1, cores // 2)
     command = [
         *(sys.executable, "-m", "asyncrl", "launch", mode, f"run_dir={run_dir}"),
@@ -98,9 +104,12 @@ def launch(mode: str, model: str, run_dir: Path, minutes: float, cores: int, ove
         finally:
             process.kill()
             process.wait()
-    if process.returncode not in (0, INTERRUPTED):
-        raise RuntimeError(f"launch {mode} failed:\n{output.read_text(encoding='utf-8', errors='replace')[-4000:]}")
-    return read_steps(run_dir / "metrics.jsonl", started_s)
+    metrics = run_dir / "metrics.jsonl"
+    steps = read_steps(metrics, started_s) if metrics.is_file() else []
+    if process.returncode not in (0, INTERRUPTED) or len(steps) < FEWEST_STEPS:
+        why = f"exited with {process.returncode} after {len(steps)} steps; at least {FEWEST_STEPS} are needed"
+        raise RuntimeError(f"launch {mode} {why}:\n{output.read_text(encoding='utf-8', errors='replace')[-4000:]}")
+    return steps
 
 
 def read_steps(metrics: Path, started_s: float) -> list[Step]:
@@ -119,12 +128,12 @@ def read_steps(metrics: Path, started_s: float) -> list[Step]:
 
 
 def curve(steps: Sequence[Step]) -> list[Interval]:
-    """Return an interval for each step with at least three steps around it. The rewards of steps are independent of
+    """Return an interval for each step with enough steps around it. The rewards of steps are independent of
     each other given the policy, because each step has prompts of its own, so their spread gives the standard error."""
     intervals = []
     for step in steps:
         near = [other.reward for other in steps if abs(other.minutes - step.minutes) <= WINDOW_MIN / 2]
-        if len(near) >= 3:
+        if len(near) >= FEWEST_STEPS:
             intervals.append(_interval(step.minutes, near))
     return intervals
 
@@ -136,7 +145,8 @@ def _interval(minutes: float, rewards: Sequence[float]) -> Interval:
 
 def row(mode: str, steps: Sequence[Step], minutes: float) -> dict[str, Any]:
     """Return the table line of a run."""
-    last = _interval(minutes, [step.reward for step in steps if step.minutes > minutes - WINDOW_MIN])
+    late = [step for step in steps if step.minutes > minutes - WINDOW_MIN]
+    last = _interval(minutes, [step.reward for step in (late if len(late) >= FEWEST_STEPS else steps[-FEWEST_STEPS:])])
     trained_min = steps[-1].minutes - steps[0].minutes
     return {
         "mode": mode,

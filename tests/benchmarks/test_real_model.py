@@ -75,7 +75,7 @@ def test_a_launch_is_interrupted_when_its_time_is_over(tmp_path: Path, processes
 
 def test_a_failed_launch_is_an_error(tmp_path: Path, processes: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "ends_with", 1)
-    with pytest.raises(RuntimeError, match="launch sync failed"):
+    with pytest.raises(RuntimeError, match="launch sync exited with 1 after 12 steps"):
         launch("sync", "model", tmp_path / "run", 2, 4, [])
 
 
