@@ -23,7 +23,7 @@ from rollouter.prompts.chat_template import Decode
 from rollouter.rewards.conversation import ScoredConversation, conversation
 from rollouter.rewards.functions import RewardFunction, listed, load_reward_functions, row_of, score_of
 from rollouter.rewards.judge import JudgeScorer
-from rollouter.user_code import describe, finite, is_async, shown
+from rollouter.user_code import LARGEST, describe, finite, is_async, shown
 
 
 class ScoreSource(RewardScorer, Protocol):
@@ -131,7 +131,7 @@ class TurnRewardScorer:
 def _checked(given: Mapping[str, float]) -> tuple[float, ...]:
     for name, value in given.items():
         if finite(value) is None:
-            raise UserCodeError(f"the reward from {name} is {value}; tools and environments must give finite numbers")
+            raise UserCodeError(f"the reward from {name} is {value}; expected a finite number of at most {LARGEST:g}")
     return tuple(float(value) for value in given.values())
 
 
@@ -305,7 +305,10 @@ class ManagedScorer:
             )
         for score in scores:
             if not isinstance(score, Score) or finite(score.reward) is None:
-                raise UserCodeError(f"{self._key}: {defined_at(kind)}: {shown(score)} is no Score with a finite reward")
+                raise UserCodeError(
+                    f"{self._key}: {defined_at(kind)}: {shown(score)} is no Score with a finite reward of at most "
+                    f"{LARGEST:g}"
+                )
         return scores
 
 
