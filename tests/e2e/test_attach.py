@@ -34,7 +34,7 @@ CLIENT = OpenAI(base_url="http://set-for-each-task", api_key="set for each task"
 def solve(task):
     client = CLIENT.with_options(base_url=task.base_url, api_key=task.api_key)
     answer = client.chat.completions.create(model=task.model, messages=task.messages)
-    return float(answer.choices[0].message.content == task.ground_truth)
+    return float(answer.choices[0].message.content.endswith(task.ground_truth))
 """
 BIN = Path(sys.executable).parent
 
@@ -197,22 +197,22 @@ def test_serve_build_writes_a_file_for_serve_deploy(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_replicas_join_and_leave_while_a_run_is_attached(servers: DeployedServers, tmp_path: Path) -> None:
-    run = servers.attach(tmp_path, f"trainer.total_training_steps={2 * STEPS}", "data.val_files=[]")
+    run = servers.attach(tmp_path, "trainer.total_training_steps=2000", "data.val_files=[]")
     run.wait_for("step 1/")
     (first,) = replicas(run)
     servers.deploy(tmp_path / "two.yaml", num_replicas=2)
-    run.wait_until(lambda: len(replicas(run)) == 2, "second replica")
+    run.wait_until(lambda: run.state()["num_replicas"] == 2, "second replica")
     run.wait_until(
         lambda: min(one["version"] for one in run.state()["replicas"]) > 1, "version of the run's own on both replicas"
     )
-    joined = replicas(run)
+    assert first in replicas(run)
     servers.deploy(tmp_path / "one.yaml", num_replicas=1)
-    run.wait_until(lambda: len(replicas(run)) == 1, "replica that left")
-    assert run.wait(400) == 0, run.output()
-    summary = run.summary()
-    assert (summary["status"], summary["samples"]["trained"]) == ("completed", 16 * 2 * STEPS)
-    assert trained_once(run) and balanced(summary["samples"])
-    assert first in joined and replicas(run) < joined
+    run.wait_until(lambda: run.state()["num_replicas"] == 1, "replica that left")
+    after = run.state()["step"]
+    run.wait_until(lambda: run.state()["step"] > after + 2, "steps with the replica that is left")
+    run.interrupt()
+    assert run.wait(60) == 130, run.output()
+    assert trained_once(run) and balanced(run.summary()["samples"])
     assert not [one for one in run.state()["restarts"] if one["part"] == "replica"], "no replica has failed"
 
 
