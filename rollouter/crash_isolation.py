@@ -11,10 +11,11 @@ module decides as follows:
 A crash is assessed once every session that was in flight on the replica has reported it.
 
 One possible cause at a time runs isolated: together with free sessions, which are no possible causes, but not with
-another possible cause. If its engine crashes, it is blamed; if it completes, its strikes are removed. A blamed session
-also explains its earlier crashes: other sessions lose their strikes for these crashes until they are one below the
-limit. They are free again, and their next crash makes them possible causes. No strike is withdrawn if any other session
-in the last crash had an earlier strike, because that session may be the cause.
+another possible cause. If its engine crashes, it is blamed; if it completes, its strikes are removed. The sessions of a
+sample share its prompt, so no session is blamed for a crash if a free session of another possible cause's sample was
+in flight, too. A blamed session also explains its earlier crashes: other sessions lose their strikes for these crashes
+until they are one below the limit. They are free again, and their next crash makes them possible causes. No strike is
+withdrawn if any other session in the last crash had an earlier strike, because that session may be the cause.
 
 If a single prompt always crashes its engine, it does so at most `max_crashes + 1` times, and no other prompt is
 dropped. If several prompts crash engines, or engines crash for other reasons, an innocent prompt can be dropped: one
@@ -132,10 +133,13 @@ class CrashBlame:
             self._strikes.setdefault(session, []).append(crash)
         at_limit = [session for session in present if len(self._strikes[session]) >= self._max_crashes]
         finished = [session for session, strikes in crash.finished.items() if strikes + 1 >= self._max_crashes]
+        suspect = None
         if self._isolated is not None and self._isolated in present:
-            self._blame(self._isolated, crash)
+            suspect = self._isolated
         elif len(at_limit) == 1 and not finished:
-            self._blame(at_limit[0], crash)
+            suspect = at_limit[0]
+        if suspect is not None and not self._has_rival(suspect, present):
+            self._blame(suspect, crash)
         self._add_possible_causes(present)
 
     @property
@@ -197,6 +201,12 @@ class CrashBlame:
             "isolated": self._isolated or "",
         }
 
+    def _has_rival(self, suspect: str, present: Iterable[str]) -> bool:
+        """Return whether the prompt of another possible cause was in flight, in a conversation that has run freely."""
+        sample = _sample_of(suspect)
+        rivals = {_sample_of(session) for session in self._possible_causes} - {sample}
+        return any(_sample_of(session) in rivals for session in present)
+
     def _blame(self, session: str, last: ReplicaCrash) -> None:
         crashes = self._strikes.pop(session)
         self._evidence[session] = tuple(crashes)
@@ -226,6 +236,10 @@ class CrashBlame:
     def _isolate_next(self) -> None:
         if self._isolated not in self._possible_causes:
             self._isolated = next(iter(self._possible_causes), None)
+
+
+def _sample_of(session: str) -> str:
+    return session.partition("/")[0]
 
 
 class TimeLimit:

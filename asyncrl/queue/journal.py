@@ -359,6 +359,7 @@ def _open_to_write(path: Path) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA cache_size = -512")  # KiB; the default of 2 MB fills over half an hour
         # This discards a torn tail: later writes begin a new generation of the log.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except BaseException:

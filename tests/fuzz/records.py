@@ -118,7 +118,9 @@ def spoil(files: RecordFiles, rng: random.Random) -> None:
 
 
 def damage(path: Path, rng: random.Random) -> None:
-    """Change one bit in the second half of a file, where a file of arrays has its arrays."""
+    """Change one bit in the second half of a file, where a file of arrays has its arrays. An empty file has none."""
     data = bytearray(path.read_bytes())
+    if not data:
+        return
     data[rng.randrange(len(data) // 2, len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)

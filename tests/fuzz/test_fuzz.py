@@ -49,7 +49,9 @@ from tests.fuzz.store import FuzzStore
 SEEDS = range(*map(int, os.environ.get("ASYNCRL_FUZZ_SEEDS", "0-1000").split("-")))
 BATCHES = 8
 MANY = [range(first, first + 2000) for first in range(100_000, 120_000, 2000)]
-DEFECTS = (100763, 100891, 104027, 106571, 107129, 107939, 113707, 113716, 126661, 131750)
+DEFECTS = (
+    100763, 100891, 104027, 106571, 107129, 107939, 113707, 113716, 126661, 131750, 146423, 149275, 186616,
+)  # fmt: skip
 """Seeds that found defects."""
 MOST_SEEDS = 200
 """The number of seeds within which the fuzz has to find a planted bug."""

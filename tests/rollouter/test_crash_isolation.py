@@ -92,6 +92,18 @@ def test_no_strike_is_withdrawn_if_another_session_in_the_crash_had_an_earlier_s
     assert states(blame, ["a", "b", "bad"]) == {"a": "blamed", "b": "isolated", "bad": "waiting"}
 
 
+def test_an_isolated_session_is_not_blamed_if_a_free_session_of_another_possible_cause_was_in_flight() -> None:
+    blame = CrashBlame(1)
+    crash(blame, "innocent/0", "bad/1")
+    crash(blame, "innocent/0", "bad/0")  # isolated, beside a conversation that no crash has hit before
+    assert states(blame, ["innocent/0", "bad/0", "bad/1"]) == {
+        "innocent/0": "isolated", "bad/0": "waiting", "bad/1": "waiting",
+    }  # fmt: skip
+    blame.end("innocent/0")
+    crash(blame, "bad/1")
+    assert blame.state_of("bad/1") == "blamed"
+
+
 def test_a_session_that_ends_before_the_assessment_still_counts_as_present() -> None:
     blame = CrashBlame(2)
     crash(blame, "a", "b")

@@ -66,6 +66,7 @@ def find(name: str) -> tuple[Metric, Mapping[str, str]]:
     )
 
 
+@lru_cache(maxsize=10_000)  # a resumed run asks for every name of every row
 def is_known(name: str) -> bool:
     """Return whether a metric of this name is registered."""
     return name in _EXACT or any(pattern.fullmatch(name) for pattern, _ in _PATTERNS)
