@@ -65,7 +65,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         # vLLM's kernels know no other sizes of these two.
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
     },
-    "GptOss": _EXPERTS | {"num_local_experts": 4, "head_dim": 32, "sliding_window": 64},
+    "GptOss": _EXPERTS | {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 64},
 }  # fmt: skip
 """Names of transformers' classes without `Config`, with the values that differ from `SIZES`."""
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}

@@ -255,12 +255,15 @@ def test_each_rank_counts_its_own_experts_and_the_first_one_what_all_have(monkey
 
     monkeypatch.setattr(worker, "RoutedExperts", Experts)
     monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: 2)
-    model = torch.nn.ModuleDict({"experts": Experts(), "gate": torch.nn.Linear(1, 1, bias=False)})
+    attention = torch.nn.Module()
+    attention.sinks = torch.nn.Parameter(torch.zeros(2))  # of GPT-OSS, one for each head of the rank
+    gate = torch.nn.Linear(1, 1, bias=False)
+    model = torch.nn.ModuleDict({"attn": attention, "experts": Experts(), "gate": gate})
     counted = []
     for rank in (0, 1):
         monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         counted.append([name for name, _ in worker._counted(model)])
-    assert counted == [["experts.w13_weight", "gate.weight"], ["experts.w13_weight"]]
+    assert counted == [["attn.sinks", "experts.w13_weight", "gate.weight"], ["attn.sinks", "experts.w13_weight"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
