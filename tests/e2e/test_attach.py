@@ -109,7 +109,7 @@ def ray_cluster(name: str) -> Iterator[DeployedServers]:
         [
             BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=6",
             "--include-dashboard=true", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}",
-            "--object-store-memory=300000000", f"--temp-dir={directory}", "--disable-usage-stats",
+            "--object-store-memory=300000000", f"--temp-dir={directory}", "--disable-usage-stats", "--labels=pool=train",
         ],
         start_new_session=True,
     )  # fmt: skip
@@ -200,8 +200,9 @@ def test_replicas_join_and_leave_while_a_run_is_attached(servers: DeployedServer
     run = servers.attach(tmp_path, "trainer.total_training_steps=2000", "data.val_files=[]")
     run.wait_for("step 1/")
     (first,) = replicas(run)
-    servers.deploy(tmp_path / "two.yaml", num_replicas=2)
-    run.wait_until(lambda: run.state()["num_replicas"] == 2, "second replica")
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "upscale_delay_s": 1}
+    servers.deploy(tmp_path / "auto.yaml", num_replicas="auto", autoscaling_config=scaling)
+    run.wait_until(lambda: run.state()["num_replicas"] == 2, "second replica, which Serve adds for the run's requests")
     run.wait_until(
         lambda: min(one["version"] for one in run.state()["replicas"]) > 1, "version of the run's own on both replicas"
     )
@@ -214,6 +215,21 @@ def test_replicas_join_and_leave_while_a_run_is_attached(servers: DeployedServer
     assert run.wait(60) == 130, run.output()
     assert trained_once(run) and balanced(run.summary()["samples"])
     assert not [one for one in run.state()["restarts"] if one["part"] == "replica"], "no replica has failed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_launch_is_submitted_as_a_job_to_a_labelled_node(servers: DeployedServers, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    keys = (f"run_dir={run_dir}", "ray.address=auto", f"rollout.attach={APP}", "data.val_files=[]")
+    options = ("--address", servers.dashboard, "--entrypoint-label-selector", '{"pool": "train"}')
+    launch = (str(BIN / "asyncrl"), "launch", "fully_async", "quickstart", *SHORT, *keys)
+    done = subprocess.run(
+        [BIN / "ray", "job", "submit", *options, "--", *launch], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["status"], summary["samples"]["trained"]) == ("completed", 64)
 
 
 @pytest.mark.slow
