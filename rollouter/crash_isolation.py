@@ -1,25 +1,28 @@
-"""Decides which sessions are blamed for engine crashes, and which may run again after a crash.
+"""Decides which samples are blamed for engine crashes, and which of their sessions may run again after a crash.
 
-A session is the requests of one sample or, with an agent, of one trajectory; they run on one replica at a time. An
-engine crash fails all requests of the engine. The prompt of one of them may have caused the crash, or none did. This
-module decides as follows:
+A session is the requests of one sample or, with an agent, of one of its trajectories; they run on one replica at a
+time. An engine crash fails all requests of the engine. The prompt of one of them may have caused the crash, or none
+did. The sessions of a sample share its prompt, so the samples are judged:
 
-    crash ─▶ a strike for every session in flight there ─▶ below the limit: all are tried again at once
-                                                        └▶ one session at the limit: blamed, its sample is dropped
-                                                        └▶ several at the limit: possible causes, isolated in turn
+    crash ─▶ a strike for every sample in flight there ─▶ below the limit: its sessions are tried again at once
+                                                       └▶ one sample at the limit: blamed and dropped
+                                                       └▶ several at the limit: possible causes, isolated in turn
 
 A crash is assessed once every session that was in flight on the replica has reported it.
 
-One possible cause at a time runs isolated: together with free sessions, which are no possible causes, but not with
-another possible cause. If its engine crashes, it is blamed; if it completes, its strikes are removed. The sessions of a
-sample share its prompt, so no session is blamed for a crash if a free session of another possible cause's sample was
-in flight, too. A blamed session also explains its earlier crashes: other sessions lose their strikes for these crashes
-until they are one below the limit. They are free again, and their next crash makes them possible causes. No strike is
-withdrawn if any other session in the last crash had an earlier strike, because that session may be the cause.
+One possible cause at a time runs isolated: together with samples that are no possible causes, but not with another
+possible cause. Its sessions that were in a crash run one after another. If the engine of one crashes, the sample is
+blamed; once they are complete, its strikes are removed. A session of another possible cause may be in flight meanwhile
+because no crash has hit it yet. If the engine crashes with it, this session waits, too, and no sample is blamed if the
+other one was in all crashes of the isolated one. A blamed sample also explains its earlier crashes: others lose their
+strikes for these crashes until they are one below the limit. They are free again, and their next crash makes them
+possible causes. No strike is withdrawn if any other sample in the last crash had an earlier strike, because that sample
+may be the cause.
 
-If a single prompt always crashes its engine, it does so at most `max_crashes + 1` times, and no other prompt is
-dropped. If several prompts crash engines, or engines crash for other reasons, an innocent prompt can be dropped: one
-that was isolated, or the only one at the limit, when an engine crashed.
+A single prompt that always crashes its engine does so at most `max_crashes + 1` times with one session, and
+`max_crashes + k` times with k, and no other prompt is dropped. If several prompts crash engines, or engines crash for
+other reasons, an innocent prompt can be dropped: one that was isolated, or the only one at the limit, when an engine
+crashed.
 """
 
 from __future__ import annotations
@@ -59,18 +62,18 @@ class ReplicaCrash:
         """Wall clock, seconds."""
         self.messages: dict[str, str] = {}
         """The error message of each session that was in flight on the replica."""
-        self.finished: dict[str, int] = {}
-        """The sessions in `messages` that have ended since the crash, each with its number of earlier strikes."""
+        self.ended: dict[str, int] = {}
+        """The sessions in `messages` that have ended since, each with the number of its sample's earlier strikes."""
         self.assessed = False
         self.explained = False
-        """Whether a session was blamed for this crash."""
+        """Whether a sample was blamed for this crash."""
 
 
 class CrashBlame:
-    """Strikes and possible causes, by session. Pure."""
+    """Strikes and possible causes, by sample. Pure."""
 
     def __init__(self, max_crashes: int) -> None:
-        """`max_crashes` is the number of strikes that makes a session a possible cause; at least 1."""
+        """`max_crashes` is the number of strikes that makes a sample a possible cause; at least 1."""
         self._max_crashes = max_crashes
         self._crashes: dict[str, ReplicaCrash] = {}
         """Crashes by replica: all that are not assessed yet, and the latest assessed ones."""
@@ -79,13 +82,16 @@ class CrashBlame:
         self._sessions_on: defaultdict[str, set[str]] = defaultdict(set)
         """The sessions in flight on each replica; no set is empty."""
         self._strikes: dict[str, list[ReplicaCrash]] = {}
+        """The crashes of each sample that has sessions in `_crashed`; none may be left."""
+        self._crashed: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        """The sessions of each sample that were in a crash and are not complete yet, in order; no mapping is empty."""
         self._possible_causes: dict[str, None] = {}
-        """The session that has waited longest comes first."""
+        """The sample that has waited longest comes first."""
         self._suspended: set[str] = set()
-        """Sessions that are cancelled and not resumed yet."""
+        """Samples that are cancelled and not resumed yet."""
         self._isolated: str | None = None
         self._evidence: dict[str, tuple[ReplicaCrash, ...]] = {}
-        """The crashes of each blamed session that has not ended yet."""
+        """The crashes of each blamed sample that has not ended yet."""
         self._num_crashes = 0
         self._num_blamed = 0
         self._num_explained = 0
@@ -97,7 +103,7 @@ class CrashBlame:
             if not self._sessions_on[before]:
                 del self._sessions_on[before]
         if replica:
-            self._suspended.discard(session)
+            self._suspended.discard(_sample_of(session))
             self._places[session] = replica
             self._sessions_on[replica].add(session)
 
@@ -114,8 +120,7 @@ class CrashBlame:
         is_new = session not in crash.messages  # a session that moves to another worker reports its crash again
         crash.messages[session] = message
         if crash.assessed and is_new:  # too late for blame, but the session was in flight on the replica
-            self._strikes.setdefault(session, []).append(crash)
-            self._add_possible_causes([session])
+            self._strike([session], crash)
         self.place(session, "")
         return crash
 
@@ -124,23 +129,24 @@ class CrashBlame:
         return crash.replica not in self._sessions_on
 
     def assess(self, crash: ReplicaCrash) -> None:
-        """Blame a session or add possible causes, based on the reports so far. A second call changes nothing."""
+        """Blame a sample or add possible causes, based on the reports so far. A second call changes nothing."""
         if crash.assessed:
             return
         crash.assessed = True
-        present = [session for session in crash.messages if session not in crash.finished]
-        for session in present:
-            self._strikes.setdefault(session, []).append(crash)
-        at_limit = [session for session in present if len(self._strikes[session]) >= self._max_crashes]
-        finished = [session for session, strikes in crash.finished.items() if strikes + 1 >= self._max_crashes]
-        suspect = None
-        if self._isolated is not None and self._isolated in present:
-            suspect = self._isolated
-        elif len(at_limit) == 1 and not finished:
-            suspect = at_limit[0]
-        if suspect is not None and not self._has_rival(suspect, present):
-            self._blame(suspect, crash)
-        self._add_possible_causes(present)
+        earlier = set(self._possible_causes)
+        present = self._strike([session for session in crash.messages if session not in crash.ended], crash)
+        at_limit = [sample for sample in present if len(self._strikes[sample]) >= self._max_crashes]
+        ended = [session for session, strikes in crash.ended.items() if strikes + 1 >= self._max_crashes]
+        if any(_sample_of(session) in self._evidence for session in crash.messages):
+            pass  # a sample that was blamed for another crash explains this one, too
+        elif self._isolated is not None and self._isolated in present:
+            own = self._strikes[self._isolated]
+            others = (earlier - {self._isolated}).intersection(present)
+            if not any(all(strike in self._strikes[other] for strike in own) for other in others):
+                self._blame(self._isolated, crash)
+        elif len(at_limit) == 1 and not ended:
+            self._blame(at_limit[0], crash)
+        self._isolate_next()
 
     @property
     def isolated(self) -> str | None:
@@ -149,48 +155,55 @@ class CrashBlame:
 
     def state_of(self, session: str) -> SessionState:
         """Return the session's state. The session may be tried again if it is `free` or `isolated`."""
-        if session in self._evidence:
+        sample = _sample_of(session)
+        if sample in self._evidence:
             return "blamed"
-        if session == self._isolated:
-            return "isolated"
-        return "waiting" if session in self._possible_causes else "free"
+        if sample not in self._possible_causes or session not in self._crashed[sample]:
+            return "free"
+        is_next = sample == self._isolated and session == next(iter(self._crashed[sample]))
+        return "isolated" if is_next else "waiting"
 
     def poison_error(self, session: str) -> PoisonError:
-        """Return the evidence against a blamed session."""
-        crashes = self._evidence[session]
-        lines = [
-            f"{datetime.fromtimestamp(crash.at_s, UTC):%Y-%m-%d %H:%M:%S} UTC, with {len(crash.messages) - 1} others "
-            f"in flight: {crash.messages[session]}"
-            for crash in crashes
-        ]
+        """Return the evidence against the blamed sample of a session."""
+        sample = _sample_of(session)
+        crashes, lines = self._evidence[sample], []
+        for crash in crashes:
+            own = [message for each, message in crash.messages.items() if _sample_of(each) == sample]
+            at, others = datetime.fromtimestamp(crash.at_s, UTC), len(crash.messages) - len(own)
+            lines.append(f"{at:%Y-%m-%d %H:%M:%S} UTC, with {others} others in flight: {own[0]}")
         return PoisonError(
-            f"{len(crashes)} engines crashed with {session} in flight, the last one without any other possible cause "
+            f"{len(crashes)} engines crashed with {sample} in flight, the last one without any other possible cause "
             "in flight:\n    " + "\n    ".join(lines)
         )
 
     def end(self, session: str) -> None:
         """Forget a session that is complete, dropped or cancelled."""
-        strikes = self._strikes.pop(session, [])
-        self._evidence.pop(session, None)
-        self._possible_causes.pop(session, None)
-        self._suspended.discard(session)
+        sample = _sample_of(session)
         for crash in self._crashes.values():
             if not crash.assessed and session in crash.messages:
                 # The session will not be tried again, but it was in flight and may be the cause.
-                crash.finished[session] = len(strikes)
+                crash.ended[session] = len(self._evidence.get(sample, self._strikes.get(sample, ())))
+        if session in (crashed := self._crashed.get(sample, {})):
+            del crashed[session]
+            if not crashed:
+                del self._crashed[sample]
+                self._strikes.pop(sample, None)
+                self._evidence.pop(sample, None)
+                self._possible_causes.pop(sample, None)
+        self._suspended.discard(sample)
         self.place(session, "")
         self._isolate_next()
 
     def suspend(self, session: str) -> None:
-        """Keep the strikes of a session that was cancelled and will be resumed; until then it does not wait for
+        """Keep the strikes of a sample that was cancelled and will be resumed; until then it does not wait for
         isolation, even if one of its crashes is assessed meanwhile."""
-        self._possible_causes.pop(session, None)
-        self._suspended.add(session)
+        self._possible_causes.pop(_sample_of(session), None)
+        self._suspended.add(_sample_of(session))
         self.place(session, "")
         self._isolate_next()
 
     def status(self) -> Mapping[str, int | str]:
-        """Return cumulative counts (`crashes`, `explained`, `blamed`) and the current sessions (`with_strikes`,
+        """Return cumulative counts (`crashes`, `explained`, `blamed`) and the current samples (`with_strikes`,
         `waiting`, `isolated`)."""
         return {
             "crashes": self._num_crashes,
@@ -201,37 +214,43 @@ class CrashBlame:
             "isolated": self._isolated or "",
         }
 
-    def _has_rival(self, suspect: str, present: Iterable[str]) -> bool:
-        """Return whether the prompt of another possible cause was in flight, in a conversation that has run freely."""
-        sample = _sample_of(suspect)
-        rivals = {_sample_of(session) for session in self._possible_causes} - {sample}
-        return any(_sample_of(session) in rivals for session in present)
+    def _strike(self, sessions: Iterable[str], crash: ReplicaCrash) -> list[str]:
+        """Give the samples of the sessions a strike each for the crash, and return them. Those at the limit become
+        possible causes."""
+        samples = []
+        for session in sessions:
+            sample = _sample_of(session)
+            self._crashed[sample].setdefault(session)
+            if sample in self._evidence:
+                continue
+            strikes = self._strikes.setdefault(sample, [])
+            if crash not in strikes:
+                strikes.append(crash)
+            if sample not in samples:
+                samples.append(sample)
+            if sample not in self._suspended and len(strikes) >= self._max_crashes:
+                self._possible_causes.setdefault(sample)
+        return samples
 
-    def _blame(self, session: str, last: ReplicaCrash) -> None:
-        crashes = self._strikes.pop(session)
-        self._evidence[session] = tuple(crashes)
+    def _blame(self, sample: str, last: ReplicaCrash) -> None:
+        crashes = self._strikes.pop(sample)
+        self._evidence[sample] = tuple(crashes)
         self._num_blamed += 1
         for crash in crashes:
             self._num_explained += not crash.explained
             crash.explained = True
-        self._possible_causes.pop(session, None)
-        earlier_strikes = [len(self._strikes[other]) - 1 for other in last.messages if other in self._strikes]
-        if any(earlier_strikes) or any(last.finished.values()):
+        self._possible_causes.pop(sample, None)
+        others = {_sample_of(session) for session in last.messages} & self._strikes.keys()
+        if any(len(self._strikes[other]) > 1 for other in others) or any(last.ended.values()):
             return
         for other, strikes in self._strikes.items():
             explained = [crash for crash in strikes if crash in crashes and crash is not last]
-            # Keep enough strikes that one more crash makes the session a possible cause again.
+            # Keep enough strikes that one more crash makes the sample a possible cause again.
             surplus = len(strikes) - (self._max_crashes - 1)
             withdrawn = explained[: max(0, surplus)]
             self._strikes[other] = [crash for crash in strikes if crash not in withdrawn]
             if len(self._strikes[other]) < self._max_crashes:
                 self._possible_causes.pop(other, None)
-
-    def _add_possible_causes(self, sessions: Iterable[str]) -> None:
-        for session in sessions:
-            if session not in self._suspended and len(self._strikes.get(session, ())) >= self._max_crashes:
-                self._possible_causes.setdefault(session)
-        self._isolate_next()
 
     def _isolate_next(self) -> None:
         if self._isolated not in self._possible_causes:
@@ -297,8 +316,6 @@ class CrashIsolation:
         self._settle_s = settle_s
         self._wall_clock = wall_clock
         self._changed = anyio.Event()
-        self._limits: dict[str, TimeLimit] = {}
-        """The time limits of sessions that were in flight in a crash."""
 
     def place(self, session: str, replica: str) -> None:
         """See `CrashBlame.place`."""
@@ -315,7 +332,6 @@ class CrashIsolation:
             PoisonError: the session is blamed.
         """
         logger.info("%s was in flight when an engine crashed: %s", session, error.message)
-        self._limits[session] = limit
         with self._waits.waiting("isolation"):
             with limit.paused():
                 crash = self._blame.report(session, error.brief, error.replica, self._wall_clock())
@@ -327,21 +343,19 @@ class CrashIsolation:
                 self._blame.assess(crash)
                 self._notify()
             while (state := self._blame.state_of(session)) == "waiting":
-                is_sibling = self._limits.get(self._blame.isolated or "") is limit
-                with nullcontext() if is_sibling else limit.paused():
+                is_siblings_turn = self._blame.isolated == _sample_of(session)
+                with nullcontext() if is_siblings_turn else limit.paused():
                     await self._changed.wait()
         if state == "blamed":
             raise self._blame.poison_error(session)
 
     def end(self, session: str) -> None:
         """See `CrashBlame.end`."""
-        self._limits.pop(session, None)
         self._blame.end(session)
         self._notify()
 
     def suspend(self, session: str) -> None:
         """See `CrashBlame.suspend`."""
-        self._limits.pop(session, None)
         self._blame.suspend(session)
         self._notify()
 

@@ -109,7 +109,8 @@ def ray_cluster(name: str) -> Iterator[DeployedServers]:
         [
             BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=6",
             "--include-dashboard=true", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}",
-            "--object-store-memory=300000000", f"--temp-dir={directory}", "--disable-usage-stats", "--labels=pool=train",
+            "--object-store-memory=300000000", f"--temp-dir={directory}", "--labels=pool=train",
+            "--disable-usage-stats",
         ],
         start_new_session=True,
     )  # fmt: skip
@@ -225,7 +226,11 @@ def test_a_launch_is_submitted_as_a_job_to_a_labelled_node(servers: DeployedServ
     options = ("--address", servers.dashboard, "--entrypoint-label-selector", '{"pool": "train"}')
     launch = (str(BIN / "asyncrl"), "launch", "fully_async", "quickstart", *SHORT, *keys)
     done = subprocess.run(
-        [BIN / "ray", "job", "submit", *options, "--", *launch], capture_output=True, text=True, timeout=400, check=False
+        [BIN / "ray", "job", "submit", *options, "--", *launch],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))

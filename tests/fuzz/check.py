@@ -84,9 +84,9 @@ def _check_validations(world: FuzzWorld) -> None:
 def _check_poison(world: FuzzWorld, records: RunRecords) -> None:
     """Check that a sample that crashes every engine is dropped, and no other one if there are no other faults."""
     setup = world.setup
-    # Each conversation of a sample is a separate suspect.
-    suspects = setup.config.rollout.n + setup.config.rollout.over_sample.trajectories if setup.max_turns > 1 else 1
-    limit = setup.config.recovery.max_crashes * suspects + 1
+    # Each conversation of a sample may be in a crash before it waits with the others.
+    sessions = setup.config.rollout.n + setup.config.rollout.over_sample.trajectories if setup.max_turns > 1 else 1
+    limit = setup.config.recovery.max_crashes + sessions
     over = {name: count for name, count in world.poisoned_by.items() if count > limit}
     # A new Rollouter does not know earlier crashes, and a sample that over-sampling cuts is not isolated.
     cut = setup.config.rollout.over_sample.samples > 0 and setup.config.rollout.over_sample.unfinished != "drop"

@@ -464,5 +464,5 @@ def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _sharded(module: torch.nn.Module, name: str) -> bool:
     if isinstance(module, RowParallelLinear):
         return not name.endswith("bias")
-    # Ranks have parts of every expert, or with expert parallelism other experts, and GPT-OSS's sinks of their own heads.
+    # Ranks have parts of every expert, or with expert parallelism other experts. GPT-OSS has sinks for each head.
     return name.endswith(".sinks") or isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RoutedExperts)
