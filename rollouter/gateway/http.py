@@ -9,20 +9,23 @@ The key is checked before the body is read, and the body within limits before an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
+from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asyncrl.core.text import parse_json
-from rollouter.gateway.protocol import GatewayResponse, RequestError
-from rollouter.gateway.session import TURN_PATHS, incarnation_of
+from rollouter.gateway.protocol import FIELDS, GatewayResponse, RequestError
+from rollouter.gateway.session import BODY_THREADS, TURN_PATHS, incarnation_of
 from rollouter.gateway.streaming import error_event
+
+T = TypeVar("T")
 
 
 class Calls(Protocol):
@@ -42,6 +45,14 @@ class Calls(Protocol):
 MAX_BODY_BYTES = 32 << 20
 BODY_S = 60.0
 """How long a client may take to send a body."""
+MAX_VALUES = 1_000_000
+"""Limit for the values in a body. Without it, 32 MiB could have 17 million, which take seconds and 1 GiB to parse. A
+prompt may have almost as many token ids."""
+_VALUE_MARKS = (b",", b"[", b"{", b"\\u00")
+"""What JSON has at least once for each value but one. It is counted in texts too, where `\\u002c` is a comma, because
+the arguments of calls are texts of JSON."""
+INLINE_BYTES = 64 << 10
+"""Bodies up to this length take milliseconds, and are parsed without a thread."""
 MAX_DIGITS = 18
 """Limit for the digits of an integer in a body, which therefore fits into 64 bits."""
 MAX_KNOWN_KEYS = 10_000
@@ -56,6 +67,7 @@ class TrajectoryKeyMiddleware:
     def __init__(self, app: ASGIApp, calls: Calls) -> None:
         self._app = app
         self._calls = calls
+        self._threads = anyio.CapacityLimiter(BODY_THREADS)
         self._known: OrderedDict[str, None] = OrderedDict()
         """Keys that the Rollouter has accepted, the latest last."""
 
@@ -84,7 +96,7 @@ class TrajectoryKeyMiddleware:
         self._known.move_to_end(key)
         if len(self._known) > MAX_KNOWN_KEYS:
             self._known.popitem(last=False)
-        body = _object(await read_body(request)) if request.method == "POST" else {}
+        body = await parsed(await read_body(request), _object, self._threads) if request.method == "POST" else {}
         streams = path in TURN_PATHS and body.get("stream") is True
         try:
             if streams:
@@ -152,12 +164,23 @@ async def read_body(request: Request) -> bytes:
     return bytes(data)
 
 
+async def parsed(data: bytes, parse: Callable[[bytes], T], threads: anyio.CapacityLimiter) -> T:
+    """Return `parse(data)`, which runs in a thread if the body is long."""
+    return parse(data) if len(data) <= INLINE_BYTES else await to_thread.run_sync(parse, data, limiter=threads)
+
+
 def check_json(data: bytes) -> Any:
     """Return the JSON in a body.
 
     Raises:
-        RequestError: see `parse_json`.
+        RequestError: it may have more than `MAX_VALUES` values; or see `parse_json`.
     """
+    if sum(map(data.count, _VALUE_MARKS)) > MAX_VALUES:
+        raise RequestError(
+            f"the body has more than {MAX_VALUES:,} commas, opening brackets and escapes \\u00…, in texts too; "
+            "send fewer tokens, messages or prompts in one request",
+            status=413,
+        )
     try:
         return parse_json(data, finite=True, max_digits=MAX_DIGITS)
     except ValueError as error:
@@ -165,10 +188,11 @@ def check_json(data: bytes) -> Any:
 
 
 def _object(data: bytes) -> dict[str, Any]:
+    """Return the fields that the Rollouter reads."""
     body = check_json(data)
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    return body
+    return {name: body[name] for name in FIELDS & body.keys()}
 
 
 def _error(answer: GatewayResponse) -> JSONResponse:

@@ -207,6 +207,12 @@ MAX_ARGUMENT = 1_000
 """Limit for the characters of a text among them."""
 MAX_STOPS, MAX_STOP = 16, 256
 """Limits for the number of stop texts and for the characters of each: engines search every one after each token."""
+FIELDS = frozenset({
+    *_NEUTRAL, *_UNSUPPORTED, *SHAPING, "model", "messages", "prompt", "tools", "tool_choice", "parallel_tool_calls",
+    "chat_template_kwargs", "max_tokens", "max_completion_tokens", "stop", "logprobs", "stream", "stream_options",
+    "reward", "metrics", "done",
+})  # fmt: skip
+"""The fields of all bodies that are read."""
 _WHY = "responses that are trained on must be sampled as the run samples, or their log-probs are wrong; leave this out"
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 import numpy as np
@@ -57,6 +57,8 @@ from rollouter.user_code import check_extras, describe, shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+
 
 def cut_at(turn: Turn, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Turn:
     """Return `turn` up to the token that completes the first of `stops`, with the finish reason `stop`.
@@ -97,6 +99,8 @@ TURN_PATHS = frozenset({"chat/completions", "completions"})
 """The paths of requests for a turn, after `/v1/`."""
 OPENING_TOKENS = 16
 """Number of tokens at the end of a prompt in which `<think>` is searched."""
+BODY_THREADS = 4
+"""Number of bodies that are parsed or read at the same time. Threads do this, because long bodies take seconds."""
 MAX_CHATS = 256
 """Number of formats in the cache; an evicted format is built again when a request needs it."""
 
@@ -129,6 +133,7 @@ class ChatCache:
         self._end_ids = end_ids
         self._known: OrderedDict[str, ChatFormat] = OrderedDict()
         self._making = anyio.Lock()
+        self.body_threads = anyio.CapacityLimiter(BODY_THREADS)
         self._unfit: ConfigError | None = None
         try:
             ToolCallParser(format, tokenizer, end_ids=end_ids)
@@ -282,7 +287,7 @@ class GatewaySession:
     async def answer(self, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Answer one request; a refusal is an answer too. `path` is the part after `/v1/`."""
         try:
-            return GatewayResponse(200, await self._serve(path, _encodable(body)))
+            return GatewayResponse(200, await self._serve(path, body))
         except RequestError as refusal:
             return GatewayResponse(refusal.status, refusal.body)
 
@@ -294,7 +299,7 @@ class GatewaySession:
         """
         begun = False
         try:
-            planned = await self._plan(path, _encodable(body))
+            planned = await self._plan(path, body)
             events = planned.events
             assert events is not None
             async with aclosing(self._turn(planned)) as parts:
@@ -315,7 +320,7 @@ class GatewaySession:
         self._check_open()
         match path:
             case "reward":
-                self.post(read_reward(body))
+                self.post(await self._read(read_reward, body))
                 return {"object": "reward", "reward": self.reward, "metrics": dict(self.metrics)}
             case "models":
                 return models_response(self._model)
@@ -333,11 +338,14 @@ class GatewaySession:
     async def _plan(self, path: str, body: Mapping[str, Any]) -> PlannedTurn:
         self._check_open()
         if path == "completions":
-            return self._plan_completion(self._reader.completion(body))
-        return await self._plan_chat(self._reader.chat(body))
+            return await self._plan_completion(await self._read(self._reader.completion, body))
+        return await self._plan_chat(await self._read(self._reader.chat, body))
+
+    async def _read(self, read: Callable[[Mapping[str, Any]], T], body: Mapping[str, Any]) -> T:
+        return await to_thread.run_sync(lambda: read(_encodable(body)), limiter=self._cache.body_threads)
 
     async def _plan_chat(self, request: ChatRequest) -> PlannedTurn:
-        self._check_room([*request.messages, *request.tools])
+        await self._check_room([*request.messages, *request.tools])
         try:
             chat_format = await self._cache.get(request)
         except ConfigError as error:
@@ -370,8 +378,8 @@ class GatewaySession:
         )
         return TurnEvents(header, text, options, self._cache.pieces, chat=True)
 
-    def _plan_completion(self, request: CompletionRequest) -> PlannedTurn:
-        self._check_room([{"content": request.text}])
+    async def _plan_completion(self, request: CompletionRequest) -> PlannedTurn:
+        await self._check_room([{"content": request.text}])
         ids = list(request.ids) if request.ids is not None else self._cache.tokens(request.text or "")
         if len(ids) >= self._budget.max_model_len:
             raise self._no_room(len(ids))
@@ -394,11 +402,12 @@ class GatewaySession:
 
         return PlannedTurn(turn_request, position, request.options, finish, events)
 
-    def _check_room(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    async def _check_room(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse messages or tools that are far too long, because tokenizing them would take seconds of the event
         loop."""
-        if exceeds(messages, self._budget.max_model_len):
-            raise self._no_room(f"more than {self._budget.max_model_len}")
+        limit, threads = self._budget.max_model_len, self._cache.body_threads
+        if await to_thread.run_sync(exceeds, messages, limit, limiter=threads):
+            raise self._no_room(f"more than {limit}")
 
     def _no_room(self, context_tokens: int | str) -> RequestError:
         """Return the refusal of a turn after these tokens, and remember that there was no room."""

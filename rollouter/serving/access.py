@@ -11,6 +11,7 @@ import re
 import secrets
 from dataclasses import dataclass
 
+import anyio
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +19,9 @@ from starlette.websockets import WebSocketClose
 
 from asyncrl.config.sections.run import LOOPBACK, ServeConfig
 from asyncrl.core.failures import ConfigError
-from rollouter.gateway.http import check_json, path_of, read_body, refused
+from rollouter.gateway.http import check_json, parsed, path_of, read_body, refused
 from rollouter.gateway.protocol import RequestError
+from rollouter.gateway.session import BODY_THREADS
 
 HEALTH = "/health"
 """The path that load balancers probe. They have no API key, and its answer says only whether an engine is ready."""
@@ -68,6 +70,7 @@ def http_access(serve: ServeConfig) -> HttpAccess:
 
 def checked_app(app: ASGIApp, access: HttpAccess) -> ASGIApp:
     """Return an ASGI app that passes the requests to `app` that `access` allows and whose bodies are within limits."""
+    threads = anyio.CapacityLimiter(BODY_THREADS)
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -85,7 +88,7 @@ def checked_app(app: ASGIApp, access: HttpAccess) -> ASGIApp:
             _check_key(headers, access.api_key)
             body = await read_body(request)
             if body and "json" in headers.get("content-type", "json").lower():
-                check_json(body)
+                await parsed(body, check_json, threads)
         except RequestError as refusal:
             await refused(refusal)(scope, receive, send)
         except ClientDisconnect:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,8 @@ from starlette.types import Message
 
 from asyncrl.config.schema import Config
 from rollouter.gateway import http as http_module
-from rollouter.gateway.protocol import ChatRequest, RequestError, RequestReader, engines_failed, read_reward
+from rollouter.gateway import session as session_module
+from rollouter.gateway.protocol import FIELDS, ChatRequest, RequestError, RequestReader, engines_failed, read_reward
 from rollouter.gateway.task import AgentTask
 from tests.fakes.gateway_agent import MODEL, QUESTION, TOOLS, GatewayRig
 
@@ -104,6 +106,73 @@ async def test_bodies_that_are_no_plain_json_are_refused(body: str | bytes, why:
         return 1.0
 
     assert len((await rig.converse(agent)).turns) == 1
+
+
+@pytest.mark.parametrize("item", [b"1,", b"{},", b"[],", b'"1\\u002c"\n'])
+async def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
+    item: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = GatewayRig("12")
+
+    async def agent(task: AgentTask) -> float:
+        async with rig.http(task) as http:
+            with monkeypatch.context() as patch:
+                patch.setattr(http_module, "parse_json", Mock(side_effect=AssertionError("parsed")))
+                answer = await http.post("chat/completions", content=b'{"messages": [' + item * 1_000_001 + b"1]}")
+        assert answer.status_code == 413 and "more than 1,000,000 commas" in answer.json()["error"]["message"]
+        await rig.question(task)
+        return 1.0
+
+    await rig.converse(agent)
+
+
+async def test_long_bodies_are_parsed_and_read_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = GatewayRig("12", rollout={"max_model_len": 2**18 + 300})
+    threads: list[tuple[str, int]] = []
+    forwarded: list[set[str]] = []
+
+    def watch(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            threads.append((name, threading.get_ident()))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(http_module, "parse_json")
+    watch(session_module, "encodable_values")
+    watch(session_module, "exceeds")
+
+    async def agent(task: AgentTask) -> float:
+        async def answer(key: str, path: str, body: Any) -> Any:
+            forwarded.append(set(body))
+            return await rig.agent.gateway.answer(key, path, body)
+
+        app = http_module.TrajectoryKeyMiddleware(rig.app(), Mock(answer=answer))
+        body = {"prompt": [1] * 2**18, "metadata": [{}] * 200_000}
+        async with rig.http(task, app) as http:
+            assert (await http.post("completions", json=body)).status_code == 200
+        return 1.0
+
+    (row,) = (await rig.converse(agent)).rows
+    assert len(row.prompt_ids) == 2**18
+    assert [name for name, _ in threads] == ["parse_json", "encodable_values", "exceeds"]
+    assert threading.get_ident() not in dict(threads).values()
+    assert forwarded[-1] == {"prompt"}, "the Rollouter receives only the fields that it reads"
+
+
+def test_the_fields_of_bodies_are_those_that_are_read() -> None:
+    read: set[str] = set()
+
+    class Body(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            read.add(name)
+            return super().get(name, default)
+
+    for reads in (reader().chat, reader().completion, read_reward):
+        reads(Body(messages=[QUESTION], prompt="3*4="))
+    assert read == FIELDS
 
 
 async def test_deep_arguments_of_a_call_stay_text() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -142,6 +143,14 @@ async def test_bodies_are_checked_and_passed_on(
         assert answer.text == f"served {content!s}"
     else:
         assert "the body" in answer.json()["error"]["message"]
+
+
+async def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = json.dumps({"prompt": [1] * 2**18, "image": "data:image/png;base64," + "A" * 2**20})
+    assert (await post(OPEN, {}, long)).text == f"served {long}"
+    monkeypatch.setattr(http_module, "parse_json", Mock(side_effect=AssertionError("parsed")))
+    answer = await post(OPEN, {}, f"[{'{},' * 500_001}1]")
+    assert answer.status_code == 413 and "more than 1,000,000 commas" in answer.json()["error"]["message"]
 
 
 async def test_the_app_hears_of_a_client_that_disconnects_after_its_body() -> None:
