@@ -112,8 +112,6 @@ class TrainLoop:
         self._threads = threads
         self._clock = clock
         self._stopping = False
-        self._probed = False
-        """Whether a published version had a probe."""
         self._waited_s = 0.0
         """Time for which the loop waited for the samples of the last batch."""
         self._num_rejected = 0
@@ -331,9 +329,9 @@ class TrainLoop:
         due = validation_due(settings.test_freq, validated_step=self._validated_step, step=progress.step)
         validate = settings.has_validation and (last or due)
         with self._calling("publish"), self._steps.phase("publish", version=progress.version + 1):
-            probe = settings.verify == "every" or (settings.verify == "first" and not self._probed)
-            published = await self._actor.publish(progress.version + 1, progress.step, validate=validate, probe=probe)
-        self._probed = self._probed or published.publication.probe is not None
+            published = await self._actor.publish(
+                progress.version + 1, progress.step, validate=validate, probe=settings.has_probes
+            )
         progress.version += 1
         progress.published_step = progress.step
         if validate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,9 @@ class LoopSettings:
     seed: int
     call_limit_s: float
     """Deadline of one call to the ranks, in seconds."""
-    verify: Literal["every", "first", "off"] = "off"
-    """Which versions have a probe (`Publication.probe`)."""
+    has_probes: bool = False
+    """Whether versions have a probe (`Publication.probe`). Each replica decides with which it compares: an engine may
+    be too full for the first one, or start later."""
     max_mismatch_kl: float | None = None
     """Limit of the KL divergence, in nats per token, between the engines and the Trainer on tokens that the engines
     sampled with the weights that the Trainer has. None: no limit."""
@@ -60,7 +61,7 @@ class LoopSettings:
             save_last=training.save_last,
             seed=config.seed,
             call_limit_s=config.timeouts.train_s,
-            verify=sync.verify,
+            has_probes=sync.verify != "off",
             max_mismatch_kl=sync.max_mismatch_kl if on_policy and not has_other_weights else None,
             lineage=lineage,
         )

@@ -266,8 +266,8 @@ class ApplyReport:
     verify_s: float = 0.0
     """Duration of the comparison of checksums and log-probs, during which generation continues."""
     mismatch_kl: float | None = None
-    """KL in nats per token between the engine's and the Trainer's log-probs for the same weights; None if the version
-    has no probe."""
+    """KL in nats per token between the engine's and the Trainer's log-probs for the same weights; None: not
+    compared."""
     fallback: str | None = None
     """Why the version came through the object store instead of a GPU broadcast; empty: it came by broadcast, None: it
     was not meant to."""
@@ -310,6 +310,8 @@ class ReplicaReport:
     engine_health: ProcessHealth | None = None
     """Health of all `engine_pids` together."""
     load: EngineLoad | None = None
+    num_uncompared: int = 0
+    """Versions in a row whose log-probs the engine was too full to compare with the Trainer's."""
 
 
 class WantedReplicas(NamedTuple):

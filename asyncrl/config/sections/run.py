@@ -99,7 +99,7 @@ class WeightSyncConfig(ConfigSection):
     (docs/training.md)."""
     verify: Literal["every", "first", "off"] = "every"
     """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
-    after every load; once (checksums after a replica's first load, log-probs after the first version of a launch); or
+    after every load; until each replica has passed once, log-probs again after training goes back to a checkpoint; or
     never."""
     max_mismatch_kl: Annotated[float, Field(gt=0)] | None = 1e-4
     """The run stops if log-probs of the engines and of the Trainer for the same weights differ by more than this KL

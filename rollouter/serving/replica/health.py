@@ -84,6 +84,8 @@ class ReplicaHealth:
         """The reason why the replica must be replaced; empty while it works."""
         self.crashed = False
         """Whether the requests in the engine may be the cause of the failure."""
+        self.num_uncompared = 0
+        """See `ReplicaReport`."""
         self.paused = False
         self.up = False
         """Whether the start is complete. Weight updates end in the phase `serving` if it is, else in `starting`."""
@@ -228,6 +230,7 @@ class ReplicaHealth:
             health=self._process.measure(),
             engine_health=self._engine_meter.measure(self._engine_pids),
             load=None if engine is None else engine.gauges.load_with(in_flight),
+            num_uncompared=self.num_uncompared,
         )
 
 

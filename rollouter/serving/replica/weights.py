@@ -102,6 +102,9 @@ class WeightUpdates:
         self.adapter: LoRARequest | None = None
         """The adapter that the engine serves; None if it serves full weights, or no version yet."""
         self._verified = False
+        """Whether the engine passed its last comparison, in whole: log-probs too, if the version has a probe."""
+        self._compared_lineage = -1
+        """Lineage of the version whose log-probs were compared last."""
         self.asleep = False
         """Whether the engine sleeps, or wakes up right now. The gate is closed meanwhile."""
         self._slept_at = 0.0
@@ -124,7 +127,8 @@ class WeightUpdates:
             if run.adapters:
                 await asyncio.to_thread(delete_leftovers, LEFTOVER_S + 2 * self.timeouts.apply_s)
             # Without an await in between, because the call may be cancelled.
-            self._store, self.run, self._verified, self._joining = store, run, False, None
+            self._store, self.run, self._joining = store, run, None
+            self._verified, self._compared_lineage, self._health.num_uncompared = False, -1, 0
             if not serves_initial:
                 self._health.weights_version = OTHER_WEIGHTS
 
@@ -516,7 +520,8 @@ class WeightUpdates:
 
     async def _check(self, publication: Publication) -> float | None:
         """Compare the engine's weights with the published checksums, and its log-probs with those of the probe.
-        Decoding continues meanwhile. Return the KL divergence of the log-probs, or None without a probe.
+        Decoding continues meanwhile. Return the KL divergence of the log-probs, or None if they were not compared.
+        With `verify: first`, each is compared until it has passed once, log-probs once per lineage.
 
         Raises:
             InfraError: the engine failed or did not answer.
@@ -525,7 +530,8 @@ class WeightUpdates:
         """
         self._health.enter("verifying")
         served: dict[str, int] = {}
-        compares_weights = self._compares_weights
+        compares_weights, is_compared = self._compares_weights, self._compared_lineage == publication.lineage
+        probe = None if is_compared and self.run.verify != "every" else publication.probe
         try:
             async with asyncio.timeout(self.timeouts.apply_s):
                 if compares_weights and self.adapter is not None:
@@ -534,7 +540,7 @@ class WeightUpdates:
                     # A few groups at a time, so that decoding continues.
                     for groups in _batches(merge(await self._llm.collective_rpc("group_sizes"))):
                         served |= merge(await self._llm.collective_rpc("group_checksums", args=(groups,)))
-            mismatch_kl = await self._mismatch(publication.probe) if publication.probe is not None else None
+            mismatch_kl = await self._mismatch(probe) if probe is not None else None
         except Exception as error:
             self._health.give_up(
                 f"its weights of version {publication.version} could not be verified: {error!r}", crash=True
@@ -555,7 +561,11 @@ class WeightUpdates:
                 + (", unless the files at model.path differ from the Trainer's" if self.adapter is not None else "")
             )
             raise BugError(self._health.broken)
-        self._verified = True
+        self._verified = probe is None or mismatch_kl is not None
+        if not self._verified:
+            self._health.num_uncompared += 1
+        elif probe is not None:
+            self._compared_lineage, self._health.num_uncompared = publication.lineage, 0
         return mismatch_kl
 
     async def _mismatch(self, probe: WeightsProbe) -> float | None:

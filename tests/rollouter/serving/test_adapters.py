@@ -38,7 +38,7 @@ from asyncrl.core.ports import Publication, WeightsProbe, WeightsVersion
 from asyncrl.weights.checksums import WeightChecksums, differing_groups, merge
 from asyncrl.weights.disk import DiskChunk
 from asyncrl.weights.object_store import ServedRun
-from rollouter.serving.replica import adapters, worker
+from rollouter.serving.replica import adapters, weights, worker
 from rollouter.serving.replica.adapters import held_tensors
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.weights import OTHER_WEIGHTS, WeightUpdates
@@ -80,6 +80,7 @@ class Engine:
         self.fails_at = ""
         self.serves: dict[str, Any] = {}
         self.log_prob = -1.0
+        self.is_full = False
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
         self.output_processor = SimpleNamespace(
             get_num_unfinished_requests=lambda: 2, propagate_error=lambda error: None
@@ -115,6 +116,8 @@ class Engine:
         self, prompt: Any, params: Any, request_id: str, *, lora_request: LoRARequest
     ) -> AsyncIterator[Any]:
         self._call(f"probe {lora_request.lora_name} {lora_request.load_inplace}")
+        if self.is_full:
+            await asyncio.sleep(3600)
         rows = [{token: SimpleNamespace(logprob=self.log_prob)} for token in prompt["prompt_token_ids"]]
         yield SimpleNamespace(prompt_logprobs=[None, *rows[1:]])
 
@@ -138,9 +141,12 @@ class Replica:
         chunks = [{name: array} for name, array in adapter_of(weights_version.version).items()]
         return [DiskChunk.put(str(self.directory / "published"), chunk) for chunk in chunks]
 
-    async def apply(self, version: int, mode: Any = "keep", *, probe: WeightsProbe | None = None) -> Any:
+    async def apply(
+        self, version: int, mode: Any = "keep", *, probe: WeightsProbe | None = None, lineage: int = 0
+    ) -> Any:
         checksums = group_checksums(adapter_of(version))
-        return await self.updates.apply(Publication(version, version, 0, checksums, probe=probe), mode, False)
+        publication = Publication(version, version, 0, checksums, probe=probe, lineage=lineage)
+        return await self.updates.apply(publication, mode, False)
 
 
 @pytest.fixture
@@ -186,6 +192,38 @@ async def test_other_files_at_the_models_path_are_noticed_by_the_probe(replica: 
     replica.engine.log_prob = -3.0
     with pytest.raises(BugError, match=r"unless the files at model\.path differ from the Trainer's"):
         await replica.apply(3, probe=PROBE)
+
+
+async def test_log_probs_are_compared_at_the_next_version_if_the_engine_was_too_full(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lineage is compared until that has happened once (`weight_sync.verify: first`)."""
+
+    def compared() -> list[str]:
+        calls = [call.split()[0] for call in replica.engine.calls]
+        replica.engine.calls.clear()
+        return [call for call in calls if call in ("adapter_checksums", "probe")]
+
+    both = ["adapter_checksums", "probe"]
+    replica.updates.run = ServedRun(adapters=True, verify="first", max_mismatch_kl=1e-3)
+    assert (await replica.apply(1)).verified, "the initial version has no log-probs"
+    assert compared() == ["adapter_checksums"]
+    replica.engine.is_full = True
+    for version, expected in ((2, ["probe"]), (3, both)):
+        with monkeypatch.context() as patch:
+            patch.setattr(weights, "PROBE_LIMIT_S", 0.01)
+            report = await replica.apply(version, probe=PROBE)
+        assert (report.verified, report.mismatch_kl, compared()) == (False, None, expected)
+    replica.engine.is_full = False
+    assert replica.health._describe().num_uncompared == 2
+    report = await replica.apply(4, probe=PROBE)
+    assert (report.verified, report.mismatch_kl, compared()) == (True, 0.0, both)
+    assert replica.health._describe().num_uncompared == 0
+    report = await replica.apply(5, probe=PROBE)
+    assert (report.verified, report.mismatch_kl, compared()) == (True, None, [])
+    replica.engine.log_prob = -3.0
+    with pytest.raises(BugError, match="computes other log-probs"):
+        await replica.apply(5, probe=PROBE, lineage=1)
 
 
 def test_full_weights_are_not_written_as_an_adapter(tmp_path: Path) -> None:
