@@ -108,6 +108,7 @@ class HealthMonitor:
                 silent_s=self._unresponsive(health, silent_s),
                 save_s=self._save_s(),
                 fallback=status.store.fallback if status.store is not None else "",
+                uncompared={report.replica: report.num_uncompared for report in self._replicas()},
             )
             warnings, health = self._rules.observe(snapshot)
         self._recorder.update_health(health)

@@ -111,6 +111,16 @@ RULES: Mapping[str, HealthRule] = {
         hold_s=0.0,
         calm_s=0.0,
     ),
+    "uncompared": HealthRule(
+        2.5,
+        0.5,
+        "replica {name} was too full to compare its log-probs with the Trainer's for {versions} versions in a row "
+        "(weight_sync.verify), so it may compute something else: lower rollout.max_concurrent_samples, or raise "
+        "rollout.max_num_seqs or rollout.num_replicas",
+        "replica {name} compares its log-probs with the Trainer's again",
+        hold_s=0.0,
+        calm_s=0.0,
+    ),
     "kv_cache": HealthRule(
         0.95,
         0.85,
@@ -198,6 +208,8 @@ class HealthSnapshot:
     """Time between two checkpoints; 0 if the run saves none, infinite while it is unknown."""
     fallback: str = ""
     """See `StoreStatus.fallback`."""
+    uncompared: Mapping[str, int] = field(default_factory=dict)
+    """`ReplicaReport.num_uncompared` by replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +320,11 @@ def _fallback(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSe
     yield _result("fallback", "fallback", float(bool(snapshot.fallback)), reason=snapshot.fallback)
 
 
+def _uncompared(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
+    for replica, versions in snapshot.uncompared.items():
+        yield _result("uncompared", f"uncompared/{replica}", versions, name=replica, versions=versions)
+
+
 def _kv_cache(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     for replica, load in snapshot.health.engines.items():
         preemptions = trends.add(f"preemptions/{replica}", load.preemptions, KV_OVER_S).rise
@@ -382,6 +399,7 @@ _RULE_FUNCTIONS: Sequence[Callable[[HealthSnapshot, TrendTracker, HealthSettings
     _growth,
     _object_store,
     _fallback,
+    _uncompared,
     _kv_cache,
     _disk,
     _events,

@@ -196,6 +196,19 @@ def test_versions_that_were_not_broadcast_are_a_problem_until_one_is() -> None:
     assert [len(health.problems) for _, health in seen] == [0, 1, 1, 0, 0]
 
 
+def test_a_replica_that_never_compares_its_log_probs_is_a_problem_until_it_does() -> None:
+    rules = HealthRules(HealthSettings())
+    seen = [
+        rules.observe(HealthSnapshot(2.0 * k, 1e9, WELL, uncompared={"r1": versions}))[0]
+        for k, versions in enumerate((1, 2, 3, 4, 0))
+    ]
+    assert [changes(notices) for notices in seen] == [
+        [], [], [("warning", "uncompared/r1")], [], [("", "uncompared/r1")],
+    ]  # fmt: skip
+    assert "for 3 versions in a row (weight_sync.verify)" in seen[2][0].text
+    assert "rollout.max_num_seqs" in seen[2][0].text
+
+
 def test_preemptions_are_kv_cache_pressure_and_a_full_cache_alone_is_not() -> None:
     full, _ = run(300, lambda _: replace(WELL, engines={"r1": EngineLoad(8, 0, 0.99, 7)}))
     assert full == []

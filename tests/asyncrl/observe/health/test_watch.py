@@ -205,6 +205,12 @@ async def test_silence_is_not_reported_if_the_driver_itself_was_stopped(
     monkeypatch.undo()
 
 
+async def test_a_replica_that_was_too_full_to_compare_its_log_probs_is_a_problem(rig: MonitorRig) -> None:
+    full = replace(report("abc"), reported_at=time.time(), num_uncompared=3)
+    rig.status.store = StoreStatus(1, None, (full,))
+    assert [problem.key for problem in (await rig.look()).problems] == ["uncompared/abc"]
+
+
 def test_replicas_that_have_not_reported_for_some_seconds_are_not_judged(rig: MonitorRig) -> None:
     now = time.time()
     reports = [replace(report(name, health=PROCESS), reported_at=now - ago) for name, ago in (("a", 1), ("b", 8))]
