@@ -177,8 +177,16 @@ def _read(kind: Kind, value: Any, directory: Path | None) -> tuple[Media, str]:
         value = next((value[key] for key in ("bytes", "url", "path", kind) if value.get(key) is not None), None)
     data, name = _of_text(value, directory) if isinstance(value, str) else (_of_object(kind, value), "")
     if kind == "video" and data.startswith(_NPY):
-        data = video_bytes(_images_of(np.load(io.BytesIO(data), allow_pickle=False)))
+        data = video_bytes(_images_of(_array_of(data)))
     return Media(kind, data), name
+
+
+def _array_of(npy: bytes) -> np.ndarray:
+    try:
+        array: np.ndarray = np.load(io.BytesIO(npy), allow_pickle=False)
+    except Exception as error:  # numpy parses the header as Python: errors of many types for damaged files
+        raise ValueError(f"numpy cannot read it: {str(error)[:200]}") from error
+    return array
 
 
 def _of_text(text: str, directory: Path | None) -> tuple[bytes, str]:

@@ -10,6 +10,7 @@ import struct
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoProcessor
 
 from asyncrl.config.schema import Config
@@ -423,6 +426,29 @@ def test_an_array_file_that_claims_to_be_huge_is_refused() -> None:
     )
     with pytest.raises(DataError, match="not a valid video"):
         of_part({"type": "video", "video": header.getvalue() + b"0" * 100})
+
+
+@pytest.mark.parametrize("header", ["(" * 200, "{'descr': 08}", "\n  x\n y", "-" * 5000, "{" * 9000])
+def test_an_array_file_whose_header_is_no_python_is_refused(header: str) -> None:
+    npy = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode()
+    with pytest.raises(DataError, match=r"field 'videos': the value is not a valid video: numpy cannot read it"):
+        parse([{"role": "user", "content": "<video>"}], videos=[npy])
+    url = "data:video/x-npy;base64," + base64.b64encode(npy).decode()
+    with pytest.raises(DataError, match="numpy cannot read it"):
+        of_part({"type": "video", "video": url})
+
+
+NPY = io.BytesIO()
+np.save(NPY, np.zeros((2, 3, 4, 3), np.uint8))
+
+
+@given(st.dictionaries(st.integers(6, 127), st.sampled_from(b"()[]{},:'\"0123 LTFu|<>\n\\-+.*#\x00\xff"), max_size=4))
+def test_an_array_file_with_a_changed_header_is_read_or_refused(changes: Mapping[int, int]) -> None:
+    npy = bytearray(NPY.getvalue())
+    for at, byte in changes.items():
+        npy[at] = byte
+    with suppress(DataError):
+        of_part({"type": "video", "video": bytes(npy)})
 
 
 @pytest.mark.parametrize("format", ["PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG"])
