@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncrl.profiling.catalog import EVENTS
 from asyncrl.profiling.files import EVENTS_DIRECTORY, files_of_step, is_number, parse_event, step_dir
-from asyncrl.storage.run_dir import read_json, replace_file
+from asyncrl.storage.run_dir import read_json, read_lines, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -243,16 +243,15 @@ class EventRotation:
                 first = _number_of(step)
                 span: StepSpan | None = None
                 for file in files_of_step(folding / step):
-                    with file.open("rb") as opened:
-                        while lines := opened.readlines(PIECE_BYTES):
-                            for event in filter(None, map(parse_event, lines)):
-                                span = span or StepSpan(first, first, event["timestamp"], event["timestamp"])
-                                span.add(event)
-                                summary.add_event(event)
-                            num_bytes += sum(map(len, lines))
-                            if num_bytes >= PIECE_BYTES:
-                                num_bytes = 0
-                                yield True
+                    for line in read_lines(file):
+                        if (event := parse_event(line)) is not None:
+                            span = span or StepSpan(first, first, event["timestamp"], event["timestamp"])
+                            span.add(event)
+                            summary.add_event(event)
+                        num_bytes += len(line)
+                        if num_bytes >= PIECE_BYTES:
+                            num_bytes = 0
+                            yield True
                 if span is not None:
                     summary.add_span(span)
             summary.folds = number

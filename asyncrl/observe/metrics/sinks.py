@@ -8,6 +8,7 @@ warning. At the end, the run waits at most `CLOSE_S` for all these libraries tog
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,9 @@ from asyncrl.core.failures import ConfigError
 from asyncrl.observe.metrics.file_sinks import JsonlSink, TensorBoardSink
 from asyncrl.observe.metrics.rows import MetricsRow, finite
 from asyncrl.profiling.background import BackgroundSender, Receiver
-from asyncrl.storage.run_dir import RunDir
+from asyncrl.storage.run_dir import RunDir, read_file
+
+logger = logging.getLogger(__name__)
 
 TRACKERS: Mapping[str, str] = {
     "wandb": "asyncrl.observe.metrics.trackers:WandbTracker",
@@ -77,7 +80,13 @@ class TrackedRun(NamedTuple):
     def saved_id(self, library: str) -> str | None:
         """Return the id of the library's run that an earlier process of this run wrote to."""
         path = self.directory / f"{library}.id"
-        return path.read_text(encoding="utf-8").strip() or None if self.resumed and path.exists() else None
+        try:
+            return read_file(path).decode().strip() or None if self.resumed else None
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            logger.warning("%s cannot be read (%s): %s records the rest as a new run", path, error, library)
+            return None
 
     def save_id(self, library: str, run_id: str) -> None:
         (self.directory / f"{library}.id").write_text(f"{run_id}\n", encoding="utf-8")

@@ -397,6 +397,17 @@ def test_libraries_are_imported_only_when_configured() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 1_001])
+def test_an_id_that_cannot_be_read_is_none(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("asyncrl.storage.run_dir.MAX_FILE_BYTES", 1_000)
+    (tmp_path / "wandb.id").write_bytes(content)
+    run = TrackedRun("p", "e", "r", tmp_path, {}, resumed=True)
+    assert run.saved_id("wandb") is None and run.saved_id("mlflow") is None
+    assert len(caplog.messages) == 1 and f"{tmp_path}/wandb.id cannot be read" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------ the real libraries
 
 

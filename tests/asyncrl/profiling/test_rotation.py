@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.profiling import Profiler, ProfilerSettings
 from asyncrl.profiling import rotation as module
-from asyncrl.profiling.files import EventFiles, EventLine, event_files
+from asyncrl.profiling.files import EventFiles, EventLine, event_files, parse_event
 from asyncrl.profiling.rotation import (
     MAX_GAP,
     MAX_SPANS,
@@ -205,6 +205,19 @@ def test_damaged_lines_and_a_damaged_summary_are_left_out(tmp_path: Path, caplog
     assert {name: each.count for name, each in summary.events.items()} == {
         "step": 1, "sample.trained": 2, "request": 3, "sample.dropped": 1, "unknown": 1,
     }  # fmt: skip
+
+
+def test_a_long_line_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_steps(tmp_path, range(1, NEWEST_STEPS + 2))
+    with (tmp_path / "events" / "step_000001" / "trainer.jsonl").open("a") as file:
+        file.write("x" * 10_000 + "\n")
+    monkeypatch.setattr("asyncrl.storage.run_dir.MAX_LINE_BYTES", 1_000)
+    lengths: list[int] = []
+    monkeypatch.setattr(module, "parse_event", lambda line: lengths.append(len(line)) or parse_event(line))
+    fold_all(EventRotation(tmp_path / "events", 1))
+    summary = read_event_summary(tmp_path)
+    assert summary is not None and summary.events["step"].count == 1
+    assert max(lengths) == 1_000
 
 
 def test_a_failing_disk_is_reported_once(
