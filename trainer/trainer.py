@@ -114,7 +114,7 @@ class Trainer:
         """
         keep = config.trainer.max_checkpoints_to_keep
         run_id = None if run_dir.checkpoint_dir is None else read_run_id(run_dir.path)
-        remote = await to_thread.run_sync(remote_checkpoints, run_dir)
+        remote = await to_thread.run_sync(remote_checkpoints, run_dir, config.timeouts.call_s)
         files = CheckpointDirectory(
             run_dir.checkpoints,
             identity=run_identity(config),

@@ -266,7 +266,7 @@ class SupervisedTrainer(_SupervisedActor):
         self.resume = await to_thread.run_sync(resume_in_run, self.run_dir, self._history)
         self._history = self._history.after_rewind(self._progress.step)
         # Before the queue goes back: a launch without this run directory must not resume from an abandoned checkpoint.
-        await to_thread.run_sync(record_history, self.run_dir, self._history)
+        await to_thread.run_sync(record_history, self.run_dir, self._history, self.config.timeouts.call_s)
         with attribute_failure_to("queue"):
             before = (await self.queue.status()).counts.trained
             await self.rewind()

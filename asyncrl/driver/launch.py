@@ -120,6 +120,7 @@ def opened_run(config: Config) -> Iterator[OpenedRun | None]:
             new=resume is None,
             exclusive=config.resume == "none",
             mode=config.directory_mode,
+            call_s=config.timeouts.call_s,
         )
         summary = SummaryFile(run_dir.path)
         summary.reserve()

@@ -79,7 +79,8 @@ def find_resume(config: Config, *, root: Path = RUNS, warn: Callable[[str], None
     """
     if config.resume == "none":
         return None
-    if (remote := remote_checkpoints(RunDir.of(Path(), config.trainer.checkpoint_dir))) is not None:
+    files = RunDir.of(Path(), config.trainer.checkpoint_dir)
+    if (remote := remote_checkpoints(files, config.timeouts.call_s)) is not None:
         remote.pull()
         pull_claim(remote)
     found = _newest(config, root, warn) if config.resume == "auto" else _named(config, warn)

@@ -155,7 +155,7 @@ def _checkpoint_directory(config: Config, run: OpenedRun) -> CheckpointDirectory
         keep=config.trainer.max_checkpoints_to_keep,
         history=resume.history if resume is not None else NO_REWINDS,
         run_id=None if run_dir.checkpoint_dir is None else read_run_id(run_dir.path),
-        remote=remote_checkpoints(run_dir),
+        remote=remote_checkpoints(run_dir, config.timeouts.call_s),
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.core.failures import ConfigError, FencedError, InfraError
 from asyncrl.storage.checkpoint_manifest import LineageHistory, checkpoint_steps
-from asyncrl.storage.remote_checkpoints import RemoteCheckpoints, remote_checkpoints
+from asyncrl.storage.remote_checkpoints import DEFAULT_CALL_S, RemoteCheckpoints, remote_checkpoints
 from asyncrl.storage.run_dir import RunDir, disk_error, read_file, read_json, replace_file, sync
 
 CLAIM = "run.json"
@@ -66,7 +66,15 @@ def read_run_id(run_dir: Path) -> str | None:
         return None
 
 
-def claim_checkpoints(run_dir: RunDir, history: LineageHistory, *, new: bool, exclusive: bool, mode: int) -> None:
+def claim_checkpoints(
+    run_dir: RunDir,
+    history: LineageHistory,
+    *,
+    new: bool,
+    exclusive: bool,
+    mode: int,
+    call_s: float = DEFAULT_CALL_S,
+) -> None:
     """Claim `trainer.checkpoint_dir`, if the run has one, for the run in `run_dir`.
 
     Args:
@@ -74,6 +82,7 @@ def claim_checkpoints(run_dir: RunDir, history: LineageHistory, *, new: bool, ex
         new: the run begins at step 0.
         exclusive: refuse a directory that has a claim.
         mode: mode of the directory, if it does not exist.
+        call_s: `timeouts.call_s`.
 
     Raises:
         ConfigError: the directory has a claim or, for a new run, checkpoints; or it cannot be written.
@@ -82,7 +91,7 @@ def claim_checkpoints(run_dir: RunDir, history: LineageHistory, *, new: bool, ex
     if (root := run_dir.checkpoint_dir) is None:
         return
     where = run_dir.checkpoint_url or root
-    remote = remote_checkpoints(run_dir)
+    remote = remote_checkpoints(run_dir, call_s)
     if new and (checkpoint_steps(root) if remote is None else remote.steps()):
         raise ConfigError(
             f"trainer.checkpoint_dir={where} has checkpoints, none of which this run continues from: later they could "
@@ -109,7 +118,7 @@ def claim_checkpoints(run_dir: RunDir, history: LineageHistory, *, new: bool, ex
         raise disk_error(Path(error.filename or root), error) from error
 
 
-def record_history(run_dir: RunDir, history: LineageHistory) -> None:
+def record_history(run_dir: RunDir, history: LineageHistory, call_s: float = DEFAULT_CALL_S) -> None:
     """Record a rewind in the claim, if the run has a `trainer.checkpoint_dir`.
 
     Raises:
@@ -119,7 +128,7 @@ def record_history(run_dir: RunDir, history: LineageHistory) -> None:
     if (root := run_dir.checkpoint_dir) is None:
         return
     run_id = read_run_id(run_dir.path) or ""
-    if (remote := remote_checkpoints(run_dir)) is not None:
+    if (remote := remote_checkpoints(run_dir, call_s)) is not None:
         pull_claim(remote)
     claim = check_claim(root, run_id, history.lineage)
     try:

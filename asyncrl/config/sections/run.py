@@ -121,7 +121,8 @@ class TimeoutsConfig(ConfigSection):
     start_s: Seconds = 600.0
     """Deadline for an engine or the Trainer to start."""
     call_s: Seconds = 60.0
-    """Deadline of a call between processes that needs no waiting."""
+    """Deadline of a call between processes that needs no waiting, and of a call to the filesystem of a URL in
+    `trainer.checkpoint_dir` that copies no file."""
     probe_s: Seconds = 30.0
     """A process of the run that does not answer for this long counts as hung and is replaced."""
     generate_s: Seconds = 600.0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
+from anyio import to_thread
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations, registry
 
 from asyncrl.config.compose import check_config
-from asyncrl.core.failures import ConfigError, FencedError, InfraError
+from asyncrl.core.failures import ConfigError, DeadlineError, FencedError, InfraError
 from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.driver.resume import find_resume
 from asyncrl.storage import run_dir as run_dirs
 from asyncrl.storage.checkpoint_claim import claim_checkpoints, pull_claim, read_claim, record_history
 from asyncrl.storage.checkpoint_manifest import MANIFEST, NO_REWINDS, Progress, load_manifest
@@ -181,6 +185,66 @@ def test_a_failing_transfer_names_the_url(
     with pytest.raises(kind, match="memory://bucket/run") as failed:
         remote.write("run.json", b"{}")
     assert text in str(failed.value)
+
+
+def test_a_manifest_that_no_run_writes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.storage.remote_checkpoints.MAX_FILE_BYTES", 1_000)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    remote = RemoteCheckpoints("memory://bucket/run", tmp_path)
+    remote.write(f"step_000001/{MANIFEST}", b"x" * 1_000)
+    assert list(remote.steps()) == ["step_000001"]
+    remote.write(f"step_000001/{MANIFEST}", b"x" * 1_001)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", None)
+    with pytest.raises(ConfigError, match=r"memory://bucket/run: step_000001/manifest.json has 1001 bytes"):
+        remote.steps()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
+    """Let a method of the filesystem never answer; the event is set when it is called."""
+    end = threading.Event()
+
+    def make(method: str) -> threading.Event:
+        called = threading.Event()
+
+        def never(*args: Any, **options: Any) -> None:
+            called.set()
+            end.wait()
+
+        monkeypatch.setattr(MemoryFileSystem, method, never)
+        return called
+
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    yield make
+    end.set()
+
+
+@pytest.mark.parametrize("method", ["ls", "size", "cat_file"])
+def test_a_filesystem_that_never_answers_ends_a_launch_that_resumes(
+    method: str, hang: Callable[[str], threading.Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dirs, "MIRRORS", tmp_path / "mirrors")
+    save(directory(launched(tmp_path / "run", "memory://bucket/run")), 1)
+    hang(method)
+    given = ("trainer.checkpoint_dir=memory://bucket/run", "resume=auto", "timeouts.call_s=0.3")
+    config = check_config(None, given).config
+    assert config is not None
+    with pytest.raises(DeadlineError, match=r"memory://bucket/run does not answer: .*timeouts.call_s=0.3 s. Check"):
+        find_resume(config, root=tmp_path)
+
+
+async def test_the_upload_of_a_checkpoint_ends_when_it_is_cancelled(
+    hang: Callable[[str], threading.Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dirs, "MIRRORS", tmp_path / "mirrors")
+    files = directory(launched(tmp_path / "run", "memory://bucket/run"))
+    uploading = hang("put_file")
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(to_thread.run_sync, save, files, 1)
+            assert await to_thread.run_sync(uploading.wait, 10)
+            tasks.cancel_scope.cancel()
+    assert RemoteCheckpoints("memory://bucket/run", tmp_path).steps() == {}
 
 
 def test_a_missing_package_or_an_unknown_protocol_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
