@@ -138,7 +138,7 @@ class CrashBlame:
         at_limit = [sample for sample in present if len(self._strikes[sample]) >= self._max_crashes]
         ended = [session for session, strikes in crash.ended.items() if strikes + 1 >= self._max_crashes]
         if any(_sample_of(session) in self._evidence for session in crash.messages):
-            pass  # a sample that was blamed for another crash explains this one, too
+            self._explain([crash])  # by a sample that was blamed for another crash
         elif self._isolated is not None and self._isolated in present:
             own = self._strikes[self._isolated]
             others = (earlier - {self._isolated}).intersection(present)
@@ -236,9 +236,7 @@ class CrashBlame:
         crashes = self._strikes.pop(sample)
         self._evidence[sample] = tuple(crashes)
         self._num_blamed += 1
-        for crash in crashes:
-            self._num_explained += not crash.explained
-            crash.explained = True
+        self._explain(crashes)
         self._possible_causes.pop(sample, None)
         others = {_sample_of(session) for session in last.messages} & self._strikes.keys()
         if any(len(self._strikes[other]) > 1 for other in others) or any(last.ended.values()):
@@ -251,6 +249,11 @@ class CrashBlame:
             self._strikes[other] = [crash for crash in strikes if crash not in withdrawn]
             if len(self._strikes[other]) < self._max_crashes:
                 self._possible_causes.pop(other, None)
+
+    def _explain(self, crashes: Iterable[ReplicaCrash]) -> None:
+        for crash in crashes:
+            self._num_explained += not crash.explained
+            crash.explained = True
 
     def _isolate_next(self) -> None:
         if self._isolated not in self._possible_causes:

@@ -104,6 +104,32 @@ def test_an_isolated_session_is_not_blamed_if_a_free_session_of_another_possible
     assert blame.state_of("bad/1") == "blamed"
 
 
+def test_a_crash_with_a_sample_that_was_blamed_meanwhile_is_explained_and_blames_no_other_sample() -> None:
+    blame = CrashBlame(2)
+    crash(blame, "bad/0", "bad/1")
+    for name, replica in (("bad/0", "r1"), ("innocent/0", "r1"), ("bad/1", "r2"), ("innocent/1", "r2")):
+        blame.place(name, replica)
+    first = [blame.report(name, "died", "r1", 0.0) for name in ("bad/0", "innocent/0")]
+    second = [blame.report(name, "died", "r2", 0.0) for name in ("bad/1", "innocent/1")]
+    blame.assess(first[0])
+    blame.assess(second[0])
+    assert states(blame, ["bad/0", "bad/1", "innocent/0", "innocent/1"]) == {
+        "bad/0": "blamed", "bad/1": "blamed", "innocent/0": "isolated", "innocent/1": "waiting",
+    }  # fmt: skip
+    for name in ("bad/0", "bad/1", "innocent/0", "innocent/1"):
+        blame.end(name)
+    assert_status(blame, crashes=3, explained=3, blamed=1)
+
+
+def test_the_strikes_of_a_sample_stay_while_another_of_its_conversations_completes_turns() -> None:
+    blame = CrashBlame(2)
+    crash(blame, "bad/0", "a/0")
+    blame.end("a/0")
+    blame.end("bad/1")  # a turn of another conversation
+    crash(blame, "bad/1", "b/0")
+    assert states(blame, ["bad/0", "bad/1", "b/0"]) == {"bad/0": "blamed", "bad/1": "blamed", "b/0": "free"}
+
+
 def test_a_session_that_ends_before_the_assessment_still_counts_as_present() -> None:
     blame = CrashBlame(2)
     crash(blame, "a", "b")
