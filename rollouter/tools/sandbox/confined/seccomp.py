@@ -20,7 +20,8 @@ _CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _CLOSE_RANGE_UNSHARE, _CLOSE_RANGE_CLOEXEC = 2, 4
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 8, 10, 15, 1024, 1026, 1031
 _F_OFD_SETLK, _F_OFD_SETLKW = 37, 38
-_FIOSETOWN, _SIOCSPGRP, _TIOCSTI = 0x8901, 0x8902, 0x5412
+_FIOSETOWN, _SIOCSPGRP, _TIOCSTI, _TIOCNOTTY, _TIOCSPTLCK = 0x8901, 0x8902, 0x5412, 0x5422, 0x4004_5431
+_SIGCONT = 18
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _SOCK_STREAM, _SOCK_NONBLOCK, _SOCK_CLOEXEC = 1, 0x800, 0x80000
 _SOL_SOCKET = 1
@@ -59,11 +60,13 @@ REFUSED = (
     *("fsopen", "fsconfig", "fsmount", "fspick", "name_to_handle_at", "open_by_handle_at", "fanotify_init", "quotactl"),
     *("bpf", "perf_event_open", "add_key", "request_key", "keyctl", "userfaultfd"),
 )
+SIGNALS = {"kill": 1, "tgkill": 2, "rt_sigqueueinfo": 1, "rt_tgsigqueueinfo": 2}
+"""Calls that send a signal, and the position of the signal among their arguments."""
 SOCKETS = ("bind", "connect", "listen", "accept", "accept4", "setsockopt", "sendmsg", "sendmmsg")
 """Calls that only the network needs. They also enlarge the buffers of a pair of sockets, and put descriptors in flight,
 where no limit counts them."""
 ONLY_ITSELF = (
-    *("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"),
+    *SIGNALS,
     *("prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"),
 )
 """Calls whose first argument is a process, which must be the process itself or 0."""
@@ -116,7 +119,10 @@ def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
     unshare = (_CLOSE_RANGE_UNSHARE, _CLOSE_RANGE_UNSHARE | _CLOSE_RANGE_CLOEXEC)
     lines += _if_called("close_range", _refuse_values(2, unshare))
     for name in ONLY_ITSELF:
-        lines += _if_called(name, _allow_values(0, (0, pid)))
+        body = _allow_values(0, (0, pid))
+        if name in SIGNALS:  # SIGCONT would discard the stop between calls, or end it
+            body = [_argument(SIGNALS[name]), _op(_JUMP_EQUAL, _SIGCONT, 0, 1), _op(_RETURN, refuse), *body]
+        lines += _if_called(name, body)
     # The process must end with its parent, which reads its descriptors to find deleted files.
     lines += _if_called("prctl", _refuse_values(0, (kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)))
     families = (_AF_INET, _AF_INET6, _AF_NETLINK) if network else ()
@@ -133,7 +139,9 @@ def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
     # together with `flock`, two threads can wait for each other, and hold a deleted file without a descriptor.
     commands = (_F_SETOWN, _F_SETOWN_EX, _F_SETSIG, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW)
     lines += _if_called("fcntl", _refuse_values(1, commands))
-    lines += _if_called("ioctl", _refuse_values(1, (_FIOSETOWN, _SIOCSPGRP, _TIOCSTI)))
+    # A terminal sends SIGCONT to its processes when they give it up or its other end is closed.
+    requests = (_FIOSETOWN, _SIOCSPGRP, _TIOCSTI, _TIOCNOTTY, _TIOCSPTLCK)
+    lines += _if_called("ioctl", _refuse_values(1, requests))
     return [*lines, _op(_RETURN, _ALLOW)]
 
 
