@@ -153,6 +153,8 @@ CALLS = {
     "events of files": "inotify_init1, 0",
     "asynchronous requests": "io_setup, 1, ctypes.byref(ctypes.c_ulong())",
     "rules for files": "landlock_create_ruleset, 0, 0, 1",
+    "filters of a thread": "seccomp, 1, 0, 0",
+    "filters of a thread, by prctl": "prctl, 22, 2, 0, 0, 0",
     "the size of what a socket sends": "setsockopt, write, 1, 7, 0, 0",
     "the size of what a socket receives": "setsockopt, write, 1, 8, 0, 0",
     "any size of what a socket sends": "setsockopt, write, 1, 32, 0, 0",

@@ -109,6 +109,7 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "sched_setattr": (314, 274),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
+    "seccomp": (317, 277),
     "semctl": (66, 191),
     "semget": (64, 190),
     "semop": (65, 193),

@@ -46,8 +46,8 @@ REFUSED = (
     *("shmget", "shmat", "shmdt", "shmctl", "semget", "semop", "semtimedop", "semctl"),
     *("msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"),
-    # queues, rules and requests that the kernel keeps for a descriptor
-    *("inotify_init", "inotify_init1", "io_setup"),
+    # queues, rules, filters and requests that the kernel keeps for a descriptor or thread
+    *("inotify_init", "inotify_init1", "io_setup", "seccomp"),
     *("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"),
     # lists of access rights, 64 KiB each, even in a root directory whose size is bounded
     *("setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
@@ -123,8 +123,10 @@ def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
         if name in SIGNALS:  # SIGCONT would discard the stop between calls, or end it
             body = [_argument(SIGNALS[name]), _op(_JUMP_EQUAL, _SIGCONT, 0, 1), _op(_RETURN, refuse), *body]
         lines += _if_called(name, body)
-    # The process must end with its parent, which reads its descriptors to find deleted files.
-    lines += _if_called("prctl", _refuse_values(0, (kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)))
+    # The process must end with its parent, which reads its descriptors to find deleted files. More
+    # filters would hold memory that no limit counts.
+    options = (kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE, kernel.PR_SET_SECCOMP)
+    lines += _if_called("prctl", _refuse_values(0, options))
     families = (_AF_INET, _AF_INET6, _AF_NETLINK) if network else ()
     lines += _if_called("socket", _allow_values(0, families))
     # With `sendmsg`, a pair of Unix sockets would hold deleted files and sockets that no limit counts. Without it, a
