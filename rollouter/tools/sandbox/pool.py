@@ -8,7 +8,7 @@ The walls of a process isolate it from the machine. `rollouter.tools.sandbox.con
 |---|---|
 | network | no socket can be opened (seccomp), and there is no interface (network namespace) |
 | files | a root directory in memory with Python's files, read-only; Landlock; capabilities dropped |
-| processes | none can be started, seen or signalled (seccomp, process namespace) |
+| processes | none can be started (seccomp); others cannot be signalled or traced (seccomp, process namespace) |
 | environment | no variables of the parent; an empty working directory, removed afterwards |
 | resources | processor and wall time, memory, size of each file and of all, open files, threads, output |
 
