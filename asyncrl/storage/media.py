@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,15 @@ MAX_PIXELS = 1 << 27
 the memory."""
 MAX_FRAMES = 10_000
 """Limit for the frames of all videos of one prompt: each costs time and memory, however small it is."""
+MAX_SCANS = 100
+"""Limit for the scans of a JPEG, which have ten in ordinary files: for 30 bytes, each goes over all pixels."""
+MAX_METADATA = 100
+"""Limit for the Exif segments and the colour profiles of a file, which has one of each: a profile of 1 kB decompresses
+to 1 MB, and pillow copies all earlier Exif data for each segment."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The file formats that are read, by pillow's names."""
+_JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
+"""A marker with a segment, or that of the end. The others are no markers to libjpeg when it looks for the next scan."""
 
 
 def frames_of(media: Media) -> list[Image]:
@@ -52,8 +60,11 @@ def frames_of(media: Media) -> list[Image]:
     """
     from PIL import Image, ImageSequence
 
+    _check_repeats(media)
     try:
         with Image.open(io.BytesIO(media.data), formats=FORMATS) as opened:
+            if media.kind == "video" and opened.format == "MPO":
+                raise ValueError("it is a JPEG with several pictures, which is read as an image only")
             _check_size(opened, media.kind)
             if media.kind == "image":
                 return [opened.convert("RGB")]
@@ -67,6 +78,25 @@ def frames_of(media: Media) -> list[Image]:
 
 class _TooLargeError(ValueError):
     """A medium has too many pixels or frames."""
+
+
+def _check_repeats(media: Media) -> None:
+    """Count the parts of a file that take far more time to read than bytes. libtiff counts the scans in a TIFF."""
+    scans = _num_scans(media.data) if media.data.startswith(b"\xff\xd8") else 0
+    if scans > MAX_SCANS:
+        raise _TooLargeError(f"it is a JPEG of more than {MAX_SCANS} scans, the limit")
+    for name, mark in (("Exif segments", b"Exif\0\0"), ("colour profiles", b"iCCP")):
+        if media.data.count(mark) > MAX_METADATA:
+            raise _TooLargeError(f"it has more than {MAX_METADATA} {name}, the limit")
+
+
+def _num_scans(data: bytes) -> int:
+    """Return the number of scans of a JPEG up to its end, which other data may follow; counting stops at the limit."""
+    scans = at = 0
+    while scans <= MAX_SCANS and (marker := _JPEG_MARKER.search(data, at)) and marker[1] != b"\xd9":
+        scans += marker[1] == b"\xda"
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+    return scans
 
 
 def _check_size(opened: ImageFile, kind: str) -> None:

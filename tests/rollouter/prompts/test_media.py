@@ -344,8 +344,13 @@ def tiled(page: tuple[int, int], tile: tuple[int, int], samples: int = 1, bits: 
     tags |= {322: tile[0], 323: tile[1], 324: 8, 325: len(packed)}
     if samples > 3:
         tags[338] = 0
+    return tiff_file(packed, tags)
+
+
+def tiff_file(data: bytes, tags: Mapping[int, int]) -> bytes:
+    """Return a TIFF of one page, with its data at 8."""
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
-    return struct.pack("<2sHI", b"II", 42, 8 + len(packed)) + packed + struct.pack("<H", len(tags)) + entries + bytes(4)
+    return struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + struct.pack("<H", len(tags)) + entries + bytes(4)
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -367,6 +372,57 @@ def test_all_media_of_a_row_share_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
         parse([{"role": "user", "content": [*images, {"type": "image", "image": PNG}]}])
     with pytest.raises(DataError, match=f"at least {4 * size} pixels"):
         of_part({"type": "video", "video": [PNG] * 50})
+
+
+def jpeg(scans: int, segments: bytes = b"") -> bytes:
+    """Return a progressive JPEG of 2000 x 2000 pixels that repeats its last scan, to have `scans` in all."""
+    from PIL import Image
+
+    written = io.BytesIO()
+    Image.new("L", (2000, 2000), 128).save(written, "JPEG", progressive=True)
+    data = written.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:2] + segments + data[2:-2] + last * (scans - data.count(b"\xff\xda")) + data[-2:]
+
+
+def refused_quickly(why: str, kind: str, data: bytes) -> None:
+    started = time.thread_time()
+    with pytest.raises(DataError, match=f"content\\[1\\]'.*{why}"):
+        of_part({"type": kind, kind: data})
+    assert time.thread_time() - started < 1
+
+
+def test_a_jpeg_has_a_limited_number_of_scans() -> None:
+    of_part({"type": "image", "image": jpeg(100)})
+    of_part({"type": "image", "image": jpeg(10) + b"\xff\xda" * 1000})  # phones append a film
+    thumbnail = b"\xff\xe1" + struct.pack(">H", 2002) + b"\xff\xda" * 1000
+    of_part({"type": "image", "image": jpeg(10, thumbnail)})
+    refused_quickly("more than 100 scans", "image", jpeg(101))
+    refused_quickly("more than 100 scans", "image", jpeg(20_000, thumbnail))
+    refused_quickly("more than 100 scans", "image", jpeg(20_000).replace(b"\xff\xda", b"\xff" * 5 + b"\xda"))
+
+
+def test_a_tiff_has_a_limited_number_of_scans() -> None:
+    data = jpeg(1000)
+    tags = {256: 2000, 257: 2000, 258: 8, 259: 7, 262: 1, 273: 8, 277: 1, 278: 2000, 279: len(data)}
+    refused_quickly("pillow cannot read it", "image", tiff_file(data, tags))
+
+
+def test_the_pictures_of_a_jpeg_are_no_video() -> None:
+    """The scans are counted in the first picture only."""
+    written = io.BytesIO()
+    picture(1).save(written, "MPO", save_all=True, append_images=[picture(2)])
+    of_part({"type": "image", "image": written.getvalue()})
+    refused_quickly("read as an image only", "video", written.getvalue())
+
+
+def test_a_file_has_a_limited_number_of_exif_segments_and_colour_profiles() -> None:
+    exif = [b"\xff\xe1" + struct.pack(">H", 8 + len(text)) + b"Exif\0\0" + text for text in (b"x" * 60_000, b"x")]
+    refused_quickly("more than 100 Exif segments", "image", jpeg(10, exif[0] * 33 + exif[1] * 180_000))
+    profile = b"iCCP" + b"name\0\0" + zlib.compress(bytes(1_000_000))
+    chunk = struct.pack(">I", len(profile) - 4) + profile + struct.pack(">I", zlib.crc32(profile))
+    refused_quickly("more than 100 colour profiles", "image", PNG[:33] + chunk * 5000 + PNG[33:])
+    of_part({"type": "image", "image": PNG[:33] + chunk + PNG[33:]})
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
