@@ -437,7 +437,7 @@ def _split_override(text: str) -> tuple[str, str]:
 
 
 def _check_option(group: str, raw: str, options: Sequence[str]) -> str:
-    if raw in options or raw == "null":
+    if raw in options:
         return raw
     close = get_close_matches(raw, options, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

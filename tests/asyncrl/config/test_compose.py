@@ -349,6 +349,7 @@ def test_an_unknown_key_is_reported_with_the_key_that_means_it(override: str, ke
         ("trainer.save_freq=-2", "no number of steps"),
         ("rollout.n=4,8", "one run"),
         ("rollout=5", "rollout is a group"),
+        ("reward=null", "reward is a group and has no option of this name"),
         ("algorithm=grpo_lk", "did you mean grpo_kl?"),
         ("~rollout.n", "every key has a default"),
         ("hydra.run.dir=x", "no effect"),
