@@ -52,6 +52,9 @@ _BASE = "base"
 _SCHEMA_NODE = "schema"
 _USER_NODE = "user"
 _LONGEST_NAME = 200
+_TOO_DEEP = "the brackets of a value or of a ${...} are nested too deeply"
+_MOST_ADVICE = 100
+"""Limit for the unknown keys for which similar ones are looked up: each takes a millisecond."""
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -298,7 +301,7 @@ def _read_file(name: str, file: Path) -> _BaseConfig:
         text = read_yaml(file)
         tree = OmegaConf.to_container(OmegaConf.load(NamedText(text, file)), resolve=False)
         root = yaml.compose(NamedText(text, file), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, ValueError, OSError, RecursionError, OmegaConfBaseException) as error:
         raise _unreadable(name, error) from error
     if not isinstance(tree, dict):
         raise _CompositionError("config", name, "it is not a mapping of keys to values", "write it as `key: value`")
@@ -316,7 +319,8 @@ def _options(group: str, folder: Path | None) -> list[str]:
 
 
 def _unreadable(name: str, error: Exception) -> _CompositionError:
-    consequence = f"it cannot be read as YAML: {' '.join(str(error).split())}"
+    why = _TOO_DEEP if isinstance(error, RecursionError) else " ".join(str(error).split())
+    consequence = f"it cannot be read as YAML: {why}"
     return _CompositionError("config", name, consequence, "correct the file")
 
 
@@ -475,6 +479,8 @@ def _parse_value(name: str, raw: str) -> tuple[str, Any]:
         reason = str(error).partition("\nSee ")[0].splitlines()[0]
         fix = f"put the value in quotes, twice for the shell: {name}='\"{raw}\"'"
         raise _CompositionError(name, raw, f"it cannot be read: {reason}", fix) from error
+    except RecursionError as error:
+        raise _CompositionError(name, raw, _TOO_DEEP, "write the value with fewer brackets") from error
 
 
 def _quote(text: str) -> str:
@@ -508,6 +514,8 @@ def _compose(base: _BaseConfig, arguments: Sequence[str], read: ReadVariables) -
         raise _CompositionError(key, "?", _first_line(error), "correct the ${...} or give the value") from error
     except HydraException as error:
         raise _CompositionError(base.name, "?", _first_line(error), f"see the groups and recipes in {CONF}") from error
+    except RecursionError as error:
+        raise _CompositionError(base.name, "?", _TOO_DEEP, "correct the ${...} or give the value") from error
     return tree, unresolved
 
 
@@ -557,7 +565,7 @@ def _checked_files() -> str:
             try:
                 read_yaml(file)
                 return super().load_config(config_path)
-            except (yaml.YAMLError, ValueError) as error:
+            except (yaml.YAMLError, ValueError, RecursionError) as error:
                 raise _unreadable(str(file.relative_to(self.path)), error) from error
 
     SourcesRegistry.instance().register(CheckedFiles)
@@ -588,10 +596,11 @@ def _chosen_option(group: str, base: _BaseConfig, arguments: Sequence[str]) -> s
 
 def _remove_unknown(tree: Tree) -> Iterator[ConfigProblem]:
     """Remove keys from `tree` that are not in the schema, and yield a problem for each."""
-    for path, value in list(unknown_keys(tree)):
+    for number, (path, value) in enumerate(list(unknown_keys(tree))):
         _remove(tree, path)
         key = ".".join(path)
-        yield ConfigProblem(key, value, "there is no such key, so it would have no effect", advice(key))
+        fix = advice(key) if number < _MOST_ADVICE else "take it out; docs/config.md has all keys"
+        yield ConfigProblem(key, value, "there is no such key, so it would have no effect", fix)
 
 
 def _remove(tree: Tree, path: Sequence[str]) -> None:
@@ -622,7 +631,7 @@ def _with_places(problems: Iterable[ConfigProblem], places: Mapping[str, str]) -
 
 
 def _place(key: str, places: Mapping[str, str]) -> str:
-    below = next((place for name, place in places.items() if name.startswith(f"{key}.")), "")
-    while key and key not in places:
-        key = key.rpartition(".")[0]
-    return places[key] if key else below
+    known = key
+    while known and known not in places:
+        known = known.rpartition(".")[0]
+    return places[known] if known else next((at for name, at in places.items() if name.startswith(f"{key}.")), "")

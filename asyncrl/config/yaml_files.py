@@ -20,8 +20,10 @@ MAX_DEPTH = 50
 """Limit for nested lists and mappings."""
 MAX_EXPANDED = 1_000_000
 """Limit for the characters of a file's values if every alias is replaced by what it refers to. Each value counts as
-`_VALUE` characters in addition to its text."""
-_VALUE = 50
+`_VALUE` characters in addition to its text, and a text with `${` counts `_REFERENCE` times, because OmegaConf takes
+about 0.2 ms for a value and 40 µs for a character of a reference."""
+_VALUE, _PLAIN_VALUE, _REFERENCE = 200, 50, 50
+"""The first is for files that OmegaConf reads, the second for others, such as traces of thousands of turns."""
 MAX_NUMBER = 300
 """Limit for the characters of a number, with which every number fits a float. Hexadecimal integers and those to the
 base 60 can be too long to be shown."""
@@ -32,8 +34,11 @@ _TYPED = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("bool", "null", "t
 """The tags of values whose text has to fit the tag."""
 
 
-def read_yaml(file: Path) -> str:
+def read_yaml(file: Path, value_size: int = _VALUE) -> str:
     """Return the text of a YAML file after checking that its values are within the limits.
+
+    Args:
+        value_size: what each value counts in addition to its text.
 
     Raises:
         OSError, UnicodeDecodeError: the file cannot be read, is not a regular file, or is not UTF-8.
@@ -46,7 +51,7 @@ def read_yaml(file: Path) -> str:
     if len(data) > MAX_BYTES:
         raise yaml.YAMLError(f"{file} has more than {MAX_BYTES >> 10} KiB, the limit for a YAML file")
     text = data.decode("utf-8")
-    _check(text, file)
+    _check(text, file, value_size)
     return text
 
 
@@ -60,7 +65,7 @@ class NamedText(io.StringIO):
 
 def load_yaml(file: Path) -> Any:
     """Return the values of a YAML file. Raises as `read_yaml` does."""
-    text = read_yaml(file)
+    text = read_yaml(file, _PLAIN_VALUE)
     try:
         return yaml.safe_load(NamedText(text, file))
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
@@ -68,7 +73,7 @@ def load_yaml(file: Path) -> Any:
         raise yaml.YAMLError(f"{file}: a value cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _check(text: str, file: Path) -> None:
+def _check(text: str, file: Path, value_size: int) -> None:
     loader = yaml.SafeLoader("")
     expanded = 0
     nesting: list[tuple[str | None, int]] = []
@@ -79,9 +84,9 @@ def _check(text: str, file: Path) -> None:
         if isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in nesting):
                 raise _refusal(file, event, f"the alias *{event.anchor} refers to a value that contains it")
-            expanded += sizes.get(event.anchor or "", _VALUE)
+            expanded += sizes.get(event.anchor or "", value_size)
         elif isinstance(event, yaml.ScalarEvent):
-            expanded += _VALUE + len(event.value)
+            expanded += value_size + len(event.value) * (_REFERENCE if "${" in event.value else 1)
             if len(event.value) > MAX_NUMBER:
                 has_tag = event.tag not in (None, "!")  # as PyYAML's composer decides
                 tag = event.tag if has_tag else loader.resolve(yaml.ScalarNode, event.value, event.implicit)
@@ -96,7 +101,7 @@ def _check(text: str, file: Path) -> None:
         elif isinstance(event, yaml.CollectionStartEvent):
             if event.tag in _TYPED:  # PyYAML takes the value of the key `=`
                 raise _refusal(file, event, f"a list or mapping has the tag {event.tag}")
-            expanded += _VALUE
+            expanded += value_size
             nesting.append((event.anchor, before))
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, start = nesting.pop()
@@ -105,7 +110,11 @@ def _check(text: str, file: Path) -> None:
         if len(nesting) > MAX_DEPTH:
             raise _refusal(file, event, f"its values are nested more than {MAX_DEPTH} levels deep")
         if expanded > MAX_EXPANDED:
-            raise _refusal(file, event, f"its values exceed {MAX_EXPANDED} characters once its aliases are expanded")
+            why = (
+                f"its values exceed {MAX_EXPANDED} characters once its aliases are expanded, where each value counts "
+                f"as {value_size} more, and each character of a text with ${{…}} as {_REFERENCE}"
+            )
+            raise _refusal(file, event, why)
 
 
 def _check_fits_tag(loader: yaml.SafeLoader, event: yaml.ScalarEvent, file: Path) -> None:

@@ -58,7 +58,7 @@ def read_verl(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
             key = override.key_or_group.replace("/", ".")
             if not override.is_delete():
                 OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
-    except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, HydraException) as error:
+    except (yaml.YAMLError, ValueError, OSError, RecursionError, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(f"{file or 'overrides'}: cannot be read: {' '.join(str(error).split())}") from error
     with bounded_references(_MAX_REFERENCES):
         return {name: value for name, value in _leaves(tree, "") if value is not None}

@@ -12,6 +12,7 @@ import yaml
 from asyncrl.config.compose import check_config
 from asyncrl.config.from_verl.migration import migrate
 from asyncrl.config.yaml_files import load_yaml
+from asyncrl.core.failures import ConfigError
 from asyncrl.storage.run_dir import SavedConfig
 from tests.fakes.command_line import CommandLine
 
@@ -39,6 +40,11 @@ HOSTILE = {
     "nested mappings": ("a: " + "{b: " * 30_000, "nested more than 50 levels"),
     "nested blocks": ("- " * 50_000, "nested more than 50 levels"),
     "many values": ("a: [" + "1," * 100_000 + "1]\n", "exceed 1000000 characters"),
+    "a reference of many arguments": (f"a: '${{a:{'b,' * 40_000}b}}'\n", "exceed 1000000 characters"),
+    "aliases of a reference": (
+        f"a: &a '${{a:{'b,' * 1_000}b}}'\nb: [{', '.join(['*a'] * 50)}]\n",
+        "exceed 1000000 characters",
+    ),
     "an integer to the base 60": ("a: 1" + ":1" * 100_000, "a number has more than 300 characters"),
     "a hexadecimal integer": ("a: [0x" + "f" * 100_000 + "]\n", "a number has more than 300 characters"),
     "a tagged integer": ("a: !!int 0b" + "1" * 100_000, "a number has more than 300 characters"),
@@ -62,16 +68,57 @@ HOSTILE = {
     "nested references": ("a: '" + "${" * 5_000 + "b" + "}" * 5_000 + "'", "more than 20 references"),
     "a large file": ("# " + "x" * (256 << 10), "more than 256 KiB"),
 }
+HOSTILE_CONFIGS = HOSTILE | {
+    "aliases of a short list": (f"a: &a [1]\nb: [{', '.join(['*a'] * 9_000)}]\n", "exceed 1000000 characters"),
+}
+"""OmegaConf takes longer for a value than YAML."""
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE_CONFIGS)
 def test_a_hostile_config_is_refused_quickly_with_its_file_and_the_limit(name: str, tmp_path: Path) -> None:
-    text, why = HOSTILE[name]
+    text, why = HOSTILE_CONFIGS[name]
     file = write(tmp_path / "my.yaml", text)
     started = time.thread_time()
     (problem,) = check_config(file).problems
     assert time.thread_time() - started < 2
     assert problem.key == "config" and str(file) in problem.consequence and why in problem.consequence
+
+
+NESTED_REFERENCE = f"${{a:{'[' * 2000}{']' * 2000}}}"
+
+
+def test_a_reference_of_deeply_nested_brackets_is_refused(tmp_path: Path) -> None:
+    given = f"data: {{train_files: '{NESTED_REFERENCE}'}}\n"
+    file = write(tmp_path / "my.yaml", given)
+    write(tmp_path / "algorithm" / "mine.yaml", given)
+    chosen = write(tmp_path / "chosen.yaml", "defaults: [quickstart, {algorithm: mine}]\n")
+    nested = NESTED_REFERENCE[4:-1]
+    for source, overrides in [
+        (file, []),
+        (chosen, []),
+        (None, [f"data.train_files={NESTED_REFERENCE}"]),
+        (None, [f"seed={NESTED_REFERENCE}"]),
+        (None, [f"seed={nested}"]),
+    ]:
+        (problem,) = check_config(source, overrides).problems
+        assert "nested too deeply" in problem.consequence
+    with pytest.raises(ConfigError, match="cannot be read"):
+        migrate(file)
+
+
+@pytest.mark.parametrize("text", ["{}", "b:\n{}"])
+def test_a_config_of_many_unknown_keys_is_refused_quickly(text: str, tmp_path: Path) -> None:
+    keys = "".join(f"  k{number}: 1\n" for number in range(2400))
+    file = write(tmp_path / "my.yaml", text.format(keys))
+    started = time.thread_time()
+    problems = check_config(file).problems
+    assert time.thread_time() - started < 2
+    assert sum("there is no such key" in problem.consequence for problem in problems) == 2400
+
+
+def test_a_trace_of_thousands_of_turns_is_read(tmp_path: Path) -> None:
+    turns = [[250, 1.5]] * 5000
+    assert load_yaml(write(tmp_path / "trace.yaml", f"turns: {turns}\n")) == {"turns": turns}
 
 
 def references(first: str, times: int) -> str:
@@ -108,9 +155,9 @@ def test_a_name_that_no_directory_can_have_is_refused(name: str) -> None:
     assert problem.key == "experiment_name" and "not a valid name" in problem.consequence
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE_CONFIGS)
 def test_a_hostile_option_of_a_group_is_refused_like_a_config(name: str, tmp_path: Path) -> None:
-    text, why = HOSTILE[name]
+    text, why = HOSTILE_CONFIGS[name]
     option = write(tmp_path / "algorithm" / "mine.yaml", text)
     file = write(tmp_path / "my.yaml", "defaults: [quickstart, {algorithm: mine}]\n")
     (problem,) = check_config(file).problems
