@@ -17,7 +17,7 @@ from anyio import to_thread
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import BugError, InfraError
+from asyncrl.core.failures import BugError, DeadlineError, InfraError
 from asyncrl.core.ports import SharedGpus
 from asyncrl.core.records import RecordSink, RunRecord, stream_records
 from asyncrl.core.tasks import task_group
@@ -200,8 +200,7 @@ class RolloutActor:
         served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
         scorer = CombinedScorer(task.scorer, config, task.decode, served)
         if isinstance(task.agent, ExternalAgent) and has_engines:
-            url = await to_thread.run_sync(endpoint_url, rollout_app(config, namespace), abandon_on_cancel=True)
-            task.agent.serve_at(url, self._incarnation)
+            task.agent.serve_at(await _find_endpoint(config, namespace), self._incarnation)
         async with task_group() as starting:
             for place in range(len(self._links)):
                 starting.start_soon(self._start_worker, place, has_engines)
@@ -264,6 +263,19 @@ class RolloutActor:
         if self._rollouter is None:
             return {**own, "loading": self._loading} if self._loading else own
         return {**own, "profiler": profile.status(), **self._rollouter.status()}
+
+
+async def _find_endpoint(config: Config, namespace: str) -> str:
+    """See `endpoint_url`. Raises also `DeadlineError`: Ray Serve did not answer within `timeouts.call_s`."""
+    limit_s = config.timeouts.call_s
+    try:
+        with anyio.fail_after(limit_s):
+            return await to_thread.run_sync(endpoint_url, rollout_app(config, namespace), abandon_on_cancel=True)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"Ray Serve did not answer where agents reach the run (rollout.agent) within {limit_s:g} s "
+            "(timeouts.call_s)"
+        ) from error
 
 
 def start_rollouter(config: Config, *, incarnation: int = 1) -> Any:

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import anyio
 import click
-from anyio import to_thread
 from rich.console import Console
 
 from asyncrl.assets import resolve
@@ -407,10 +406,8 @@ async def _answer(
     from rollouter.actor import start_rollouter
     from rollouter.serving.app import start_app, stop_app
 
-    if config.ray.address is not None:
-        room = functools.partial(check_room, config, trains=False)
-        if delay := await to_thread.run_sync(room, abandon_on_cancel=True):
-            view.message("warning", delay)
+    if config.ray.address is not None and (delay := await check_room(config, trains=False)):
+        view.message("warning", delay)
     view.phase("starting engines and reading data (about 40 s on a CPU)")
     rollouter = start_rollouter(config)
 

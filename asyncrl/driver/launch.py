@@ -282,10 +282,8 @@ async def _serve(config: Config) -> int:
                 from asyncrl.driver.cluster.state import check_room
                 from rollouter.serving.app import start_app, stop_app
 
-                if config.ray.address is not None:
-                    room = functools.partial(check_room, config, trains=False)
-                    if delay := await to_thread.run_sync(room, abandon_on_cancel=True):
-                        click.echo(f"warning: {delay}", err=True)
+                if config.ray.address is not None and (delay := await check_room(config, trains=False)):
+                    click.echo(f"warning: {delay}", err=True)
                 await start_app(config, namespace=namespace, http=True)
                 stop = anyio.Event()
                 interrupts.on_first = functools.partial(_set, stop)

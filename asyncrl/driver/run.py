@@ -163,7 +163,7 @@ class Run:
         config = self._config
         app = rollout_app(config, namespace)
         if config.ray.address is not None:
-            if delay := await to_thread.run_sync(check_room, config, abandon_on_cancel=True):
+            if delay := await check_room(config):
                 self._view.message("warning", delay)
             group.start_soon(self._watch_demands, namespace, app.name)
         with attribute_failure_to("store"):

@@ -6,11 +6,11 @@ publish again to a weight store that was restarted.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import anyio
@@ -20,7 +20,7 @@ from anyio.abc import TaskGroup
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import DeadlineError, InfraError
 from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, StoreStatus
-from asyncrl.driver.actors import call, kill_process_of, local_nodes
+from asyncrl.driver.actors import KILL_S, call, kill_process_of, local_nodes
 from asyncrl.driver.cluster.processes import end_known
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.supervision import QUIET_S, ReplicaWatch, RestartBudget, probe
@@ -45,6 +45,8 @@ REPLICA_TITLE = "ray::ServeReplica"
 """Start of the command line of a replica's process."""
 UNLIMITED = -1
 """The value of Ray's `max_restarts` for no limit; the driver's budget limits restarts instead."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -246,5 +248,12 @@ class ServiceWatch:
 
 async def _end_replica(report: ReplicaReport) -> None:
     """End an unresponsive replica on this machine, because Serve notices one late or never."""
-    if report.node_id in await to_thread.run_sync(local_nodes):
-        await to_thread.run_sync(partial(end_known, [report.pid], report.reported_at, title=REPLICA_TITLE))
+
+    def end() -> None:
+        if report.node_id in local_nodes():
+            end_known([report.pid], report.reported_at, title=REPLICA_TITLE)
+
+    with anyio.move_on_after(KILL_S) as scope:
+        await to_thread.run_sync(end, abandon_on_cancel=True)
+    if scope.cancelled_caught:
+        logger.warning("the unresponsive replica %s could not be ended within %g s", report.replica, KILL_S)

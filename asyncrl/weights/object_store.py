@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
 import anyio
@@ -70,6 +72,8 @@ class ServedRun:
     """Whether versions consist of LoRA adapters."""
     profiler: ProfilerSettings = PROFILING_OFF
     """The profiler settings of the replicas, which send their events with their answers."""
+    agent_s: float = math.inf
+    """`rollout.agent.timeout_s`: the time within which a request of an agent is answered."""
 
     @classmethod
     def of(cls, config: Config, *, name: str, namespace: str) -> Self:
@@ -82,6 +86,7 @@ class ServedRun:
             sync.max_mismatch_kl,
             config.syncs_adapters,
             ProfilerSettings.of(config.profiler, None),
+            config.rollout.agent.timeout_s,
         )
 
 
@@ -281,36 +286,40 @@ async def claim_store(namespace: str, served: ServedRun, *, max_restarts: int, l
 
     Raises:
         ConfigError: another run has the store.
-        DeadlineError: the store of an earlier driver of this run has not ended within `limit_s`.
+        DeadlineError: within `limit_s`, the store of an earlier driver of this run has not ended, or Ray has created
+            none.
     """
-    until = anyio.current_time() + limit_s
+    start = partial(start_store, namespace, served, max_restarts=max_restarts)
+    is_taken = False
     owner: ServedRun | None = None
-    while True:
-        try:
-            return start_store(namespace, served, max_restarts=max_restarts)
-        except ValueError:
-            store = await anyio.to_thread.run_sync(find_store, namespace)
-        left_s = until - anyio.current_time()
-        if store is not None:
-            with suppress(InfraError):  # it is ending
-                owner = await answer_of(store.served_run.remote(), max(RETRY_S, left_s), "asking for the attached run")
-        if owner is not None and owner.name != served.name:
-            raise ConfigError(
-                f"rollout.attach: the run {owner.name} is attached to these rollout servers, which can serve "
-                "the weights of one run only; wait for its end or stop it, or attach to another application"
-            )
-        if left_s <= 0 and owner is not None:
-            raise DeadlineError(
-                f"an earlier driver of this run ({served.name}) still holds these rollout servers after {limit_s:g} s "
-                "(timeouts.start_s), although its run directory is not locked any more: it may hang while it ends"
-            )
-        if left_s <= 0:
-            raise DeadlineError(
-                f"the weight store of another run in Ray namespace {namespace} has not answered for {limit_s:g} s "
-                "(timeouts.start_s), so nothing is known of that run, which holds these rollout servers: end its "
-                "driver, or attach to another application"
-            )
-        await anyio.sleep(RETRY_S)
+    with anyio.move_on_after(limit_s):
+        while True:
+            try:
+                return await anyio.to_thread.run_sync(start, abandon_on_cancel=True)
+            except ValueError:
+                is_taken = True
+            store = await anyio.to_thread.run_sync(find_store, namespace, abandon_on_cancel=True)
+            if store is not None:
+                with suppress(InfraError):  # it is ending
+                    owner = await answer_of(store.served_run.remote(), limit_s, "asking for the attached run")
+            if owner is not None and owner.name != served.name:
+                raise ConfigError(
+                    f"rollout.attach: the run {owner.name} is attached to these rollout servers, which can serve "
+                    "the weights of one run only; wait for its end or stop it, or attach to another application"
+                )
+            await anyio.sleep(RETRY_S)
+    if not is_taken:
+        raise DeadlineError(f"Ray has not created the weight store within {limit_s:g} s (timeouts.start_s)")
+    if owner is not None:
+        raise DeadlineError(
+            f"an earlier driver of this run ({served.name}) still holds these rollout servers after {limit_s:g} s "
+            "(timeouts.start_s), although its run directory is not locked any more: it may hang while it ends"
+        )
+    raise DeadlineError(
+        f"the weight store of another run in Ray namespace {namespace} has not answered for {limit_s:g} s "
+        "(timeouts.start_s), so nothing is known of that run, which holds these rollout servers: end its "
+        "driver, or attach to another application"
+    )
 
 
 def find_store(namespace: str) -> ray.actor.ActorHandle | None:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -96,7 +97,8 @@ class RolloutCalls:
     def __init__(self, store_namespace: str, *, call_s: float) -> None:
         self._store_namespace = store_namespace
         self._call_s = call_s
-        self._actors: dict[int, Any] = {}
+        self._actors: dict[int, tuple[Any, float]] = {}
+        """The Rollouters by incarnation, each with the time limit of a request."""
         self._limit: anyio.Semaphore | None = None
         """Created in the replica: it belongs to an event loop, and this object is pickled."""
 
@@ -152,12 +154,21 @@ class RolloutCalls:
         self, incarnation: int, key: str, path: str, body: Mapping[str, Any]
     ) -> AsyncGenerator[GatewayResponse | bytes, None]:
         """Raises `RayActorError` if the Rollouter is gone."""
-        items = (await self._actor(incarnation)).stream.remote(key, path, body)
+        actor, limit_s = await self._actor(incarnation)
+        items = actor.stream.remote(key, path, body)
+        until = anyio.current_time() + limit_s
         ended = False
         try:
-            async for reference in items:
-                yield await reference
+            while True:
+                try:
+                    with anyio.fail_after(until - anyio.current_time()):
+                        item = await (await anext(items))
+                except StopAsyncIteration:
+                    break
+                yield item
             ended = True
+        except TimeoutError as error:
+            raise engines_failed() from error
         except ray.exceptions.RayError as error:
             ended = True
             gone = isinstance(error, ray.exceptions.RayActorError)
@@ -177,9 +188,14 @@ class RolloutCalls:
 
     async def _ask(self, incarnation: int, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
         """Raises `RayActorError` if the Rollouter is gone."""
-        answer = (await self._actor(incarnation)).answer.remote(key, path, body)
+        actor, limit_s = await self._actor(incarnation)
+        answer = actor.answer.remote(key, path, body)
         try:
-            response: GatewayResponse = await answer
+            with anyio.fail_after(limit_s):
+                response: GatewayResponse = await answer
+        except TimeoutError as error:
+            ray.cancel(answer)
+            raise engines_failed() from error
         except asyncio.CancelledError:
             ray.cancel(answer)  # the client has disconnected, so the engine stops its turn
             raise
@@ -191,7 +207,7 @@ class RolloutCalls:
             raise engines_failed() from error
         return response
 
-    async def _actor(self, incarnation: int) -> Any:
+    async def _actor(self, incarnation: int) -> tuple[Any, float]:
         if incarnation not in self._actors:
             try:
                 found = await attached_run(self._store_namespace, limit_s=self._call_s)
@@ -200,11 +216,16 @@ class RolloutCalls:
             if found is None:
                 raise unknown_key()
             _, run = found
-            name = rollouter_name(incarnation)
+            find = partial(ray.get_actor, rollouter_name(incarnation), run.namespace)
             try:
-                self._actors[incarnation] = await to_thread.run_sync(ray.get_actor, name, run.namespace)
+                with anyio.fail_after(self._call_s):
+                    actor = await to_thread.run_sync(find, abandon_on_cancel=True)
             except ValueError as error:
                 raise unknown_key() from error
+            except TimeoutError as error:
+                raise engines_failed() from error
+            # The Rollouter answers within `agent_s`, so one that does not has lost the request.
+            self._actors[incarnation] = actor, run.agent_s + self._call_s
         return self._actors[incarnation]
 
 

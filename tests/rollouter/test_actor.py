@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import DataConfig
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.config.sections.rollout import RolloutConfig
-from asyncrl.core.failures import BugError, ConfigError, FencedError, InfraError
+from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedError, InfraError
 from asyncrl.core.ports import GenerateRequest, GenerationEvent, WeightsVersion
 from asyncrl.core.records import ApplyRecord, RunRecord, ValidationRecord
 from asyncrl.core.staleness import Pacing
@@ -281,3 +282,15 @@ async def test_a_worker_that_died_before_its_start_is_replaced(monkeypatch: pyte
     actor._links = [StartingLink(ConfigError("a reward fails"))]  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="a reward fails"):
         await actor._start_worker(0, True)
+
+
+async def test_a_serve_that_does_not_answer_where_agents_reach_the_run_is_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hung = threading.Event()
+    monkeypatch.setattr(actor_module, "endpoint_url", lambda app: hung.wait(30))
+    try:
+        with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"within 0\.1 s \(timeouts\.call_s\)"):
+            await actor_module._find_endpoint(Config.model_validate({"timeouts": {"call_s": 0.1}}), "run")
+    finally:
+        hung.set()

@@ -1,6 +1,6 @@
 """What a Ray cluster has, what it lacks for a run, and what the run waits for there. Ray is asked through public APIs.
 
-All functions block, and need a connection to the cluster.
+All functions need a connection to the cluster, and all except `check_room` block.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import anyio
 import ray
+from anyio import to_thread
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from asyncrl.config.problems import format_problems
 from asyncrl.config.resources.placement import UNITS, Gang, NodeResources, Placement, gangs, place
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import ConfigError
+from asyncrl.core.failures import ConfigError, DeadlineError
 from rollouter.serving.options import app_name
 
 _WAITING = ("PENDING", "RESCHEDULING")
@@ -50,7 +52,7 @@ def _gangs(config: Config, nodes: Sequence[NodeResources], *, trains: bool = Tru
     return gangs(config, gpus=any(node.gpus for node in nodes), trains=trains)
 
 
-def check_room(config: Config, *, trains: bool = True) -> str:
+async def check_room(config: Config, *, trains: bool = True) -> str:
     """Check that a run, or engines alone, have room on this cluster, if no other run uses it.
 
     Returns:
@@ -58,7 +60,19 @@ def check_room(config: Config, *, trains: bool = True) -> str:
 
     Raises:
         ConfigError: it can never have room, and the cluster adds no nodes (`ray.autoscaling`).
+        DeadlineError: the cluster did not answer within `timeouts.call_s`.
     """
+    limit_s = config.timeouts.call_s
+    try:
+        with anyio.fail_after(limit_s):
+            return await to_thread.run_sync(_compare_room, config, trains, abandon_on_cancel=True)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"the Ray cluster at ray.address did not answer what its nodes have within {limit_s:g} s (timeouts.call_s)"
+        ) from error
+
+
+def _compare_room(config: Config, trains: bool) -> str:
     nodes = cluster_nodes()
     if trains and config.weight_sync.backend == "nccl" and not any(node.gpus for node in nodes):
         raise ConfigError(

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
@@ -303,8 +303,7 @@ class WeightUpdates:
                 async with asyncio.timeout(2 * ASK_STORE_S):
                     newest: Publication | None = await store.start_with.remote(ASK_STORE_S, lost)
             except (TimeoutError, ray.exceptions.RayError) as error:
-                gone = isinstance(error, ray.exceptions.RayActorError)
-                if gone and await asyncio.to_thread(find_store, self._namespace) != store:
+                if isinstance(error, ray.exceptions.RayActorError) and await self._has_ended(store):
                     return
                 problem = f"the weight store cannot be asked: {error}"
                 await asyncio.sleep(RETRY_S)
@@ -327,6 +326,13 @@ class WeightUpdates:
             f"replica {self._health.replica} found no version that it could fetch within {self.timeouts.start_s:g} s "
             f"(timeouts.start_s): {problem}"
         )
+
+    async def _has_ended(self, store: Any) -> bool:
+        """Whether the run of this store has ended. False if Ray does not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_STORE_S):
+                return await asyncio.to_thread(find_store, self._namespace) != store
+        return False
 
     async def _fetch(self, weights_version: WeightsVersion, until: float, adapter: LoRARequest | None) -> float:
         """Map the version's bytes into the workers, while they decode, or write the files of the adapter. Return the

@@ -472,7 +472,7 @@ def test_on_a_shared_cluster_the_queue_has_ended_before_its_journal_is_read(
     fails(DivergenceError("the loss is not finite"))(parts)
     ended = AsyncMock()
     parts.monkeypatch.setattr(run_module, "kill", ended)
-    parts.monkeypatch.setattr(run_module, "check_room", lambda config: "")
+    parts.monkeypatch.setattr(run_module, "check_room", AsyncMock(return_value=""))
     parts.monkeypatch.setattr(run_module, "pending_demands", lambda namespace, app: ())
     end_of(config_of(tmp_path, ray={"address": "auto"}), capsys)
     [((_, [process], _), _)] = ended.await_args_list

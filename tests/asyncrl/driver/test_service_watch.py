@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,23 @@ async def test_an_unresponsive_replica_is_ended_in_the_background(
             await anyio.wait_all_tasks_blocked()
         assert ended == ["a"]
         ends.cancel_scope.cancel()
+
+
+async def test_a_replica_that_cannot_be_ended_holds_neither_the_run_nor_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hung = threading.Event()
+    monkeypatch.setattr(watch_module, "local_nodes", hung.wait)
+    try:
+        with anyio.fail_after(10), anyio.move_on_after(0.05) as run:
+            await watch_module._end_replica(report("a"))
+        assert run.cancelled_caught
+        monkeypatch.setattr(watch_module, "KILL_S", 0.05)
+        with anyio.fail_after(10):
+            await watch_module._end_replica(report("a"))
+        assert "the unresponsive replica a could not be ended within 0.05 s" in caplog.text
+    finally:
+        hung.set()
 
 
 @pytest.mark.parametrize("serve_fails", [False, True])

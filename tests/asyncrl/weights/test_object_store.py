@@ -403,3 +403,21 @@ async def test_a_store_that_does_not_answer_keeps_other_runs_out_without_a_guess
             await attached_run("hangs", limit_s=0.3)
     finally:
         ray.kill(store)
+
+
+@pytest.mark.parametrize("hangs", ["start_store", "find_store"])
+async def test_claiming_a_store_ends_in_time_and_leaves_the_event_loop_free(
+    monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    hung = threading.Event()
+
+    def start_store(*_: Any, **__: Any) -> Any:
+        raise ValueError("the name is taken")
+
+    monkeypatch.setattr(object_store, "start_store", start_store)
+    monkeypatch.setattr(object_store, hangs, lambda *_, **__: hung.wait(30))
+    try:
+        with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"(within|for) 0\.1 s \(timeouts\.start_s\)"):
+            await claim_store("any", ServedRun("a"), max_restarts=0, limit_s=0.1)
+    finally:
+        hung.set()

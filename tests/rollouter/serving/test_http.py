@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import AsyncIterator, Awaitable
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 import ray
 
@@ -92,3 +94,41 @@ async def test_agents_are_told_to_try_again_while_the_store_restarts(monkeypatch
     with pytest.raises(RequestError) as raised:
         await http.RolloutCalls("servers", call_s=1).answer(key(1), "/chat/completions", {})
     assert raised.value.status == 503
+
+
+class SilentRollouter(Rollouter):
+    """A Rollouter that has lost its requests."""
+
+    async def _answer(self, key: str, path: str, body: Any) -> GatewayResponse:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def _stream(self, key: str, path: str, body: Any) -> AsyncIterator[Awaitable[Any]]:
+        yield super()._answer(key, path, body)
+        yield self._answer(key, path, body)
+
+
+async def test_requests_end_although_ray_or_the_rollouter_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung, cancelled = threading.Event(), list[Any]()
+
+    async def attached_run(namespace: str, *, limit_s: float) -> tuple[None, ServedRun]:
+        return None, ServedRun(namespace="run", agent_s=0.1)
+
+    monkeypatch.setattr(http, "attached_run", attached_run)
+    monkeypatch.setattr(http.ray, "cancel", cancelled.append)
+    monkeypatch.setattr(http.ray, "get_actor", lambda name, namespace: hung.wait(30))
+    calls = http.RolloutCalls("servers", call_s=0.1)
+    try:
+        with anyio.fail_after(10), pytest.raises(RequestError, match="could not be generated"):
+            await calls.answer(key(1), "/completions", {})
+    finally:
+        hung.set()
+    monkeypatch.setattr(http.ray, "get_actor", lambda name, namespace: SilentRollouter("a"))
+    with anyio.fail_after(10):
+        with pytest.raises(RequestError, match="could not be generated"):
+            await calls.answer(key(1), "/completions", {})
+        items = calls.stream(key(1), "/completions", {})
+        assert await anext(items) == (200, {"run": "a"})
+        with pytest.raises(RequestError, match="could not be generated"):
+            await anext(items)
+    assert len(cancelled) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -315,6 +316,17 @@ async def test_a_replica_whose_run_ends_while_it_starts_serves_what_it_has(monke
     with anyio.fail_after(30):
         await updates.start()
     assert (found, updates.health.weights_version) == ([], WeightsVersion(0, 0))
+
+
+async def test_a_ray_that_does_not_answer_is_no_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = threading.Event()
+    monkeypatch.setattr(weights, "find_store", lambda namespace: hung.wait(30))
+    monkeypatch.setattr(weights, "ASK_STORE_S", 0.1)
+    try:
+        with anyio.fail_after(10):
+            assert not await Updates(None)._has_ended(Store())
+    finally:
+        hung.set()
 
 
 @pytest.mark.usefixtures("without_ray")

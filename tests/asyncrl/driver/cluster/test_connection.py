@@ -40,12 +40,12 @@ def test_the_libraries_of_ranks_and_engines_follow_the_policy(loading: str) -> N
     assert runtimes == {"libgomp.so.1"}
 
 
-def test_gpu_broadcasts_need_a_gpu_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpu_broadcasts_need_a_gpu_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [NodeResources("one", "one", cpus=64.0, gpus=0.0)]
     monkeypatch.setattr(state, "cluster_nodes", lambda: nodes)
     config = Config.model_validate({"weight_sync": {"backend": "nccl"}})
     with pytest.raises(ConfigError, match=r"weight_sync\.backend=nccl: .* no node of the cluster has one"):
-        state.check_room(config)
+        await state.check_room(config)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "no-such-host.invalid:6379"])

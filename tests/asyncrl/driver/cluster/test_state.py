@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.config.sections.trainer import RewardModelConfig
+from asyncrl.core.failures import DeadlineError
 from asyncrl.driver.cluster import state
-from asyncrl.driver.cluster.state import pending_demands
+from asyncrl.driver.cluster.state import check_room, pending_demands
 from rollouter.serving.options import REWARD_DEPLOYMENT_NAME, app_name, reward_deployment_options
 
 NAMESPACE = "run-1"
@@ -70,3 +73,13 @@ def test_only_groups_of_the_run_that_wait_are_pending(monkeypatch: pytest.Monkey
     table["placed"] = group(f"{NAMESPACE}/ranks/policy", "CREATED")
     monkeypatch.setattr(state, "placement_group_table", lambda: table)
     assert pending_demands(NAMESPACE, engines) == ("2 x engine replica: 1 GPU", "1 x reward model replica: 1 GPU")
+
+
+async def test_a_cluster_that_does_not_answer_what_it_has_is_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = threading.Event()
+    monkeypatch.setattr(state, "cluster_nodes", hung.wait)
+    try:
+        with pytest.raises(DeadlineError, match=r"what its nodes have within 0\.1 s \(timeouts\.call_s\)"):
+            await check_room(Config.model_validate({"timeouts": {"call_s": 0.1}}))
+    finally:
+        hung.set()
