@@ -32,6 +32,7 @@ from asyncrl.queue.actor import QueueActor, QueueClient
 from asyncrl.weights.object_store import WeightStoreActor, on_clock
 from rollouter.serving.app import serve_messages
 from rollouter.serving.options import rollout_app
+from rollouter.serving.ray_internals import REPLICA_TITLE
 
 PART_TITLES: dict[PartName, str] = {
     "rollouter": "Rollouter",
@@ -41,8 +42,6 @@ PART_TITLES: dict[PartName, str] = {
     "store": "weight store",
     "replica": "replicas",
 }
-REPLICA_TITLE = "ray::ServeReplica"
-"""Start of the command line of a replica's process."""
 UNLIMITED = -1
 """The value of Ray's `max_restarts` for no limit; the driver's budget limits restarts instead."""
 

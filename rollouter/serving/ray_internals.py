@@ -22,7 +22,12 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray._private import services, state
 from ray._private.worker import global_worker
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve._private.common import (
+    REPLICA_ID_FULL_ID_STR_PREFIX,
+    DeploymentHandleSource,
+    DeploymentID,
+    RequestMetadata,
+)
 from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import ProxyLocation
@@ -61,6 +66,8 @@ __all__ = [
 
 CHECKED_RAY = "2.60.0"
 """The version of Ray with which the tests of serving have passed."""
+REPLICA_TITLE = "ray::ServeReplica:"
+"""Start of the command line of a replica's process."""
 LLM_MODULES = {
     "DEFAULT_ENDPOINTS": "ray.llm._internal.serve.core.ingress.ingress",
     "ErrorResponse": "ray.llm._internal.serve.core.configs.openai_api_models",
@@ -162,6 +169,11 @@ class PlacementRouter(RequestRouter):
 async def choose_replica(router: RequestRouter, request: PendingRequest) -> RunningReplica:
     """Have a router choose the replica of a call as Serve does, through its queue of pending calls."""
     return await router._choose_replica_for_request(request)
+
+
+def replica_prefix(app: str) -> str:
+    """Return the start of the names that Serve gives the replicas of an application and their placement groups."""
+    return f"{REPLICA_ID_FULL_ID_STR_PREFIX}{app}#"
 
 
 def routable_replicas(handle: DeploymentHandle[Any]) -> int:

@@ -20,6 +20,7 @@ from asyncrl.config.resources.placement import UNITS, Gang, NodeResources, Place
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DeadlineError
 from rollouter.serving.options import app_name
+from rollouter.serving.ray_internals import replica_prefix
 
 _WAITING = ("PENDING", "RESCHEDULING")
 
@@ -109,8 +110,8 @@ def pending_demands(namespace: str, app: str) -> tuple[str, ...] | None:
     """
     parts = {
         f"{namespace}/ranks/": "ranks",
-        f"SERVE_REPLICA::{app}#": "engine replica",
-        f"SERVE_REPLICA::{app_name(namespace, 'reward')}#": "reward model replica",
+        replica_prefix(app): "engine replica",
+        replica_prefix(app_name(namespace, "reward")): "reward model replica",
     }
     waiting: Counter[str] = Counter()
     try:

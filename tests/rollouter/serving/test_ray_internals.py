@@ -19,7 +19,7 @@ from ray._private.worker import global_worker
 from ray.serve._private.replica import Replica, ReplicaActor
 from ray.serve.context import ServeControllerClient
 from ray.serve.handle import DeploymentBroadcastResponse
-from ray.serve.request_router import RequestRouter
+from ray.serve.request_router import ReplicaID, RequestRouter
 
 from asyncrl.assets import resolve
 from rollouter.serving import ray_internals
@@ -63,6 +63,11 @@ def test_ray_has_everything_that_is_used() -> None:
     for part, name in [(Replica.__init__, "_shutting_down"), (ReplicaActor.__init__, "_replica_impl")]:
         if name not in part.__code__.co_names:
             missing.append(f"{part.__module__}.{part.__qualname__}.{name}")
+    deployment = ray_internals.DeploymentID("rollout", "run-1")
+    if not f"ray::{deployment.to_replica_actor_class_name()}".startswith(ray_internals.REPLICA_TITLE):
+        missing.append(f"process titled {ray_internals.REPLICA_TITLE}")
+    if not ReplicaID("a", deployment).to_full_id_str().startswith(ray_internals.replica_prefix("run-1")):
+        missing.append(f"replica named {ray_internals.replica_prefix('run-1')}")
     # Other modules use these parts of Ray's core.
     for module, name in [
         ("ray._private.worker", "print_to_stdstream"),
@@ -79,7 +84,7 @@ def test_ray_has_everything_that_is_used() -> None:
 
 
 def test_no_other_module_uses_the_inside_of_ray() -> None:
-    inside = re.compile(r"\b(?:ray\.(?:_\w+|serve\._\w+|llm\._\w+)|_private)\b")
+    inside = re.compile(r"\b(?:ray\.(?:_\w+|serve\._\w+|llm\._\w+)|_private|SERVE_REPLICA)\b")
     users = {
         str(file.relative_to(ROOT))
         for package in ("asyncrl", "rollouter", "trainer", "skip", "benchmarks")
