@@ -37,6 +37,7 @@ from rollouter.loading import RolloutTask, load_task
 from rollouter.rewards.scorer import CombinedScorer
 from rollouter.rollouter import Rollouter
 from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.handles import connect
 from rollouter.serving.http import endpoint_url, rollouter_name
 from rollouter.serving.lending import lent_gpus, run_fleet
 from rollouter.serving.options import rollout_app
@@ -140,7 +141,7 @@ class RolloutActor:
         config, call_s = self._config, self._config.timeouts.call_s
         scorer, pool = await self._start_generation(task, has_engines=start.has_engines)
         turns: FileTurns | NoTurns = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
-        fleet = self._fleet() if start.has_engines else UnavailableFleet()
+        fleet = await connect(self._fleet, call_s) if start.has_engines else UnavailableFleet()
         gpu_turns = StoreGpuTurns(store_handle, call_s=call_s)
         self._rollouter = Rollouter(
             config,
@@ -178,8 +179,9 @@ class RolloutActor:
         if self._task is None:
             raise BugError("RolloutActor.evaluate before prepare")
         scorer, pool = await self._start_generation(self._task, has_engines=True)
+        fleet = await connect(self._fleet, self._config.timeouts.call_s)
         self._evaluation = Evaluation(
-            self._config, self._task._replace(scorer=scorer), Path(file), fleet=self._fleet(), workers=pool
+            self._config, self._task._replace(scorer=scorer), Path(file), fleet=fleet, workers=pool
         )
         if self._stopped:
             self._evaluation.stop()
@@ -197,7 +199,9 @@ class RolloutActor:
         gc.collect()
         gc.freeze()  # otherwise half of the CPU time per response goes into collections that search what is loaded
         namespace = ray.get_runtime_context().namespace
-        served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
+        served: ServedRewardModel | None = None
+        if config.reward_model.placement == "serve":
+            served = await connect(partial(ServedRewardModel, config, namespace=namespace), config.timeouts.call_s)
         scorer = CombinedScorer(task.scorer, config, task.decode, served)
         if isinstance(task.agent, ExternalAgent) and has_engines:
             task.agent.serve_at(await _find_endpoint(config, namespace), self._incarnation)

@@ -21,6 +21,8 @@ from rollouter.coverage import UnavailableFleet
 from rollouter.group_workers.worker import Command, GroupWorker, WorkerReport
 from rollouter.loading import load_scoring
 from rollouter.rewards.scorer import CombinedScorer
+from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.handles import connect
 from rollouter.serving.lending import LendingFleet, run_fleet
 from rollouter.serving.reward_model import ServedRewardModel
 
@@ -48,8 +50,12 @@ class WorkerActor:
         config, loaded = self._config, self._loaded
         context = ray.get_runtime_context()
         namespace = context.namespace
-        served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
-        fleet = run_fleet(config, namespace=namespace) if has_engines else UnavailableFleet()
+        served: ServedRewardModel | None = None
+        fleet: ServeFleet | UnavailableFleet = UnavailableFleet()
+        if config.reward_model.placement == "serve":
+            served = await connect(partial(ServedRewardModel, config, namespace=namespace), config.timeouts.call_s)
+        if has_engines:
+            fleet = await connect(partial(run_fleet, config, namespace=namespace), config.timeouts.call_s)
         scorer = CombinedScorer(loaded.scorer, config, loaded.decode, served)
         self._worker = worker = GroupWorker(fleet, scorer, loaded.agent, node_id=context.get_node_id())
         if isinstance(fleet, LendingFleet):

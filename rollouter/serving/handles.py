@@ -1,18 +1,20 @@
-"""Waits for the answers of calls over Serve handles, and converts failures to `AsyncRLError`s."""
+"""Gets Serve handles, waits for the answers of calls over them, and converts failures to `AsyncRLError`s."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
 
 import anyio
 import ray
+from anyio import to_thread
 from ray.serve.exceptions import RayServeException
 
 from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError, ReplicaLeftError
 
+Result = TypeVar("Result")
 _DEAD = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -38,6 +40,23 @@ def typed(error: BaseException, what: str, *, accepted: bool = True) -> AsyncRLE
     if isinstance(error, ray.exceptions.RayError | RayServeException):
         return InfraError.wrap(f"{what}: the replica failed", error)
     return InfraError.wrap(f"{what}: no answer", error)
+
+
+async def connect(make: Callable[[], Result], limit_s: float) -> Result:
+    """Return the result of `make`, which gets handles of Serve's deployments, in a thread: Serve asks its controller,
+    which does not answer while it restarts.
+
+    Raises:
+        InfraError: there is no such deployment any more, or no Serve.
+        DeadlineError: Serve has not answered within `limit_s`.
+    """
+    try:
+        with anyio.fail_after(limit_s):
+            return await to_thread.run_sync(make, abandon_on_cancel=True)
+    except TimeoutError as error:
+        raise DeadlineError(f"Ray Serve's controller has not answered within {limit_s:g} s") from error
+    except (KeyError, ray.exceptions.RayError, RayServeException) as error:
+        raise InfraError.wrap("Ray Serve gives no handle of the replicas", error) from error
 
 
 async def answer(response: Any, what: str) -> Any:

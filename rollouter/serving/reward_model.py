@@ -60,7 +60,7 @@ class ServedRewardModel:
     def __init__(
         self, config: Config, *, namespace: str, sleep: Callable[[float], Awaitable[None]] = anyio.sleep
     ) -> None:
-        """`sleep` waits between failed calls: 1 s, 2 s, 4 s and so on."""
+        """Create it by `handles.connect`. `sleep` waits between failed calls: 1 s, 2 s, 4 s and so on."""
         self._sleep = sleep
         self._timeout_s = config.reward.timeout_s
         self._start_s = config.timeouts.start_s

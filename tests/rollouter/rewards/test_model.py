@@ -16,6 +16,7 @@ from asyncrl.config.sections.trainer import RewardModelConfig
 from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraError
 from rollouter.rewards.classifier import RewardClassifier
 from rollouter.rewards.conversation import ScoredConversation
+from rollouter.serving.handles import connect
 from tests.fakes.reward_model import CONTEXT, QUICKSTART, make_classifier, make_pair_classifier
 
 torch.set_num_threads(1)
@@ -206,7 +207,8 @@ def served(
 
 
 async def test_failed_calls_are_retried_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, slept = served(monkeypatch, Handle(RuntimeError("died"), RuntimeError("died"), 0.5))
+    handle = Handle(RuntimeError("died"), RuntimeError("died"), 0.5)
+    model, slept = await connect(lambda: served(monkeypatch, handle), 30.0)  # in a thread, as the Rollouter does
     assert await model.score([CONVERSATION]) == [0.5]
     assert slept == [1.0, 2.0]
     handle = Handle(*[RuntimeError("died")] * 3, 0.5)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from asyncrl.profiling import ProfilerSettings, profile
 from rollouter.serving import fleet as module
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.fleet import ServeFleet
-from rollouter.serving.handles import answer, items, own_log, typed
+from rollouter.serving.handles import answer, connect, items, own_log, typed
+from rollouter.serving.reward_model import ServedRewardModel
 from tests.fakes.engine import finished_turns
 
 DEAD = ray.exceptions.ActorDiedError()
@@ -124,6 +126,22 @@ def make(
     monkeypatch.setattr(module, "find_store", lambda namespace: newest)
     monkeypatch.setattr(module, "ObjectStoreFeed", lambda store, call_s: Feed(store))
     return ServeFleet(Config.model_validate({"timeouts": timeouts}), namespace="run")
+
+
+async def test_a_controller_that_restarts_does_not_hold_the_event_loop_of_a_rollouter_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(module.serve, "get_deployment_handle", lambda *_: answer.wait(30))
+    try:
+        for make in (ServeFleet, ServedRewardModel):
+            with (
+                anyio.fail_after(15),
+                pytest.raises(DeadlineError, match=r"controller has not answered within 0\.05 s"),
+            ):
+                await connect(partial(make, Config(), namespace="run"), 0.05)
+    finally:
+        answer.set()
 
 
 async def test_a_replica_that_leaves_does_not_delay_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
