@@ -59,7 +59,7 @@ from asyncrl.storage.run_dir import RunDir
 from asyncrl.weights.object_store import ServedRun, claim_store
 from rollouter.coverage import RemainingSamples
 from rollouter.serving.app import attach, start_app
-from rollouter.serving.options import rollout_app
+from rollouter.serving.options import ReplicaFacts, rollout_app
 from rollouter.weight_updates import RolloutStart
 
 DEMANDS_S = 5.0
@@ -167,9 +167,11 @@ class Run:
                 self._view.message("warning", delay)
             group.start_soon(self._watch_demands, namespace, app.name)
         with attribute_failure_to("store"):
+            name = f"{self._run_dir.path} on {socket.gethostname()}"
+            engines = await to_thread.run_sync(ReplicaFacts.wanted, config) if app.attached else None
             store = await claim_store(
                 app.store_namespace,
-                ServedRun.of(config, name=f"{self._run_dir.path} on {socket.gethostname()}", namespace=namespace),
+                ServedRun.of(config, name=name, namespace=namespace, engines=engines),
                 max_restarts=UNLIMITED if config.recovery.max_restarts else 0,
                 limit_s=config.timeouts.start_s,
             )

@@ -74,9 +74,11 @@ class ServedRun:
     """The profiler settings of the replicas, which send their events with their answers."""
     agent_s: float = math.inf
     """`rollout.agent.timeout_s`: the time within which a request of an agent is answered."""
+    engines: Any = None
+    """If the run attaches to deployed replicas: what it needs of them (`rollouter.serving.options.ReplicaFacts`)."""
 
     @classmethod
-    def of(cls, config: Config, *, name: str, namespace: str) -> Self:
+    def of(cls, config: Config, *, name: str, namespace: str, engines: Any = None) -> Self:
         """Return the values of a run with this configuration."""
         sync = config.weight_sync
         return cls(
@@ -87,6 +89,7 @@ class ServedRun:
             config.syncs_adapters,
             ProfilerSettings.of(config.profiler, None),
             config.rollout.agent.timeout_s,
+            engines,
         )
 
 

@@ -32,7 +32,7 @@ from benchmarks.running import local_ray, print_progress, publish_tensors
 from benchmarks.stream.results import SyncWindow
 from rollouter.serving.app import attach
 from rollouter.serving.fleet import ServeFleet
-from rollouter.serving.options import rollout_app, serving_options
+from rollouter.serving.options import ReplicaFacts, rollout_app, serving_options
 
 NAMESPACE = "bench-stream"
 START_S = 600.0
@@ -238,7 +238,7 @@ async def attached(config: Config) -> AsyncIterator[VersionPublisher]:
     """
     app = rollout_app(config, NAMESPACE)
     name = f"benchmarks.stream on {socket.gethostname()}"
-    served = ServedRun.of(config, name=name, namespace=NAMESPACE)
+    served = ServedRun.of(config, name=name, namespace=NAMESPACE, engines=ReplicaFacts.wanted(config))
     store = await claim_store(app.store_namespace, served, max_restarts=0, limit_s=config.timeouts.start_s)
     try:
         await attach(config, app)

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -29,16 +30,15 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import ConfigError, DeadlineError, EngineCrashError, InfraError
+from asyncrl.core.failures import ConfigError, DeadlineError, EngineCrashError, InfraError, ReplicaLeftError
 from rollouter.serving import ray_internals
 from rollouter.serving.access import http_access
 from rollouter.serving.client import FIRST_BACKOFF_S
-from rollouter.serving.handles import typed
+from rollouter.serving.handles import connect, typed
 from rollouter.serving.http import route_prefix
 from rollouter.serving.options import (
     DEPLOYMENT_NAME,
     DRIVER_MARK,
-    ReplicaFacts,
     RolloutApp,
     app_name,
     deployment_options,
@@ -163,18 +163,9 @@ async def attach(config: Config, app: RolloutApp) -> None:
         DeadlineError: the replicas were not all up, or did not answer, within `timeouts.start_s`.
     """
     limit_s = config.timeouts.start_s
-    running = await anyio.to_thread.run_sync(_applications, abandon_on_cancel=True)
-    found = running.get(app.name)
-    if found is None or DEPLOYMENT_NAME not in found.deployments:
-        others = ", ".join(sorted(name for name, one in running.items() if DEPLOYMENT_NAME in one.deployments))
-        raise ConfigError(
-            f"rollout.attach={app.name!r}: Ray Serve runs no rollout servers of this name on the cluster, so there is "
-            f"nothing to attach to (rollout servers: {others or 'none'}); deploy them with `serve deploy` "
-            "(docs/deploy.md), or leave the key out to start engines with the run"
-        )
     try:
         with anyio.fail_after(limit_s):
-            facts = await _attach_all(app)
+            await _attach_all(app, limit_s)
     except TimeoutError:
         message = ""
         with anyio.move_on_after(config.timeouts.call_s), suppress(InfraError):
@@ -184,33 +175,32 @@ async def attach(config: Config, app: RolloutApp) -> None:
             "or busy; `serve status` shows their state",
             message,
         ) from None
-    wanted = await anyio.to_thread.run_sync(_wanted_facts, config)
-    for one in facts:
-        if problem := one.misfit(wanted):
-            raise ConfigError(f"rollout.attach={app.name!r}: {problem}")
 
 
-async def _attach_all(app: RolloutApp) -> list[ReplicaFacts]:
-    """Attach every replica. If one ends meanwhile, wait for its successor.
-
-    Raises:
-        InfraError: a replica refused, or the application could not be deployed.
-    """
+async def _attach_all(app: RolloutApp, limit_s: float) -> None:
+    """Attach every replica. If one ends meanwhile, wait for its successor. Raises as `attach`."""
+    running = await anyio.to_thread.run_sync(_applications, abandon_on_cancel=True)
+    found = running.get(app.name)
+    if found is None or DEPLOYMENT_NAME not in found.deployments:
+        others = ", ".join(sorted(name for name, one in running.items() if DEPLOYMENT_NAME in one.deployments))
+        raise ConfigError(
+            f"rollout.attach={app.name!r}: Ray Serve runs no rollout servers of this name on the cluster, so there is "
+            f"nothing to attach to (rollout servers: {others or 'none'}); deploy them with `serve deploy` "
+            "(docs/deploy.md), or leave the key out to start engines with the run"
+        )
     while True:
         await _started({app.name: "the rollout servers"}, replaced=True)
+        handle = await connect(partial(serve.get_deployment_handle, DEPLOYMENT_NAME, app.name), limit_s)
         try:
-            handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app.name)
-            return await handle.broadcast("attach").results_async()
+            await handle.broadcast("attach").results_async()
+            return
         except (ray.exceptions.RayError, RayServeException) as error:
             failure = typed(error, f"attaching to {app.name}")
-            if not isinstance(failure, EngineCrashError) and not isinstance(error, DeploymentUnavailableError):
+            ended = isinstance(failure, EngineCrashError | ReplicaLeftError)
+            if not ended and not isinstance(error, DeploymentUnavailableError):
                 raise failure from error
             logger.warning("%s; it is tried again", failure.brief)
         await anyio.sleep(FIRST_BACKOFF_S)
-
-
-def _wanted_facts(config: Config) -> ReplicaFacts:
-    return ReplicaFacts.of(serving_options(config, namespace=None, gpus=_gpus()), "")
 
 
 def _quiet_serve(config: Config) -> None:

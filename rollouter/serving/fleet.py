@@ -36,11 +36,13 @@ class ServeFleet:
     """Calls the replicas of a started application (`app.start_app`), from any process of its Ray cluster."""
 
     def __init__(self, config: Config, *, namespace: str, lent: bool = False) -> None:
-        """
+        """Create it by `handles.connect`, because Serve's controller may not answer at once.
+
         Args:
             namespace: the run's Ray namespace.
             lent: the replicas on GPUs that the Trainer lends, instead of the run's own.
         """
+        self._namespace = namespace
         self._timeouts = config.timeouts
         self._max_attempts = config.rollout.max_attempts
         self._clear_kv = config.weight_sync.clear_kv_cache
@@ -76,7 +78,7 @@ class ServeFleet:
         broadcast = no_round == ""
         limit_s, until = self._timeouts.apply_call_s, math.inf
         while True:
-            args = (publication, self._mode, self._clear_kv, broadcast)
+            args = (publication, self._mode, self._clear_kv, broadcast, self._namespace)
             outcomes = await self._everywhere("apply_version", *args, limit_s=limit_s)
             broadcast = False
             has_progress = any(isinstance(one, ApplyReport) and one.replica not in reports for one in outcomes)

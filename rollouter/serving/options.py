@@ -124,12 +124,14 @@ class ServingOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What a run checks of a replica to which it attaches."""
+    """What a run needs of the replicas to which it attaches (`weights.object_store.ServedRun.engines`)."""
 
     replica: str
     model: str
     max_model_len: int
     logprobs_mode: str
+    dtype: str
+    """`rollout.dtype`."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """The values of the model's config.json that determine the shapes of its weights; empty if it is not readable."""
     quantization: str | None = None
@@ -141,7 +143,14 @@ class ReplicaFacts:
         engine = options.llm_config["engine_kwargs"]
         model = options.llm_config["model_loading_config"]["model_source"]
         sizes, quantization = _sizes(model_config(model)), engine.get("quantization")
-        return cls(replica, model, engine["max_model_len"], engine["logprobs_mode"], sizes, quantization)
+        return cls(
+            replica, model, engine["max_model_len"], engine["logprobs_mode"], engine["dtype"], sizes, quantization
+        )
+
+    @classmethod
+    def wanted(cls, config: Config) -> Self:
+        """Return the facts of the replicas that a run would start. Reads the model's config.json."""
+        return cls.of(serving_options(config, namespace=None, gpus=False), "")
 
     def misfit(self, wanted: Self) -> str:
         """Return why this replica cannot generate for a run that would start replicas with the facts `wanted`, or an
@@ -164,6 +173,12 @@ class ReplicaFacts:
                 f"its engines report {self.logprobs_mode}, and rollout.sampling.temperature of the run needs "
                 f"{wanted.logprobs_mode}: the recorded log-probs would be those of another distribution; deploy with "
                 "the same temperature"
+            )
+        if self.dtype != wanted.dtype:
+            return (
+                f"its engines have rollout.dtype={self.dtype}, and the run publishes weights in {wanted.dtype}, which "
+                f"engines would round or widen; set rollout.dtype={self.dtype} for the run, or deploy with "
+                f"rollout.dtype={wanted.dtype}"
             )
         if self.quantization != wanted.quantization:
             return (

@@ -215,7 +215,7 @@ class OneReplica:
         started: Any = SimpleNamespace(client=self.engine, gauges=SimpleNamespace(clear=lambda held: None))
         health = ReplicaHealth(replica=name, node_id="node", engine_s=30.0)
         self.weights = WeightUpdates(started, health, NAMESPACE, config.timeouts)
-        self.weights._store, self.weights._run = store, ServedRun.of(config, name="run", namespace=NAMESPACE)
+        self.weights._store, self.weights.run = store, ServedRun.of(config, name="run", namespace=NAMESPACE)
         self.generation = TokenGeneration(self.engine, health, self.weights.gate, self.weights.pauses)  # type: ignore[arg-type]
         health.up = True
         self.engine.transfer._store = StoreAddress("", NAMESPACE, "store")

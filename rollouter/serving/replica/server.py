@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 
 from asyncrl.config.sections.run import TimeoutsConfig
-from asyncrl.core.failures import InfraError, ReplicaLeftError
+from asyncrl.core.failures import ConfigError, InfraError, ReplicaLeftError
 from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publication
 from asyncrl.profiling import profile
 from asyncrl.storage.media import restrict_formats
@@ -61,7 +61,8 @@ class RolloutServer(LLMServer):
         """Whether every later run reaches this replica by `attach`. The replicas of a run's own serve no other run."""
         self._call_s = options.timeouts.call_s
         found = await attached_run(self._namespace, limit_s=self._call_s)
-        store, run = (None, ServedRun()) if found is None else found
+        # A run that these engines do not fit is refused when it attaches, or at its first call.
+        store, run = (None, ServedRun()) if found is None or self._misfit(found[1]) else found
         profile.configure(f"replica-{self._facts.replica}", run.profiler)
         self._health = ReplicaHealth(
             replica=self._facts.replica,
@@ -104,23 +105,26 @@ class RolloutServer(LLMServer):
         self._health.enter("leaving")
         self._generation.hand_back()
 
-    async def attach(self) -> ReplicaFacts:
-        """Serve the versions of the run that has attached to this application, and report to it.
+    async def attach(self) -> None:
+        """Serve the versions of the run that attaches to this application, and report to it.
 
         Raises:
+            ConfigError: the engine does not fit the run. The replica stays as it is.
             InfraError: there is no such run any more, or its store does not answer.
         """
         async with self._looking:
             if (found := await attached_run(self._namespace, limit_s=self._call_s)) is None:
                 raise InfraError(f"no run is attached any more: Ray namespace {self._namespace} has no weight store")
             await self._follow(*found)
-        return self._facts
 
     async def _join(self) -> None:
         """Serve the run that attached while this replica started, before the run's first call.
 
         The broadcast of `attach` did not reach the replica then. As Serve knows it at its first call, all later
         broadcasts reach it.
+
+        Raises:
+            ConfigError, InfraError: see `attach`.
         """
         if self._knows_run:
             return
@@ -133,11 +137,17 @@ class RolloutServer(LLMServer):
 
     async def _follow(self, store: Any, run: ServedRun) -> None:
         if run != self._weights.run:
+            if problem := self._misfit(run):
+                raise ConfigError(f"rollout.attach: {problem}")
             self._forwarder.take_all()  # events of an earlier run
             profile.configure(f"replica-{self._facts.replica}", run.profiler)
             await self._weights.follow(store, run, serves_initial=False)
             self._health.report_to(store)
         self._knows_run = True
+
+    def _misfit(self, run: ServedRun) -> str:
+        """Return why this engine cannot generate for the run, or an empty string."""
+        return self._facts.misfit(run.engines) if run.engines is not None else ""
 
     async def reconfigure(self, timeouts: TimeoutsConfig) -> None:
         """Use other time limits. The engine is not restarted."""
@@ -165,7 +175,7 @@ class RolloutServer(LLMServer):
         return self._weights.member()
 
     async def apply_version(
-        self, publication: Publication, mode: PauseMode, clear_kv: bool, broadcast: bool
+        self, publication: Publication, mode: PauseMode, clear_kv: bool, broadcast: bool, run: str
     ) -> ApplyReport:
         """See `WeightUpdates.apply`. The report also contains this replica's profiler events.
 
@@ -173,7 +183,7 @@ class RolloutServer(LLMServer):
             ReplicaLeftError: this replica is leaving, so it serves no further request.
         """
         await self._check_present()
-        report = await self._weights.apply(publication, mode, clear_kv, broadcast)
+        report = await self._weights.apply(publication, mode, clear_kv, broadcast, run)
         self._generation.closed = False
         return replace(report, events=tuple(self._forwarder.take_all()))
 

@@ -160,7 +160,12 @@ class WeightUpdates:
         await asyncio.shield(joining)
 
     async def apply(
-        self, publication: Publication, mode: PauseMode, clear_kv: bool, broadcast: bool = False
+        self,
+        publication: Publication,
+        mode: PauseMode,
+        clear_kv: bool,
+        broadcast: bool = False,
+        run: str | None = None,
     ) -> ApplyReport:
         """Update the engine to `publication`. A replica that serves it already, or a newer version, answers at once.
         An engine that sleeps wakes up.
@@ -171,13 +176,17 @@ class WeightUpdates:
             mode: Requests in flight continue (`keep`), return ABORTED (`abort`), or finish first (`wait`).
             clear_kv: With `keep`, recompute the KV cache of these requests under the new weights.
             broadcast: Take part in a round by GPU broadcast. If it fails, the version comes from the weight store.
+            run: Namespace of the run that published the version. None: that of the store.
 
         Raises:
-            InfraError: the version could not be applied; the message names the version that the replica serves now.
+            InfraError: the version could not be applied; the message names the version that the replica serves now. Or
+                the replica follows another run meanwhile, whose store may have another version of the same number.
             BugError: the engine's weights differ from the published ones, or it computes other log-probs with them.
         """
         health, weights_version = self._health, publication.weights_version
         async with self._exclusive() as until:
+            if run is not None and run != self.run.namespace:
+                raise InfraError(f"{health.describe_state()}: it does not follow the run {run}")
             if weights_version <= health.weights_version:
                 await self._wake()
                 return self._report()
@@ -298,7 +307,7 @@ class WeightUpdates:
         problem = "the weight store did not answer"
         until = time.monotonic() + self.timeouts.start_s
         while time.monotonic() < until:
-            store = self._store
+            store, run = self._store, self.run.namespace
             try:
                 async with asyncio.timeout(2 * ASK_STORE_S):
                     newest: Publication | None = await store.start_with.remote(ASK_STORE_S, lost)
@@ -314,14 +323,14 @@ class WeightUpdates:
             if newest is None or newest.weights_version <= self._health.weights_version:
                 return
             try:
-                await self.apply(newest, "abort", True)
+                await self.apply(newest, "abort", True, False, run)
                 lost = None
             except InfraError as error:
                 if self._health.broken:
                     raise
                 problem = error.message
                 logger.warning("%s; this version or the next one is tried again", error.brief)
-                lost = newest.weights_version
+                lost = newest.weights_version if store == self._store else None
         raise InfraError(
             f"replica {self._health.replica} found no version that it could fetch within {self.timeouts.start_s:g} s "
             f"(timeouts.start_s): {problem}"

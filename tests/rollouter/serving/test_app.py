@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,6 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 from rollouter.serving import app, http
-from rollouter.serving.options import ReplicaFacts
 
 NAMESPACE = "run"
 NAME = app.app_name(NAMESPACE)
@@ -119,7 +117,8 @@ def test_a_deployment_has_the_replicas_and_the_api_in_front_of_them(monkeypatch:
 class DeployedApp:
     """Replaces Serve by one with the application `servers`.
 
-    `statuses` are its next statuses, the last of which stays. `answers` are those of the next broadcasts.
+    `statuses` are its next statuses, the last of which stays. `answers` are the failures of the next broadcasts, or
+    None.
     """
 
     def __init__(
@@ -139,18 +138,17 @@ class DeployedApp:
         return SimpleNamespace(applications={"servers": running})
 
     def broadcast(self, method: str) -> Any:
-        async def results_async() -> Any:
-            answer = self.answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+        async def results_async() -> None:
+            if (failure := self.answers.pop(0)) is not None:
+                raise failure
 
         assert method == "attach"
         return SimpleNamespace(results_async=results_async)
 
 
 ENGINES = SimpleNamespace(message="")
-FITTING = ReplicaFacts("one", "model", 768, "raw_logprobs", {"hidden_size": 128})
+PREEMPTED = ray.exceptions.ActorDiedError()
+PREEMPTED._preempted = True
 
 
 async def attach(start_s: float = 60.0, **rollout: Any) -> None:
@@ -166,19 +164,21 @@ async def attach(start_s: float = 60.0, **rollout: Any) -> None:
 
 
 async def test_a_run_attaches_to_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    DeployedApp(monkeypatch, [FITTING, FITTING], rollout=ENGINES)
+    deployed = DeployedApp(monkeypatch, None, rollout=ENGINES)
     await attach()
+    assert deployed.answers == []
 
 
 @pytest.mark.parametrize(
-    "failure", [ray.exceptions.ActorDiedError(), DeploymentUnavailableError(DeploymentID("rollout", "servers"))]
+    "failure",
+    [ray.exceptions.ActorDiedError(), PREEMPTED, DeploymentUnavailableError(DeploymentID("rollout", "servers"))],
 )
 async def test_a_run_waits_for_replicas_that_are_replaced_while_it_attaches(
     monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     """One is being replaced when the run comes, and another one ends during the call."""
     statuses = ["RUNNING", "UNHEALTHY", "RUNNING", "UNHEALTHY", "RUNNING"]
-    deployed = DeployedApp(monkeypatch, failure, [FITTING], statuses=statuses, rollout=ENGINES)
+    deployed = DeployedApp(monkeypatch, failure, None, statuses=statuses, rollout=ENGINES)
     await attach()
     assert (deployed.answers, deployed.statuses) == ([], ["RUNNING"])
 
@@ -194,6 +194,7 @@ async def test_a_run_does_not_wait_for_replicas_without_end(monkeypatch: pytest.
     ("statuses", "answer", "message"),
     [
         (["RUNNING"], InfraError("no run is attached any more"), "no run is attached any more"),
+        (["RUNNING"], ConfigError("its engines do not fit"), "its engines do not fit"),
         (["DEPLOY_FAILED"], None, "the rollout servers did not start: Serve says DEPLOY_FAILED"),
     ],
 )
@@ -202,33 +203,33 @@ async def test_a_failure_that_does_not_pass_is_not_tried_again(
 ) -> None:
     error = ray.exceptions.RayTaskError("attach", "traceback", answer)
     DeployedApp(monkeypatch, error, statuses=statuses, rollout=ENGINES)
-    with pytest.raises(InfraError, match=message):
+    with pytest.raises(InfraError if not isinstance(answer, ConfigError) else ConfigError, match=message):
         await attach()
 
 
-@pytest.mark.parametrize(
-    ("facts", "rollout", "message"),
-    [
-        (
-            replace(FITTING, sizes={"hidden_size": 256, "vocab_size": 512}),
-            {},
-            r"have the model model \(hidden_size=256, vocab_size=512\), and model\.path=.* has hidden_size=128",
-        ),
-        (replace(FITTING, max_model_len=700), {}, "context of 700 tokens, and the run needs 768"),
-        (
-            FITTING,
-            {"sampling": {"temperature": 0.5}},
-            r"report raw_logprobs, and .*temperature .* processed_logprobs",
-        ),
-        (replace(FITTING, quantization="mxfp8"), {}, r"rollout\.quantization=mxfp8, and the run has null"),
-    ],
-)
-async def test_engines_that_do_not_fit_the_run_are_refused(
-    monkeypatch: pytest.MonkeyPatch, facts: ReplicaFacts, rollout: dict[str, Any], message: str
-) -> None:
-    DeployedApp(monkeypatch, [FITTING, facts], rollout=ENGINES)
-    with pytest.raises(ConfigError, match=message):
-        await attach(**rollout)
+async def test_a_serve_that_does_not_answer_delays_no_other_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its controller restarts, before the run attaches or when it asks for the replicas."""
+    answer = threading.Event()
+    try:
+        for owner, name in ((app, "_applications"), (app.serve, "get_deployment_handle")):
+            with monkeypatch.context() as patch:
+                DeployedApp(patch, rollout=ENGINES)
+                patch.setattr(owner, name, lambda *_: answer.wait(30))
+                with anyio.fail_after(15), pytest.raises(DeadlineError, match=r"did not attach within 0\.2 s"):
+                    await attach(start_s=0.2)
+    finally:
+        answer.set()
+
+
+async def test_a_deployment_that_was_deleted_meanwhile_is_an_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deleted(*names: str) -> None:
+        raise KeyError("rollout does not exist")
+
+    DeployedApp(monkeypatch, rollout=ENGINES)
+    monkeypatch.setattr(app.serve, "get_deployment_handle", deleted)
+    with pytest.raises(InfraError, match="Ray Serve gives no handle") as raised:
+        await attach()
+    assert "rollout does not exist" in raised.value.brief
 
 
 async def test_an_application_without_rollout_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

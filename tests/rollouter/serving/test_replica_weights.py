@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.server import RolloutServer
 from rollouter.serving.replica.weights import WeightUpdates
 
-FACTS = ReplicaFacts("one", "model", 768, "raw_logprobs")
+FACTS = ReplicaFacts("one", "model", 768, "raw_logprobs", "float32", {"hidden_size": 128})
 
 
 class Store:
@@ -146,7 +147,7 @@ async def test_a_replica_on_lent_gpus_takes_calls_only_between_waking_up_and_sle
     assert happened[2:] == ["wake, closed: True"] and not generation.closed
     await replica.sleep_engine()
     updates.loaded.set()
-    await replica.apply_version(Publication(3, 1, 0, {}), "keep", True, False)
+    await replica.apply_version(Publication(3, 1, 0, {}), "keep", True, False, "")
     assert not generation.closed
 
 
@@ -225,14 +226,98 @@ async def test_a_server_reports_to_the_run_that_has_attached(monkeypatch: pytest
     reported_to: list[Any] = []
     replica = server_of(updates)
     replica._health.report_to = reported_to.append
-    assert await replica.attach() == FACTS
+    await replica.attach()
     assert (reported_to, updates._store) == ([store], store)
     updates.health.weights_version = WeightsVersion(0, 5)
-    assert await replica.attach() == FACTS
+    await replica.attach()
     assert updates.health.weights_version == WeightsVersion(0, 5), "the run had attached already"
     runs.attached = None
     with pytest.raises(InfraError, match="no run is attached any more: Ray namespace servers has no weight store"):
         await replica.attach()
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(
+    ("facts", "rollout", "message"),
+    [
+        (
+            replace(FACTS, sizes={"hidden_size": 256, "vocab_size": 512}),
+            {},
+            r"have the model model \(hidden_size=256, vocab_size=512\), and model\.path=.* has hidden_size=128",
+        ),
+        (replace(FACTS, max_model_len=700), {}, "context of 700 tokens, and the run needs 768"),
+        (
+            FACTS,
+            {"sampling": {"temperature": 0.5}},
+            r"report raw_logprobs, and .*temperature .* processed_logprobs",
+        ),
+        (replace(FACTS, dtype="bfloat16"), {}, r"rollout\.dtype=bfloat16, and the run publishes weights in float32"),
+        (replace(FACTS, quantization="mxfp8"), {}, r"rollout\.quantization=mxfp8, and the run has null"),
+    ],
+)
+async def test_a_run_that_engines_do_not_fit_is_refused_and_leaves_the_replica_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, facts: ReplicaFacts, rollout: dict[str, Any], message: str
+) -> None:
+    """It is refused when it attaches, and when a replica that started later meets it at its first call."""
+    config = Config.model_validate({"model": {"path": "asyncrl://quickstart"}, "rollout": rollout})
+    updates, runs = Updates(Store()), RunsOnServers(monkeypatch)
+    updates.run, updates.health.weights_version = ServedRun("a", "run-a"), WeightsVersion(3, 7)
+    runs.attached = Store(), ServedRun("b", "run-b", engines=ReplicaFacts.wanted(config))
+    replica = server_of(updates, _facts=facts, _knows_run=False)
+    with pytest.raises(ConfigError, match=message):
+        await replica.attach()
+    with pytest.raises(ConfigError, match=message):
+        await replica.apply_version(Publication(2, 1, 0, {}), "abort", True, False, "run-b")
+    assert (updates.run.name, updates.health.weights_version, updates.stores) == ("a", WeightsVersion(3, 7), [])
+    replica._facts = FACTS if not rollout else replace(FACTS, logprobs_mode="processed_logprobs")
+    await replica.attach()
+    assert updates.run.name == "b"
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(("dtype", "fits"), [("float32", True), ("bfloat16", False)])
+async def test_a_replica_that_starts_while_a_run_attaches_follows_it_only_if_its_engine_fits(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, fits: bool
+) -> None:
+    config = Config.model_validate({"model": {"path": "asyncrl://quickstart"}})
+    deployed = Config.model_validate({"model": {"path": "asyncrl://quickstart"}, "rollout": {"dtype": dtype}})
+    store, runs, reports_to = Store(), RunsOnServers(monkeypatch), list[Any]()
+    runs.attached = store, ServedRun("b", "run-b", engines=ReplicaFacts.wanted(config))
+
+    async def start_engine(*args: Any, **kwargs: Any) -> None:
+        raise InfraError("the test needs no engine")
+
+    context = SimpleNamespace(app_name="servers", replica_id=SimpleNamespace(unique_id="one"))
+    monkeypatch.setattr(server.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(server.LLMServer, "__init__", start_engine)
+    monkeypatch.setattr(server, "LLMConfig", lambda **_: None)
+    monkeypatch.setattr(ReplicaHealth, "report_to", lambda health, store: reports_to.append(store))
+    replica = Replica.__new__(Replica)
+    with pytest.raises(InfraError, match="needs no engine"):
+        await replica.__init__(serving_options(deployed, namespace=None, gpus=False), openai=False)  # type: ignore[misc]
+    assert reports_to == [store if fits else None]
+
+
+@pytest.mark.usefixtures("without_ray")
+async def test_a_late_version_of_an_earlier_run_is_refused_without_harm() -> None:
+    """The call waits for an update to end, and so does the next run that attaches."""
+    updates = Updates(Store())
+    updates.run = ServedRun("a", "run-a")
+    refused: list[str] = []
+
+    async def late() -> None:
+        try:
+            await WeightUpdates.apply(updates, Publication(2, 1, 0, {"layers.0": 1}), "abort", True, run="run-a")
+        except InfraError as error:
+            refused.append(error.message)
+
+    async with anyio.create_task_group() as group, updates._lock:
+        group.start_soon(lambda: updates.follow(Store(), ServedRun("b", "run-b"), serves_initial=False))
+        await anyio.wait_all_tasks_blocked()
+        group.start_soon(late)
+        await anyio.wait_all_tasks_blocked()
+    assert refused == ["replica one still serves version -1: it does not follow the run run-a"]
+    assert (updates.run.name, updates.health.broken) == ("b", "")
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -256,7 +341,7 @@ async def test_a_replica_that_started_while_a_run_attached_finds_it_at_its_first
             assert [item async for item in replica.generate_tokens([])] == ["accepted"]
 
         if first == "apply":
-            await replica.apply_version(Publication(2, 1, 0, {}), "abort", True, False)
+            await replica.apply_version(Publication(2, 1, 0, {}), "abort", True, False, "run-b")
             assert (updates._store, updates.health.weights_version.version) == (runs.attached[0], 2)
         async with anyio.create_task_group() as group:
             for _ in range(3):
@@ -350,14 +435,14 @@ async def test_a_server_goes_on_with_the_last_version_of_a_run_that_has_ended(
     runs.attached = (store, ServedRun("b", "run-b"))
     await replica.attach()
     if ending != "killed at once":
-        await replica.apply_version(Publication(5, 1, 0, {}), "abort", True, False)
+        await replica.apply_version(Publication(5, 1, 0, {}), "abort", True, False, "run-b")
         store.version = 5
     if ending in ("finished", "failed"):
         assert [item async for item in replica.generate_tokens([])] == ["accepted"]
     if ending == "failed":
         updates.failure = InfraError("version 6 cannot be fetched")
         with pytest.raises(InfraError, match="version 6"):
-            await replica.apply_version(Publication(6, 1, 0, {}), "abort", True, False)
+            await replica.apply_version(Publication(6, 1, 0, {}), "abort", True, False, "run-b")
     runs.attached, store.start_with = None, SimpleNamespace(remote=gone)
     monkeypatch.setattr(weights, "find_store", lambda namespace: None)
     with anyio.fail_after(30):

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import InfraError
 from asyncrl.core.ports import Publication, WeightsVersion
-from asyncrl.weights.object_store import StoreGpuTurns, WeightStoreActor
+from asyncrl.weights.object_store import ServedRun, StoreGpuTurns, WeightStoreActor
 from rollouter.serving.replica import server
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.weights import WeightUpdates
@@ -56,7 +56,7 @@ class Updates(WeightUpdates):
         health = ReplicaHealth(replica="one", node_id="", engine_s=60.0)
         health._exit = lambda: None  # type: ignore[method-assign]  # it would end this process
         super().__init__(started, health, "run", TimeoutsConfig(apply_s=limit_s))
-        self.run, self.health = SimpleNamespace(verify="off", adapters=False), health  # type: ignore[assignment]
+        self.run, self.health = ServedRun(verify="off"), health
 
     async def _fetch(self, *args: Any) -> float:
         self.engine.calls.append("fetch")
