@@ -79,10 +79,10 @@ class WorkerLink(Protocol):
 
 
 class LostWorker(NamedTuple):
-    """The loss of one worker, for the driver."""
+    """The loss of one worker, or a start of its successor that failed, for the driver."""
 
     number: int
-    """How many workers were lost before, plus 1."""
+    """How many were lost before, plus 1."""
     worker: int
     at: float
     """Wall clock."""
@@ -280,32 +280,35 @@ class WorkerPool:
                 with anyio.CancelScope(shield=True):
                     await link.kill()
             link = await self._replacement(lost)
-            self._update(lost._replace(recovered_at=self._wall_clock()))
 
     def _lose(self, worker: PoolWorker, error: InfraError) -> LostWorker:
         del self._workers[worker.place]
-        self._num_lost += 1
-        lost = LostWorker(self._num_lost, worker.place, self._wall_clock(), error.message.splitlines()[0])
-        self._lost[lost.number] = lost
-        self._lost.pop(lost.number - REPORTED_LOSSES, None)
         logger.warning("worker %d is lost, %d samples go on elsewhere: %s", worker.place, worker.num_open, error.brief)
         if worker.state is not None:
             self._agent_counts.update(worker.state.agent)
         worker.lose(WorkerLostError(f"worker {worker.place} is lost: {error.message}", error.cause))
-        return lost
+        return self._record_loss(worker.place, error)
 
     async def _replacement(self, lost: LostWorker) -> WorkerLink:
+        """Start workers until one works. Each that does not start is a loss of its own, which the driver charges."""
         while True:
             try:
-                return await self._start(lost.worker)
+                link = await self._start(lost.worker)
             except InfraError as error:
                 logger.warning("worker %d did not start: %s", lost.worker, error.brief)
-                self._update(lost._replace(cause=error.message.splitlines()[0]))
+                lost = self._record_loss(lost.worker, error)
                 await anyio.sleep(RETRY_S)
+                continue
+            if lost.number in self._lost:
+                self._lost[lost.number] = lost._replace(recovered_at=self._wall_clock())
+            return link
 
-    def _update(self, lost: LostWorker) -> None:
-        if lost.number in self._lost:
-            self._lost[lost.number] = lost
+    def _record_loss(self, place: int, error: InfraError) -> LostWorker:
+        self._num_lost += 1
+        lost = LostWorker(self._num_lost, place, self._wall_clock(), error.message.splitlines()[0])
+        self._lost[lost.number] = lost
+        self._lost.pop(lost.number - REPORTED_LOSSES, None)
+        return lost
 
     @asynccontextmanager
     async def call(self, command: Callable[[int], Command]) -> AsyncIterator[tuple[PoolWorker, int, WorkerCall]]:

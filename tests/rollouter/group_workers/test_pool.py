@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.core.failures import BugError, UserCodeError, first_failure
+from asyncrl.core.failures import BugError, InfraError, UserCodeError, first_failure
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
@@ -141,6 +142,29 @@ async def test_samples_wait_while_no_worker_is_up() -> None:
         rig.workers.can_start.set()
         assert len((await rig.lease(2)).samples) == 2
         assert rig.workers.pool.status()["lost_workers"][0].recovered_at is not None
+
+
+async def test_each_failed_start_of_a_successor_is_reported_as_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver charges each loss to the restart budget, which ends a run whose workers never start."""
+    monkeypatch.setattr(pool, "RETRY_S", 0.0)
+    rig = DispatcherRig(permits=1, n=1, num_workers=1)
+    assert rig.workers is not None
+    start, failures = rig.workers.pool._start, iter(["no disk", "no memory"])
+
+    async def fail_twice(place: int) -> Any:
+        if (cause := next(failures, None)) is not None:
+            raise InfraError(cause)
+        return await start(place)
+
+    rig.workers.pool._start = fail_twice
+    async with rig.running():
+        await rig.fleet.until_in_flight(sample_name(1))
+        rig.workers.links[0].die()
+        await until(lambda: len(rig.workers.links) == 2)
+        await anyio.wait_all_tasks_blocked()
+        lost = rig.workers.pool.status()["lost_workers"]
+    assert [(one.number, one.worker, one.cause) for one in lost[1:]] == [(2, 0, "no disk"), (3, 0, "no memory")]
+    assert [one.recovered_at is not None for one in lost] == [False, False, True]
 
 
 @pytest.mark.parametrize("whole_group", [False, True])
