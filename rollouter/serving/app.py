@@ -234,9 +234,23 @@ def marked_apps() -> dict[str, str]:
 
 
 def delete_apps(apps: Collection[str]) -> None:
-    """Delete these applications, and wait until their replicas have ended. Blocking."""
+    """Delete these applications, and wait until their replicas have ended. Blocking.
+
+    Raises:
+        DeadlineError: replicas have not ended within Serve's own limit of 60 s. All applications are asked to end.
+    """
+    late = []
     for app in sorted(_applications().keys() & set(apps)):
-        serve.delete(app)
+        try:
+            serve.delete(app)
+        except TimeoutError:
+            late.append(app)
+    if late:
+        raise DeadlineError(
+            f"Ray Serve has not deleted {', '.join(late)} within 60 s (Serve's own limit), so replicas may keep their "
+            "GPUs: Serve goes on with it. Check the nodes of these replicas (`serve status`, `ray status`), and run "
+            "`asyncrl clean` again"
+        )
 
 
 def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:

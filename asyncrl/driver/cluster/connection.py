@@ -319,16 +319,23 @@ def _stop(private: bool, namespace: str) -> None:
     """Shut Ray down; requires that no call to Ray is in progress."""
     import ray
 
-    if not private:
-        _leave_shared(namespace)
+    _try_to_leave(private, namespace)
     ray.shutdown()
     processes.end_descendants(grace_s=1.0)
 
 
 def _abandon(private: bool, namespace: str) -> None:
-    if not private:
-        _leave_shared(namespace)
+    _try_to_leave(private, namespace)
     processes.end_descendants()
+
+
+def _try_to_leave(private: bool, namespace: str) -> None:
+    """Leave a shared cluster. A failure is only logged, because the rest has to be shut down in any case."""
+    if not private:
+        try:
+            _leave_shared(namespace)
+        except Exception as error:  # noqa: BLE001  a cluster that ends may raise anything
+            logger.warning("the run's Serve applications may still be on the cluster: %s", error)
 
 
 def _leave_shared(namespace: str) -> None:

@@ -64,6 +64,23 @@ async def test_a_run_that_lends_gpus_starts_and_deletes_a_second_application(mon
     assert deleted == ["run-lent", "run-rollout"]
 
 
+def test_applications_that_serve_does_not_delete_in_time_are_named_and_the_others_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deleted: list[str] = []
+
+    def delete(name: str) -> None:
+        deleted.append(name)
+        if name != "run-rollout":
+            raise TimeoutError("Some of these applications weren't deleted after 60s")
+
+    monkeypatch.setattr(app.serve, "status", serving(rollout="RUNNING", lent="RUNNING", reward="RUNNING"))
+    monkeypatch.setattr(app.serve, "delete", delete)
+    with pytest.raises(DeadlineError, match=r"not deleted run-lent, run-reward within 60 s .*`asyncrl clean` again"):
+        app.delete_app(NAMESPACE)
+    assert deleted == ["run-lent", "run-reward", "run-rollout"]
+
+
 async def test_a_start_ends_at_its_deadline_if_serve_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,10 +10,11 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import anyio
 import anyio.lowlevel
@@ -179,6 +180,25 @@ async def test_a_launch_removes_what_killed_drivers_have_left_and_says_so(
             assert deleted == ["asyncrl-old-1-rollout"]
     assert "removed the Serve application asyncrl-old-1-rollout: its driver has ended" in caplog.text
     assert "asyncrl-new" not in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_ray_is_shut_down_although_serve_does_not_delete_the_applications(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, fails: bool
+) -> None:
+    done: list[str] = []
+    leave = Mock(side_effect=DeadlineError("Ray Serve has not deleted run-rollout"))
+    monkeypatch.setattr(cluster_module, "_start", lambda *_: None)
+    monkeypatch.setattr(cluster_module, "_remove_leftovers", lambda stale: None)
+    monkeypatch.setattr(cluster_module, "_leave_shared", leave)
+    monkeypatch.setattr("ray.shutdown", lambda: done.append("ray"))
+    monkeypatch.setattr(cluster_module.processes, "end_descendants", lambda **_: done.append("descendants"))
+    with nullcontext() if not fails else pytest.raises(InfraError, match="the run failed"):
+        async with cluster_module.cluster(Config.model_validate({"ray": {"address": "auto"}}), "run"):
+            if fails:
+                raise InfraError("the run failed")
+    assert done == (["descendants"] if fails else ["ray", "descendants"])
+    assert "may still be on the cluster: Ray Serve has not deleted run-rollout" in caplog.text
 
 
 async def test_removing_leftovers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
