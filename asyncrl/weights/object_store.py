@@ -54,6 +54,8 @@ STORE_NAME = "weight_store"
 NUM_KEPT_VERSIONS = 2
 """Versions kept besides the newest because a replica may still be reading them."""
 PARKED_CALLERS = 1000
+KILLED_S = 10.0
+"""Time after which the store of another run is not taken for that of a killed driver, which Ray ends within seconds."""
 RETRY_S = 0.2
 """Pause between two tries to reach a store that restarts."""
 
@@ -288,11 +290,12 @@ async def claim_store(namespace: str, served: ServedRun, *, max_restarts: int, l
     Ray ends the store of a driver that has died, which may take some seconds.
 
     Raises:
-        ConfigError: another run has the store.
+        ConfigError: another run has had the store for `KILLED_S`.
         DeadlineError: within `limit_s`, the store of an earlier driver of this run has not ended, or Ray has created
             none.
     """
     start = partial(start_store, namespace, served, max_restarts=max_restarts)
+    refuse_at = anyio.current_time() + min(limit_s / 2, KILLED_S)
     is_taken = False
     owner: ServedRun | None = None
     with anyio.move_on_after(limit_s):
@@ -305,7 +308,7 @@ async def claim_store(namespace: str, served: ServedRun, *, max_restarts: int, l
             if store is not None:
                 with suppress(InfraError):  # it is ending
                     owner = await answer_of(store.served_run.remote(), limit_s, "asking for the attached run")
-            if owner is not None and owner.name != served.name:
+            if owner is not None and owner.name != served.name and anyio.current_time() >= refuse_at:
                 raise ConfigError(
                     f"rollout.attach: the run {owner.name} is attached to these rollout servers, which can serve "
                     "the weights of one run only; wait for its end or stop it, or attach to another application"
