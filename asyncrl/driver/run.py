@@ -224,8 +224,9 @@ class Run:
         group.start_soon(self._services.probe_queue)
 
     async def _watch_demands(self, namespace: str, app: str) -> None:
-        """Report what the run waits for on a shared cluster, whenever it changes."""
-        shown: tuple[str, ...] = ()
+        """Report what the run waits for on a shared cluster, whenever it changes. A bundle that is just being placed is
+        pending for a moment, too, so only what two answers in a row contain counts."""
+        before: tuple[str, ...] = ()
         while True:
             waiting = None
             with anyio.move_on_after(self._config.timeouts.call_s):
@@ -233,11 +234,11 @@ class Run:
             if waiting is None:
                 await anyio.sleep(DEMANDS_S)
                 continue
-            before, self._status.pending_demands = self._status.pending_demands, waiting
-            if waiting != shown and waiting == before:  # a bundle that is just being placed waits for a moment, too
+            if waiting == before != self._status.pending_demands:
                 text = f"waiting for room on the cluster: {'; '.join(waiting)}" if waiting else "the cluster has room"
                 self._view.message("", text)
-                shown = waiting
+                self._status.pending_demands = waiting
+            before = waiting
             await anyio.sleep(DEMANDS_S)
 
     def _plan_steps(self) -> None:

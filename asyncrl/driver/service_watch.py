@@ -22,6 +22,7 @@ from asyncrl.core.failures import DeadlineError, InfraError
 from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, StoreStatus
 from asyncrl.driver.actors import KILL_S, call, kill_process_of, local_nodes
 from asyncrl.driver.cluster.processes import end_known
+from asyncrl.driver.cluster.state import ENGINE_REPLICA
 from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.supervision import QUIET_S, ReplicaWatch, RestartBudget, probe
 from asyncrl.observe.recorder import Recorder
@@ -141,6 +142,7 @@ class ServiceWatch:
         # Other users and Serve's own autoscaling may change the replicas of a separately deployed application.
         num_replicas = status.num_replicas if config.rollout.attach is None else None
         self._replicas = ReplicaWatch(num_replicas, 2 * config.timeouts.probe_s, start_s)
+        self._num_without_room = 0
         self._store_since = 0.0
         """Time of the first answer of the store's current process, wall clock."""
         self._store_is_empty = anyio.Event()
@@ -220,7 +222,8 @@ class ServiceWatch:
         """
         if (store := self._status.store) is None:
             return
-        changes = self._replicas.update(store.replicas, store.at, store_since=self._store_since)
+        pending = [demand for demand in self._status.pending_demands if ENGINE_REPLICA in demand]
+        changes = self._replicas.update(store.replicas, store.at, store_since=self._store_since, has_room=not pending)
         for restart in (*changes.replaced, *changes.recovered):
             self._recorder.record_restart(restart)
         for restart in changes.replaced:
@@ -230,6 +233,15 @@ class ServiceWatch:
             tasks.start_soon(_end_replica, report)
         for report in changes.missing:
             tasks.start_soon(self._fail_for_missing, report)
+        if changes.num_without_room > self._num_without_room:
+            logger.warning(
+                "%d of %d replicas are lost, and the cluster has no room for their successors (%s): the run goes on "
+                "with the others. Free resources on the cluster, or add nodes; the missing replicas then start",
+                changes.num_without_room,
+                self._status.num_replicas,
+                "; ".join(pending),
+            )
+        self._num_without_room = changes.num_without_room
 
     async def _fail_for_missing(self, report: ReplicaReport) -> None:
         """Raise `InfraError`, with Serve's message if there is one."""
@@ -240,7 +252,7 @@ class ServiceWatch:
             raise InfraError(
                 f"replica {report.replica} (pid {report.pid}) is gone and was not replaced within "
                 f"timeouts.start_s={self._config.timeouts.start_s:g}: new replicas end before their first report, or "
-                "there is no room for one; logs/ray in the run directory may say why",
+                "there is no room for one and no other replica serves; logs/ray in the run directory may say why",
                 message,
             )
 

@@ -326,6 +326,8 @@ class ReplicaChanges(NamedTuple):
     """Last reports of replicas that stopped reporting; each appears once per silence."""
     missing: tuple[ReplicaReport, ...] = ()
     """Unresponsive replicas that were not replaced within the start limit; each appears once."""
+    num_without_room: int = 0
+    """Unresponsive replicas without which the run goes on, because the cluster has no room for their successors."""
 
 
 @dataclass(eq=False)
@@ -343,7 +345,8 @@ class ReplicaWatch:
     limit_s: float
     """A replica that reports nothing for longer is unresponsive."""
     start_s: float
-    """Time for a replacement to report that it starts."""
+    """Time for a replacement to report that it starts. While it waits for room, no time passes as long as others
+    serve."""
     _present: dict[str, ReplicaReport] = field(default_factory=dict, init=False)
     """Last report of each replica that is not known to be gone."""
     _joined: dict[str, float] = field(default_factory=dict, init=False)
@@ -362,7 +365,14 @@ class ReplicaWatch:
     _unresponsive_since: dict[str, float] = field(default_factory=dict, init=False)
     _missing: set[str] = field(default_factory=set, init=False)
 
-    def update(self, reports: Sequence[ReplicaReport], now: float, *, store_since: float = 0.0) -> ReplicaChanges:
+    def update(
+        self,
+        reports: Sequence[ReplicaReport],
+        now: float,
+        *,
+        store_since: float = 0.0,
+        has_room: bool = True,
+    ) -> ReplicaChanges:
         """Return what changed. Times are of the wall clock.
 
         Args:
@@ -370,6 +380,7 @@ class ReplicaWatch:
                 may have only a few.
             now: when the store sent them.
             store_since: when the store's process started to receive reports; silence counts from then at the earliest.
+            has_room: whether the cluster has room for all replicas that Serve starts.
         """
         unseen_s = now - self._updated_at if self._updated_at is not None else 0.0
         self._updated_at = now
@@ -399,8 +410,7 @@ class ReplicaWatch:
         replaced = tuple(self._replacements(now, store_since))
         if not self._is_surplus() and all(report.phase != "starting" for report in self._present.values()):
             self._num_unneeded = 0
-        unresponsive, missing = self._silent(now, store_since)
-        return ReplicaChanges(replaced, tuple(recovered), unresponsive, missing)
+        return ReplicaChanges(replaced, tuple(recovered), *self._silent(now, store_since, has_room))
 
     def _replacements(self, now: float, store_since: float) -> Iterator[Restart]:
         """Yield a restart for each pair of a replica that has joined and one that is quiet."""
@@ -420,9 +430,11 @@ class ReplicaWatch:
     def _is_surplus(self) -> bool:
         return self.num_replicas is None or len(self._present) > self.num_replicas
 
-    def _silent(self, now: float, store_since: float) -> tuple[tuple[ReplicaReport, ...], tuple[ReplicaReport, ...]]:
-        """Return the unresponsive and the missing replicas, see `ReplicaChanges`. A replica that is not needed any more
-        has left without its last report."""
+    def _silent(
+        self, now: float, store_since: float, has_room: bool
+    ) -> tuple[tuple[ReplicaReport, ...], tuple[ReplicaReport, ...], int]:
+        """Return the unresponsive and the missing replicas, and the number of those without room for a successor, see
+        `ReplicaChanges`. A replica that is not needed any more has left without its last report."""
 
         def is_silent(report: ReplicaReport) -> bool:
             return now - max(report.reported_at, store_since) > self.limit_s
@@ -433,7 +445,13 @@ class ReplicaWatch:
             if self._is_surplus():
                 self._forget(name)
                 del silent[name]
-        self._unresponsive_since = {name: self._unresponsive_since.get(name, now) for name in silent}
+        others_serve = any(
+            name not in silent and report.phase not in ("starting", "broken") for name, report in self._present.items()
+        )
+        goes_on = others_serve and not has_room
+        self._unresponsive_since = {
+            name: now if goes_on else self._unresponsive_since.get(name, now) for name in silent
+        }
         missing = [
             name
             for name in silent
@@ -443,7 +461,8 @@ class ReplicaWatch:
         presumed_gone = [report for report in self._presumed_gone.values() if is_silent(report)]
         for report in presumed_gone:
             del self._presumed_gone[report.replica]
-        return (*unresponsive, *presumed_gone), tuple(silent[name] for name in missing)
+        num_without_room = len(silent) if goes_on else 0
+        return (*unresponsive, *presumed_gone), tuple(silent[name] for name in missing), num_without_room
 
     def _most_silent(self) -> ReplicaReport | None:
         """Return the oldest report of the replicas that a new one may replace."""

@@ -22,6 +22,8 @@ from asyncrl.core.failures import ConfigError, DeadlineError
 from rollouter.serving.options import app_name
 from rollouter.serving.ray_internals import replica_prefix
 
+ENGINE_REPLICA = "engine replica"
+"""The name of engines in `pending_demands`."""
 _WAITING = ("PENDING", "RESCHEDULING")
 
 
@@ -110,7 +112,7 @@ def pending_demands(namespace: str, app: str) -> tuple[str, ...] | None:
     """
     parts = {
         f"{namespace}/ranks/": "ranks",
-        replica_prefix(app): "engine replica",
+        replica_prefix(app): ENGINE_REPLICA,
         replica_prefix(app_name(namespace, "reward")): "reward model replica",
     }
     waiting: Counter[str] = Counter()

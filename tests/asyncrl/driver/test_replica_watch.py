@@ -162,6 +162,37 @@ def test_a_replica_that_is_not_replaced_is_reported_as_missing_once(watch: Repli
     assert watch.update([gone, report("b", 664.0)], 664.0) == NOTHING
 
 
+def test_the_run_goes_on_without_a_lost_replica_while_there_is_no_room_for_its_successor(watch: ReplicaWatch) -> None:
+    lost = report("a", 1.0)
+    watch.update([lost, report("b", 1.0)], 1.0)
+    for now in range(62, 3600, 60):
+        seen = watch.update([lost, report("b", float(now))], float(now), has_room=False)
+        assert (seen.missing, seen.num_without_room) == ((), 1)
+    # A node joins, so the successor has the usual time to start.
+    assert watch_until(watch, now + 599.0, lost) == []
+    joined = [lost, report("b", now + 600.0), report("c", now + 600.0, "starting")]
+    assert [one.detail for one in watch.update(joined, now + 600.0).replaced] == ["replica c"]
+
+
+def test_a_successor_that_has_room_and_does_not_start_is_missing(watch: ReplicaWatch) -> None:
+    lost = report("a", 1.0)
+    watch.update([lost, report("b", 1.0)], 1.0)
+    watch.update([lost, report("b", 1000.0)], 1000.0, has_room=False)
+    assert watch_until(watch, 1660.0, lost) == [lost]
+
+
+def test_without_room_the_run_fails_if_no_other_replica_serves(watch: ReplicaWatch) -> None:
+    lost = report("a", 1.0)
+    watch.update([lost, report("b", 1.0)], 1.0)
+    watch.update([lost, report("b", 1000.0)], 1000.0, has_room=False)
+    missing = []
+    for now in range(1001, 1700):  # the other one is lost, too
+        seen = watch.update([lost, report("b", 1000.0)], float(now), has_room=False)
+        missing += [(one.replica, now) for one in seen.missing]
+        assert seen.num_without_room == (now <= 1060)
+    assert missing == [("a", 1661), ("b", 1662)]
+
+
 def test_a_replica_that_hung_while_the_driver_was_suspended_is_not_reported_as_missing_at_once(
     watch: ReplicaWatch,
 ) -> None:

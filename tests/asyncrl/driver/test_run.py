@@ -16,6 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import DeadlineError, InfraError
 from asyncrl.core.ports import PartName, QueueStatus, SampleCounts, StoreStatus, WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
+from asyncrl.driver import run as run_module
 from asyncrl.driver import supervision
 from asyncrl.driver.run import Run, _resume_message
 from asyncrl.driver.run_status_writer import RunStatus
@@ -311,6 +312,25 @@ async def test_lost_workers_are_recorded_once_and_charged_to_their_budget(tmp_pa
     with pytest.raises(InfraError, match="the Rollouter's workers failed 3 times"):
         report_lost(LostWorker(2, 1, at=10.0, cause="again"), incarnation=2)
     assert list(driver.run._lost_workers) == [(2, 2)], "losses that are no longer reported are forgotten"
+
+
+async def test_the_run_waits_for_room_only_if_two_answers_in_a_row_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that is just being placed is pending for a moment."""
+    driver, one = RunRig(tmp_path), ("1 x engine replica: 1 GPU",)
+    answers: list[Any] = [(), (), one, (), one, None, one, one, (), ()]
+    seen = []
+
+    def ask(namespace: str, app: str) -> Any:
+        seen.append(driver.status.pending_demands)
+        return answers.pop(0)
+
+    monkeypatch.setattr(run_module, "DEMANDS_S", 0.0)
+    monkeypatch.setattr(run_module, "pending_demands", ask)
+    with pytest.raises(IndexError):
+        await driver.run._watch_demands("run", "app")
+    assert seen == [*[()] * 7, one, one, one, ()]
 
 
 async def test_messages_about_records_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
 import pytest
@@ -198,6 +199,35 @@ async def test_a_replica_that_is_not_replaced_ends_the_run_with_the_message_of_s
     with pytest.raises(InfraError, match=r"replica a \(pid 100\) is gone .*timeouts.start_s=100") as caught:
         await rig.watch._fail_for_missing(report("a"))
     assert ("no such kernel" in caught.value.cause) is not serve_fails
+
+
+async def test_a_lost_replica_without_room_for_a_successor_is_a_warning_and_the_run_goes_on(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spot node with one of two replicas is gone, and no other node has a GPU for it."""
+    rig = make_rig(probe_s=30, start_s=600)
+    rig.watch.expect_replicas(2)
+    monkeypatch.setattr(watch_module, "serve_messages", AsyncMock(return_value=""))
+    async with anyio.create_task_group() as tasks:
+        for second in range(1, 5000):
+            at = float(second)
+            rig.status.pending_demands = ("1 x engine replica: 1 GPU", "1 x ranks: 1 GPU") if second > 20 else ()
+            await rig.store_has(report("a", reported_at=min(at, 10.0)), report("b", reported_at=at), at=at)
+            rig.watch.watch_replicas(tasks)
+        tasks.cancel_scope.cancel()
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(
+        "1 of 2 replicas are lost, and the cluster has no room for their successors (1 x engine replica: 1 GPU): "
+    )
+    # What other parts wait for does not matter.
+    rig.status.pending_demands = ("1 x ranks: 1 GPU",)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with anyio.create_task_group() as tasks:
+            for second in range(5001, 5602, 60):
+                at = float(second)
+                await rig.store_has(report("a", reported_at=10.0), report("b", reported_at=at), at=at)
+                rig.watch.watch_replicas(tasks)
+    assert caught.group_contains(InfraError, match=r"replica a .* was not replaced within timeouts.start_s=600")
 
 
 async def test_versions_are_republished_until_a_restarted_store_has_one(make_rig: MakeRig) -> None:
