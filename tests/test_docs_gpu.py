@@ -48,7 +48,7 @@ def test_a_command_uses_all_gpus_of_the_machine(
     document = json.loads(capsys.readouterr().out)
     assert sum(part["count"] * part["gpus"] for part in document["plan"]["parts"]) == gpus
     assert document["config"]["rollout"]["dtype"] == "bfloat16"
-    assert dry_run(command, gpus - 1, monkeypatch) == (2 if gpus > 1 else 0)  # without a GPU, the engine is on the CPU
+    assert dry_run(command, gpus - 1, monkeypatch) == 2
 
 
 def test_the_page_has_the_commands_of_the_readme_and_names_files_that_exist() -> None:

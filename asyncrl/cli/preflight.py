@@ -15,6 +15,7 @@ from asyncrl.config.problems import ConfigProblem, errors, warning
 from asyncrl.config.resources.plan import MachineResources, checkpoint_bytes, make_plan, shortages
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
+from asyncrl.config.sections.base import on_gpus
 from asyncrl.observe.formats import size as format_size
 
 _ROWS_S = 4.0
@@ -68,7 +69,7 @@ def check_machine(config: Config, machine: MachineResources, *, trains: bool = T
 
 def _unsupported_model(config: Config, machine: MachineResources) -> Iterator[ConfigProblem]:
     """Refuse models for which vLLM computes wrong log-probs without a GPU (docs/models.md)."""
-    if machine.gpus == 0 and "kv_lora_rank" in model_config(config.model.path):
+    if not on_gpus(config.rollout.device, machine.gpus > 0) and "kv_lora_rank" in model_config(config.model.path):
         consequence = "it has latent attention (MLA), and vLLM computes wrong log-probs for such models on a CPU"
         fix = "use a machine with a GPU, or a model without latent attention (docs/models.md has the checked ones)"
         yield ConfigProblem("model.path", config.model.path, consequence, fix)

@@ -207,6 +207,8 @@ def value_sources(
     for key in ("trainer.num_workers", "rollout.num_replicas", "rollout.autoscaling.max_replicas"):
         if f"{(part := key.partition('.')[0])}.nnodes" in found:  # see count_processes
             found.setdefault(key, f"{part}.nnodes x {part}.n_gpus_per_node")
+            if config.ray.autoscaling:
+                found.setdefault(f"{part}.device", f"ray.autoscaling with {part}.n_gpus_per_node")
     if config.rollout.quantization is not None:
         now = leaves(config.public_values())
         set_by_it = [key for key, value in quantization.QUANTIZED_DEFAULTS.items() if now[key] == value]

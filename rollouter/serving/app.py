@@ -30,6 +30,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.base import on_gpus
 from asyncrl.core.failures import ConfigError, DeadlineError, EngineCrashError, InfraError, ReplicaLeftError
 from rollouter.serving import ray_internals
 from rollouter.serving.access import http_access
@@ -270,7 +271,8 @@ def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
         app = build_rollout_app(config, namespace=namespace, http=False, lent=True)
         targets.append(serve.RunTarget(target=app, name=lent_app(namespace).name, route_prefix=None))
     if config.reward_model.placement == "serve" and not http:
-        reward = build_reward_app(config, gpus=_gpus(), driver=ray.get_runtime_context().get_job_id())
+        gpus = on_gpus(config.rollout.device, _gpus())
+        reward = build_reward_app(config, gpus=gpus, driver=ray.get_runtime_context().get_job_id())
         targets.append(serve.RunTarget(target=reward, name=app_name(namespace, "reward"), route_prefix=None))
     try:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -292,7 +294,7 @@ def _port(config: Config) -> int:
 
 
 def _gpus() -> bool:
-    """Return whether the cluster has GPUs, or this machine, before Ray is connected."""
+    """Return whether the cluster has GPUs at present, or this machine, before Ray is connected."""
     return ray.cluster_resources().get("GPU", 0) > 0 if ray.is_initialized() else bool(visible_gpus())
 
 

@@ -11,6 +11,7 @@ from asyncrl.assets import resolve
 from asyncrl.config.environment import model_config
 from asyncrl.config.resources.placement import ENGINE_SHARE, Gang, replica_gang
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.base import on_gpus
 from asyncrl.config.sections.data import adapted_layers, engine_lora_rank
 from asyncrl.config.sections.rollout import AutoscalingConfig
 from asyncrl.config.sections.run import TimeoutsConfig
@@ -201,10 +202,11 @@ def serving_options(config: Config, *, namespace: str | None, gpus: bool, lent: 
     The checks of the configuration forbid `rollout.engine_kwargs` that another key sets.
 
     Args:
-        gpus: whether the cluster has GPUs to run engines on.
+        gpus: whether the cluster has GPUs, which decides with `rollout.device=auto`.
         lent: those of the engines on GPUs that the Trainer lends.
     """
     rollout = config.rollout
+    gpus = on_gpus(rollout.device, gpus)
     shares = lent or config.takes_turns
     gang = replica_gang(config, gpus=gpus, lent=lent)
     env_vars = _env_vars(config, gpus, shares)
@@ -271,7 +273,7 @@ def mark(driver: str) -> dict[str, str]:
 
 
 def reward_deployment_options(model: RewardModelConfig, *, probe_s: float, gpus: bool, driver: str) -> dict[str, Any]:
-    """Return Serve's options of the reward model's replicas: one GPU each, if the cluster has any.
+    """Return Serve's options of the reward model's replicas. `gpus`: they have one GPU each.
 
     A placement group reserves it, which Ray lists while it waits for room (`pending_demands`)."""
     resources = {"num_cpus": 1, "num_gpus": 1} if gpus else {"num_cpus": 0}

@@ -95,8 +95,8 @@ class WorkerGroup:
             reserve_cpus: reserve CPUs in Ray for ranks on CPU, as on a shared cluster.
 
         Raises:
-            ConfigError: there are fewer GPUs than ranks, or a model cannot be loaded (`new_engine`).
-            DeadlineError: not started within `timeouts.start_s`.
+            ConfigError: a model cannot be loaded (`new_engine`).
+            DeadlineError: not started within `timeouts.start_s`, for example because there are fewer GPUs than ranks.
             InfraError: a rank died.
         """
         processes = Processes(plan)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from asyncrl.config.resources.placement import RANK_SHARE, Gang, rank_gang
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.base import Dtype
+from asyncrl.config.sections.base import Device, Dtype
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig, RoleConfig
 from trainer.engines.base import EngineSpec, ModelType
 
@@ -36,7 +36,7 @@ class GroupPlan:
 
     name: str
     num_ranks: int
-    device: Literal["auto", "cpu", "cuda"]
+    device: Device
     cpu_threads: int
     """Number of CPUs of each rank on CPU: the maximum over its models."""
     per_node: int | None

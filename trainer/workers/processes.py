@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.config.sections.base import Dtype
+from asyncrl.config.sections.base import Dtype, on_gpus
 from asyncrl.core.failures import ConfigError, DeadlineError
 from asyncrl.core.ports import WeightPublisher
 from asyncrl.profiling import profile
@@ -211,27 +211,6 @@ def local_ranks(places: Sequence[RankLocation], device: Literal["cpu", "cuda"]) 
     return [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
 
 
-def device_of(plan: GroupPlan, num_gpus: int) -> Literal["cpu", "cuda"]:
-    """Return the device of a group's ranks on a cluster with `num_gpus` GPUs. Pure.
-
-    Raises:
-        ConfigError: there are fewer GPUs than ranks.
-    """
-    if plan.device == "cpu" or (plan.device == "auto" and num_gpus == 0):
-        return "cpu"
-    if num_gpus == 0:
-        raise ConfigError(
-            f"{plan.section}.device=cuda: the Ray cluster has no GPU, and the {plan.name} group takes one for each "
-            f"rank; use {plan.section}.device=cpu, or a cluster with GPUs"
-        )
-    if num_gpus < plan.num_ranks:
-        raise ConfigError(
-            f"{plan.section}.num_workers={plan.num_ranks}: the {plan.name} group takes a GPU for each rank and the Ray "
-            f"cluster has {num_gpus}; lower {plan.section}.num_workers to {num_gpus}, or use {plan.section}.device=cpu"
-        )
-    return "cuda"
-
-
 def check_tool(profiling: RankProfiling, plan: GroupPlan, device: Literal["cpu", "cuda"]) -> None:
     """Check that the configured profiler can trace ranks on `device`. Pure.
 
@@ -246,8 +225,8 @@ def check_tool(profiling: RankProfiling, plan: GroupPlan, device: Literal["cpu",
 
 
 def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
-    """Return the device of a group's ranks. With `auto` these use GPUs if the cluster has any."""
-    return device_of(plan, int(ray.cluster_resources().get("GPU", 0)))
+    """Return the device of a group's ranks. If it has fewer GPUs than ranks, `reserve` waits for others."""
+    return "cuda" if on_gpus(plan.device, ray.cluster_resources().get("GPU", 0) > 0) else "cpu"
 
 
 def _free(run: str, process: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.base import Device, on_gpus
 from asyncrl.config.sections.trainer_rules import model_roles
 
 Strategy = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD"]
@@ -138,11 +139,18 @@ def replica_gang(config: Config, *, gpus: bool, lent: bool = False) -> Gang:
 
 def count_processes(tree: dict[str, Any], user_values: Mapping[str, Any]) -> None:
     """Let `nnodes` and `n_gpus_per_node` set the number of ranks and of replicas, unless these are given too. With
-    autoscaling, they set the maximum number of replicas."""
+    autoscaling, they set the maximum number of replicas.
+
+    If the cluster adds nodes, they also set `device`: the nodes with these GPUs may have yet to join."""
+    ray = tree.get("ray")
+    adds_nodes = isinstance(ray, dict) and ray.get("autoscaling") is True
     for section, key in (("trainer", "num_workers"), ("rollout", "num_replicas")):
         values = tree.get(section)
         if not isinstance(values, dict):
             continue
+        has_gpus = adds_nodes and isinstance(values.get("n_gpus_per_node"), int)
+        if has_gpus and values.get("device") == "auto" and f"{section}.device" not in user_values:
+            values["device"] = "cuda"
         scaling = values.get("autoscaling")
         target, path = values, f"{section}.{key}"
         if isinstance(scaling, dict) and scaling.get("enable") is True:
@@ -162,13 +170,14 @@ def gangs(config: Config, *, gpus: bool, trains: bool = True) -> tuple[Gang, ...
         gpus: whether the cluster has GPUs.
         trains: whether it is a run; otherwise there are only engines (`asyncrl serve`).
     """
-    if not trains:
-        return (replica_gang(config, gpus=gpus),)
     trainer, rollout = config.trainer, config.rollout
+    engines_on_gpus = on_gpus(rollout.device, gpus)
+    if not trains:
+        return (replica_gang(config, gpus=engines_on_gpus),)
     labels = trainer.node_labels
 
-    def ranks(name: str, section: str, number: int, per_node: int | None, device: str, threads: int) -> Gang:
-        share = float(device == "cuda" or (device == "auto" and gpus))
+    def ranks(name: str, section: str, number: int, per_node: int | None, device: Device, threads: int) -> Gang:
+        share = float(on_gpus(device, gpus))
         return rank_gang(
             name, section, num_ranks=number, per_node=per_node, cpus=threads, gpus=share, node_labels=labels
         )
@@ -184,8 +193,8 @@ def gangs(config: Config, *, gpus: bool, trains: bool = True) -> tuple[Gang, ...
             found.append(ranks(name, section, number, None, device, role.cpu_threads or trainer.cpu_threads))
     skip = config.skip.async_rollout
     if rollout.attach is None and not (skip.enable and skip.engines == "auto"):
-        found.append(replica_gang(config, gpus=gpus))
-    if config.reward_model.placement == "serve" and gpus:
+        found.append(replica_gang(config, gpus=engines_on_gpus))
+    if config.reward_model.placement == "serve" and engines_on_gpus:
         number = config.reward_model.num_replicas
         found.append(Gang("reward model replica", "reward_model", number, 1, 1.0, 1.0, "PACK", {}))
     return tuple(found)

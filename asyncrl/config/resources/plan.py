@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.config.problems import ConfigProblem, configured, errors, format_problems, warning
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.base import Device, on_gpus
 from asyncrl.config.sections.trainer_rules import check_length, epoch_samples, epoch_steps, model_roles
 from asyncrl.core.failures import ConfigError
 
@@ -196,7 +197,8 @@ def _gpus_at_once(parts: Sequence[PlannedProcess], *, alternating: bool) -> int:
 def _processes(
     config: Config, machine: MachineResources, num_parameters: int | None, teacher_parameters: int | None
 ) -> Iterator[PlannedProcess]:
-    on_gpu, rollout = machine.gpus > 0, config.rollout
+    rollout = config.rollout
+    on_gpu = on_gpus(rollout.device, machine.gpus > 0)
     weights = None if num_parameters is None else num_parameters * _BYTES[rollout.dtype]
     cache = 0 if on_gpu else rollout.cpu_kv_cache_gib * GIB
     engine = None if weights is None else weights // rollout.tensor_parallel_size + cache
@@ -220,11 +222,11 @@ def _processes(
     if config.validates_only:
         return
     yield PlannedProcess("trainer", 1, 1, 0, None)
-    yield from _ranks(config, on_gpu, num_parameters, teacher_parameters)
+    yield from _ranks(config, machine.gpus > 0, num_parameters, teacher_parameters)
 
 
 def _ranks(
-    config: Config, on_gpu: bool, num_parameters: int | None, teacher_parameters: int | None
+    config: Config, has_gpus: bool, num_parameters: int | None, teacher_parameters: int | None
 ) -> Iterator[PlannedProcess]:
     """Yield the training processes that the policy and other models share, and the processes of separate models.
 
@@ -238,13 +240,13 @@ def _ranks(
     def process(
         name: str,
         count: int,
-        device: str,
+        device: Device,
         threads: int,
         strategy: str,
         bytes_each: float,
         sections: tuple[str, str] = ("trainer", "trainer"),
     ) -> PlannedProcess:
-        gpu = device == "cuda" or (device == "auto" and on_gpu)
+        gpu = on_gpus(device, has_gpus)
         shards = 1 if strategy in _UNSHARDED else count
         memory = None if num_parameters is None else int(num_parameters * bytes_each) // shards
         keys = f"{sections[0]}.num_workers", f"{sections[1]}.cpu_threads"
@@ -292,6 +294,11 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
     slow, and the memory is an estimate, so these are warnings. `trains`: False for engines alone.
     """
     machine, parts = plan.machine, [part for part in plan.parts if trains or part.key.startswith("rollout.")]
+    if config.rollout.device == "cuda" and not machine.gpus:
+        consequence = "this machine shows no GPU (to this process: see CUDA_VISIBLE_DEVICES)"
+        fix = "set it to auto or cpu, or point ray.address at a cluster that has GPUs"
+        yield ConfigProblem("rollout.device", "cuda", consequence, fix)
+        return
     if machine.gpus < (wanted := _gpus_at_once(parts, alternating=config.takes_turns)):
         users = [part for part in parts if part.gpus]
         room, most = machine.gpus - wanted, max(users, key=lambda part: part.count)

@@ -16,6 +16,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
 ImportPath = Annotated[str, Field(pattern=r"^.+:[^:]+$")]
 """A user's own part: `module:name` or `path/file.py:name` (`asyncrl.config.import_path`)."""
 FileNames = Annotated[
@@ -66,7 +67,8 @@ class NodePool(ConfigSection):
     """Number of nodes of the part; null: as many as its processes need. Give it together with `n_gpus_per_node`."""
     n_gpus_per_node: Positive | None = None
     """Number of GPUs (on CPU: of processes) of the part on each of these nodes. The two keys set the number of
-    processes (with `rollout.autoscaling` the maximum), unless it is given, too."""
+    processes (with `rollout.autoscaling` the maximum), and with `ray.autoscaling` also `device=cuda`, unless these are
+    given, too."""
     node_labels: NodeLabels = Field(default_factory=dict)
     """Labels of the nodes that may be used, as a label selector of Ray: `{pool: rollout}`, `{zone: in(a,b)}`,
     `{spot: "!true"}`. `ray start --labels` gives a node its labels."""
@@ -75,3 +77,8 @@ class NodePool(ConfigSection):
     def num_processes(self) -> int | None:
         """The number of processes that `nnodes` and `n_gpus_per_node` ask for; None if they do not give it."""
         return self.nnodes * self.n_gpus_per_node if self.nnodes and self.n_gpus_per_node else None
+
+
+def on_gpus(device: Device, present: bool) -> bool:
+    """Return whether a part with this `device` runs on GPUs; `present`: the machine or the cluster has GPUs now."""
+    return device == "cuda" or (device == "auto" and present)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.sections.base import on_gpus
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -123,9 +124,11 @@ def check_argument_names(config: Config) -> Iterator[ConfigProblem]:
 def check_expert_parallel(config: Config) -> Iterator[ConfigProblem]:
     """Refuse expert parallelism on CPUs, where vLLM's workers die with their first requests (0.32)."""
     rollout, name = config.rollout, "enable_expert_parallel"
-    local = config.ray.address is None and not visible_gpus()
-    if rollout.engine_kwargs.get(name) and rollout.tensor_parallel_size > 1 and local:
-        consequence = "this machine shows no GPU, and vLLM's workers die with it on CPUs, at their first requests"
+    gpus = on_gpus(rollout.device, config.ray.address is not None or visible_gpus() > 0)
+    if rollout.engine_kwargs.get(name) and rollout.tensor_parallel_size > 1 and not gpus:
+        consequence = (
+            "engines have no GPU (rollout.device), and vLLM's workers die with it on CPUs, at their first requests"
+        )
         yield ConfigProblem(f"{_ARGUMENTS}.{name}", True, consequence, "leave it out")
 
 

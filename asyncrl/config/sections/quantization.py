@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config.environment import visible_gpus
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, warning
+from asyncrl.config.sections.base import on_gpus
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -112,10 +113,11 @@ RULES: tuple[RuleFunction, ...] = (
 def check_kernels(config: Config) -> Iterator[ConfigProblem]:
     """Refuse a format for which vLLM has no kernel on this machine."""
     wanted, elsewhere = config.rollout.quantization, config.ray.address is not None
-    if wanted is not None and wanted not in _CPU_FORMATS and not elsewhere and not visible_gpus():
+    gpus = on_gpus(config.rollout.device, elsewhere or visible_gpus() > 0)
+    if wanted is not None and wanted not in _CPU_FORMATS and not gpus:
         yield ConfigProblem(
             "rollout.quantization",
             wanted,
-            "this machine shows no GPU, and vLLM computes it on GPUs only",
+            "engines have no GPU (rollout.device), and vLLM computes it on GPUs only",
             f"set it to {_CPU_FORMATS[0]}, or leave it out",
         )

@@ -14,6 +14,7 @@ from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_
 from asyncrl.config.sections import quantization as quantized
 from asyncrl.config.sections.base import (
     ConfigSection,
+    Device,
     Dtype,
     NodePool,
     NonNegative,
@@ -262,6 +263,10 @@ class RolloutConfig(NodePool):
     """Maximum number of sequences that one engine decodes together."""
     max_model_len: Positive | None = None
     """Context length of the engine in tokens; null: data.max_prompt_length + rollout.response_length."""
+    device: Device = "auto"
+    """Device of the engines; auto: GPUs if the machine or the cluster has any when they are deployed. cuda: engines
+    on a cluster also wait for GPUs of nodes that have yet to join (docs/deploy.md). cpu: needs vLLM's build for
+    CPUs."""
     dtype: Dtype = "float32"
     """Data type of weights and activations in the engine. Use float32 on CPUs without AVX-512, bfloat16 on GPUs."""
     quantization: quantized.Quantization | None = None
@@ -527,6 +532,12 @@ NO_EFFECT = (
     no_effect(" ".join(f"rollout.{key}" for key in _ENGINE_KEYS.split()), lambda c: c.rollout.attach is not None,
               "the run attaches to engines that are deployed already (rollout.attach)",
               "set it where they are deployed"),
+    no_effect("rollout.device",
+              lambda c: c.rollout.attach is not None and c.reward_model.placement != "serve",
+              "the run attaches to engines that are deployed already (rollout.attach)",
+              "set it where they are deployed"),
+    no_effect("rollout.gpu_memory_utilization", lambda c: c.rollout.device == "cpu",
+              "engines are on CPUs (rollout.device)", "set rollout.cpu_kv_cache_gib"),
     only_with(" ".join(f"rollout.autoscaling.{name}" for name in AutoscalingConfig.model_fields if name != "enable"),
               "rollout.autoscaling.enable", True),
     no_effect(_LOOP_KEYS, lambda c: c.rollout.agent.enabled, "your agent (rollout.agent) has its own tools and limits",

@@ -333,11 +333,12 @@ def _shared_gpus(config: Config) -> Iterator[ConfigProblem]:
     if not config.shares_gpus:
         return
     key, off = _sharing(config)
-    if config.trainer.device == "cpu" and visible_gpus():
+    sides = {"trainer.device": config.trainer.device, "rollout.device": config.rollout.device}
+    for side in [name for name, device in sides.items() if device == "cpu" and visible_gpus()]:
         given = format_value(configured(config, key))
         consequence = f"with {key}={given} training processes and engines use the same GPUs in turns"
-        yield ConfigProblem("trainer.device", "cpu", consequence, f"set it to auto, or {off}")
-    elif not visible_gpus():
+        yield ConfigProblem(side, "cpu", consequence, f"set it to auto, or {off}")
+    if not visible_gpus():
         consequence = "this machine shows no GPU: the two sides take turns, which frees no memory on a CPU"
         yield warning(key, configured(config, key), consequence, f"set {off}")
 
@@ -462,9 +463,10 @@ RULES: tuple[RuleFunction, ...] = (
                "the hung process is replaced, so Rollouter and Trainer are restarted too",
                "set it to less than {c.timeouts.call_s:g}, or raise timeouts.call_s", "warning"),
     _unbounded_journal,
-    ConfigRule("weight_sync.backend", lambda c: c.weight_sync.backend == "nccl" and c.trainer.device == "cpu",
-               "rank 0 of the Trainer broadcasts from a GPU, and trainer.device is cpu",
-               "set weight_sync.backend=object_store, or trainer.device=auto"),
+    ConfigRule("weight_sync.backend",
+               lambda c: c.weight_sync.backend == "nccl" and "cpu" in (c.trainer.device, c.rollout.device),
+               "rank 0 of the Trainer broadcasts from a GPU to those of the engines, and trainer.device or "
+               "rollout.device is cpu", "set weight_sync.backend=object_store, or both to auto"),
     ConfigRule("weight_sync.backend", lambda c: c.weight_sync.backend == "nccl" and c.weight_sync.lora == "adapter",
                "vLLM loads adapters (weight_sync.lora=adapter) from files", "set weight_sync.backend=object_store"),
     ConfigRule("weight_sync.backend", lambda c: c.weight_sync.backend == "nccl"

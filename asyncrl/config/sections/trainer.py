@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl.config.sections.base import ConfigSection, Dtype, NodePool, NonNegative, Positive, Share, Threads
+from asyncrl.config.sections.base import ConfigSection, Device, Dtype, NodePool, NonNegative, Positive, Share, Threads
 
 
 def _check_frequency(value: int) -> int:
@@ -48,8 +48,9 @@ class EngineConfig(ConfigSection):
     entry point of the group `asyncrl.engines`, or your own, `module:Class` or `path/file.py:Class`."""
     num_workers: Positive = 1
     """Number of processes (ranks) in the group; on GPUs, each has one GPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model; auto: a GPU if the machine has one."""
+    device: Device = "auto"
+    """Device of the model; auto: GPUs if the machine or the cluster has any when the processes start. cuda: a run on a
+    cluster also waits for GPUs of nodes that have yet to join (docs/deploy.md)."""
     dtype: Dtype = "float32"
     """Precision of the forward and backward pass; weights that are trained and the optimizer are float32."""
     cpu_threads: Threads = 1
@@ -103,7 +104,7 @@ class RoleConfig(ConfigSection):
     """See trainer.strategy."""
     num_workers: Positive | None = None
     """See trainer.num_workers; with `placement: own`."""
-    device: Literal["auto", "cpu", "cuda"] | None = None
+    device: Device | None = None
     """See trainer.device; with `placement: own`."""
     dtype: Dtype | None = None
     """Precision of the passes, and of the weights if they are not trained; null: for the critic trainer.dtype, for
@@ -128,7 +129,7 @@ class RewardModelConfig(ConfigSection):
     weight: float = 1.0
     """Weight of the model's score in the reward; with `placement: serve` also in validation."""
     num_replicas: Positive = 1
-    """Replicas of the Serve deployment, with one GPU each if the cluster has any."""
+    """Replicas of the Serve deployment, with one GPU each if engines would have GPUs (rollout.device)."""
     max_batch_size: Positive = 32
     """Responses scored in one forward pass of the Serve deployment."""
     trust_remote_code: bool = False

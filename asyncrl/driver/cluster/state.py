@@ -77,12 +77,12 @@ async def check_room(config: Config, *, trains: bool = True) -> str:
 
 def _compare_room(config: Config, trains: bool) -> str:
     nodes = cluster_nodes()
-    if trains and config.weight_sync.backend == "nccl" and not any(node.gpus for node in nodes):
+    wanted = _gangs(config, nodes, trains=trains)
+    if trains and config.weight_sync.backend == "nccl" and not any(gang.gpus for gang in wanted):
         raise ConfigError(
             "weight_sync.backend=nccl: versions are broadcast from a GPU, and no node of the cluster has one; set "
             "weight_sync.backend=object_store, or add nodes with GPUs"
         )
-    wanted = _gangs(config, nodes, trains=trains)
     placement = place(wanted, nodes)
     if placement.lacks and not config.ray.autoscaling:
         raise ConfigError(format_problems(placement.lacks))

@@ -119,6 +119,7 @@ BROKEN: list[tuple[str, Changes, str]] = [
         "allows 1 to 3",
     ),
     ("weight_sync.backend", NCCL | {"trainer.device": "cpu"}, "broadcasts from a GPU"),
+    ("weight_sync.backend", NCCL | {"rollout.device": "cpu"}, "to those of the engines"),
     ("weight_sync.backend", NCCL | ADAPTERS, "from files"),
     ("weight_sync.backend", NCCL | {"async_training.partial_rollout": False}, "stand still"),
     ("weight_sync.max_deltas", {"weight_sync.max_deltas": 5}, "weight_sync.backend is object_store"),

@@ -36,6 +36,16 @@ def test_options_on_cpu() -> None:
     assert deployment_options(built)["num_replicas"] == 2
 
 
+def test_the_device_decides_on_a_cluster_that_has_no_gpu_yet_and_on_one_that_has_some() -> None:
+    on_gpus = options(rollout={"device": "cuda", "tensor_parallel_size": 2, "enforce_eager": False})
+    assert on_gpus == options(gpus=True, rollout={"device": "auto", "tensor_parallel_size": 2, "enforce_eager": False})
+    assert deployment_options(on_gpus)["placement_group_bundles"] == [{"GPU": 1.0, "CPU": 1.0}] * 2
+    kwargs = on_gpus.llm_config["engine_kwargs"]
+    assert (kwargs["enforce_eager"], kwargs["gpu_memory_utilization"]) == (False, 0.85)
+    assert "TORCHDYNAMO_DISABLE" not in on_gpus.env_vars
+    assert options(gpus=True, rollout={"device": "cpu"}) == options()
+
+
 def test_engines_that_share_their_gpus_with_ranks_can_sleep() -> None:
     built = options(gpus=True, placement="colocated", mode="sync", rollout={"tensor_parallel_size": 2})
     assert built.gang.bundles == [{"GPU": 0.4, "CPU": 1.0}] * 2

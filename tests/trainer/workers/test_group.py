@@ -424,5 +424,6 @@ async def test_a_failed_start_leaves_no_processes(model: Path) -> None:
         if child.pid not in before and "RankActor" in " ".join(child.cmdline())
     ]  # fmt: skip
     assert not ranks
-    with pytest.raises(ConfigError, match=r"trainer\.device=cuda: the Ray cluster has no GPU"):
-        await TrainerGroups.start(configure(model, trainer={"device": "cuda"}))
+    config = configure(model, trainer={"device": "cuda"}, timeouts={"start_s": 0.5})
+    with pytest.raises(DeadlineError, match=r"waited 0\.5 s for 2 times .*'GPU': 1\.0.* lower trainer\.num_workers"):
+        await TrainerGroups.start(config)

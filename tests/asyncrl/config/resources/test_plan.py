@@ -189,7 +189,9 @@ def test_too_few_gpus_are_an_error_at_the_key_that_demands_most() -> None:
     scored = {"reward_model.placement": "serve", "reward_model.num_replicas": 3, "reward_model.path": "rm"}
     problem = single(lacking(scored | {"trainer.device": "cuda"}, two))
     assert problem.key == "reward_model.num_replicas", "one GPU for the engine, one for the rank, three for the model"
+    assert [problem.key for problem in lacking({"rollout.device": "cuda"}, LAPTOP)] == ["rollout.device"]
     one = MachineResources(cpus=64, gpus=1)
+    assert lacking({"rollout.device": "cpu"}, one) == []
     assert single(lacking({}, one)).fix == "set trainer.device=cpu, or point ray.address at a cluster"
     assert lacking({"trainer.device": "cpu"}, one) == []
     parallel = {"rollout.num_replicas": 3, "rollout.tensor_parallel_size": 2}

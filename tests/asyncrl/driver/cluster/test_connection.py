@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from asyncrl.config.resources.placement import NodeResources
+from asyncrl.config.compose import check_config, value_sources
+from asyncrl.config.resources.placement import NodeResources, gangs
 from asyncrl.config.resources.plan import MachineResources
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
@@ -46,6 +47,44 @@ async def test_gpu_broadcasts_need_a_gpu_in_the_cluster(monkeypatch: pytest.Monk
     config = Config.model_validate({"weight_sync": {"backend": "nccl"}})
     with pytest.raises(ConfigError, match=r"weight_sync\.backend=nccl: .* no node of the cluster has one"):
         await state.check_room(config)
+
+
+POOLS = (
+    "ray.address=auto", "trainer.strategy=ddp", "trainer.nnodes=1", "trainer.n_gpus_per_node=8",
+    "rollout.nnodes=2", "rollout.n_gpus_per_node=8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("present", [0, 4])
+def test_gpus_that_have_yet_to_join_are_demanded(present: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [NodeResources("head", "head", cpus=64.0, gpus=present)]
+    monkeypatch.setattr(state, "cluster_nodes", lambda: nodes)
+    adds_nodes = (*POOLS, "ray.autoscaling=true")
+    config = check_config("quickstart", adds_nodes).require()
+    assert (config.trainer.device, config.rollout.device) == ("cuda", "cuda")
+    wanted = state.check_room(config)
+    assert wanted.startswith("the cluster has to add nodes: ") and "needs 24 GPUs" in wanted
+    assert "needs 16 GPUs" in state.check_room(config, trains=False)
+    assert state.check_room(check_config("quickstart", (*adds_nodes, "weight_sync.backend=nccl")).require()) == wanted
+    with pytest.raises(ConfigError, match="needs 24 GPUs"):
+        state.check_room(check_config("quickstart", (*POOLS, "trainer.device=cuda", "rollout.device=cuda")).require())
+    sources = value_sources("quickstart", adds_nodes, config)
+    assert sources["rollout.device"] == "ray.autoscaling with rollout.n_gpus_per_node"
+
+
+def test_a_given_device_decides_where_a_part_runs() -> None:
+    given = ("trainer.device=cpu", "rollout.device=auto")
+    config = check_config("quickstart", (*POOLS, "ray.autoscaling=true", *given)).require()
+    assert (config.trainer.device, config.rollout.device) == ("cpu", "auto")
+    assert not any(gang.gpus for gang in gangs(config, gpus=False))
+    assert {gang.name: gang.total("GPUs") for gang in gangs(config, gpus=True)} == {
+        "policy rank": 0, "engine replica": 16,
+    }  # fmt: skip
+    config = check_config("quickstart", (*POOLS, "rollout.device=cpu")).require()
+    assert (config.trainer.device, config.rollout.device) == ("auto", "cpu"), "on CPU the pool counts processes"
+    assert {gang.name: gang.total("GPUs") for gang in gangs(config, gpus=True)} == {
+        "policy rank": 8, "engine replica": 0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "no-such-host.invalid:6379"])
