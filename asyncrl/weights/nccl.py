@@ -7,8 +7,8 @@
                              of all engines                 broadcasts), finish_weight_update of all engines
 
 The version is the one in the weight store, so training continues meanwhile: a thread of its own copies it to the GPU
-tensor by tensor and broadcasts it in packed buckets, on a CUDA stream of its own. Every call and broadcast has the
-deadline of its round. Then the communicator is aborted, which ends the kernels that wait in it.
+tensor by tensor and broadcasts it in packed buckets, on a CUDA stream of its own. Every call and broadcast, and forming
+a group, has the deadline of its round. Then the communicator is aborted, which ends the kernels that wait in it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +66,7 @@ class BroadcastSender:
             FencedError: a newer Trainer takes over.
             Others: see `send`.
         """
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # threads begin with the first GPU
+        _use_gpu()
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 while True:
@@ -82,10 +83,11 @@ class BroadcastSender:
             Others: the errors of vLLM, NCCL and Ray.
         """
         self._client.found = found
+        until = time.monotonic() + found.limit_s
         try:
-            with deadline(found.limit_s, self._leave_group) as is_late:
-                if found.members != self._members:
-                    self._form_group(found)
+            if found.members != self._members:
+                self._form_group(found)
+            with deadline(until - time.monotonic(), self._leave_group) as is_late:
                 self._engine.send_weights()
         finally:
             self._source.chunks = ()
@@ -112,7 +114,12 @@ class BroadcastSender:
         return found
 
     def _form_group(self, found: BroadcastRound) -> None:
-        """Form the process group of rank 0 and all workers of the members anew."""
+        """Form the process group of rank 0 and all workers of the members anew.
+
+        Raises:
+            InfraError: it was not complete within the round's deadline, or vLLM cannot use NCCL here.
+            Others: the errors of vLLM, NCCL and Ray.
+        """
         self._leave_group()
         init_info = NCCLTrainerInitInfo(
             master_address=ray.util.get_node_ip_address(),
@@ -122,7 +129,16 @@ class BroadcastSender:
             packed_buffer_size_bytes=self._bucket_bytes,
             rank=0,
         )
-        self._engine = WeightTransferTrainerFactory.trainer_init(init_info, client=self._client, source=self._source)
+
+        def form() -> Any:
+            _use_gpu()
+            return WeightTransferTrainerFactory.trainer_init(init_info, client=self._client, source=self._source)
+
+        # On a thread, because neither vLLM nor NCCL has this deadline. Late, it joins a group of no further use.
+        formed = in_background(form)
+        if not wait([formed], found.limit_s).done:
+            raise InfraError(f"the process group for broadcasts was not complete within {found.limit_s:g} s")
+        self._engine = formed.result()
         if self._engine.model_update_group.disabled:  # its broadcasts would do nothing
             raise InfraError(NO_NCCL)
         self._members = found.members
@@ -176,6 +192,24 @@ class EngineCalls:
     def _call(self, method: str, info: Mapping[str, Any]) -> None:
         call = self._store.call_engines.remote(self.found.weights_version, method, info)
         _answer(call, self.found.limit_s + ANSWER_S)
+
+
+def _use_gpu() -> None:
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # threads begin with the first GPU
+
+
+def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Run the function on a new daemon thread."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  raised again by `result`, in the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return future
 
 
 @contextmanager

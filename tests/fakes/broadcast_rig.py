@@ -28,6 +28,7 @@ from vllm.v1.worker import gpu_worker
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ReplicaLeftError
+from asyncrl.weights import nccl as nccl_module
 from asyncrl.weights.object_store import ServedRun
 from rollouter.serving import fleet as fleet_module
 from rollouter.serving.fleet import ServeFleet
@@ -101,7 +102,8 @@ class FakeNccl:
         monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         monkeypatch.setattr(worker_module, "deadline", self._deadline)
-        monkeypatch.setattr(worker_module, "wait", self._wait)
+        for module in (worker_module, nccl_module):
+            monkeypatch.setattr(module, "wait", self._wait)
 
     def release(self) -> None:
         """Let the ranks return that wait for absent ones."""
@@ -149,11 +151,11 @@ class OneWorker(WorkerExtension):
 
     def __init__(self, model: torch.nn.Module, rank: int, size: int) -> None:
         parallel = SimpleNamespace(data_parallel_index=0, world_size=size, rank=rank)
-        model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"))
+        model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="llama"), dtype=torch.float32)
         self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model_config, quant_config=None)
         self._weight_update_active = self._weight_update_is_draft = False
         self.rank = rank
-        self.model_runner = SimpleNamespace(model=model, reset_lora_state=lambda: None)
+        self.model_runner = SimpleNamespace(model=model, model_config=model_config, reset_lora_state=lambda: None)
         device = torch.device("cpu")
         self.weight_transfer_engine = StoreTransfer(WeightTransferConfig(), self.vllm_config, device, model)
         self.thread = ThreadPoolExecutor(1, initializer=lambda: vars(_tensor_parallel).update(rank=rank, size=size))

@@ -22,8 +22,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ from vllm.platforms import current_platform
 from asyncrl.core.ports import WeightsVersion
 from asyncrl.weights.checksums import MODULUS, WeightChecksums, add, layer_group
 from asyncrl.weights.deltas import DeltaChunk
-from asyncrl.weights.nccl import NO_NCCL, deadline
+from asyncrl.weights.nccl import NO_NCCL, deadline, in_background
 from asyncrl.weights.tensors import as_tensors
 from asyncrl.weights.transport import StoredChunk
 from rollouter.serving.options import WEIGHT_TRANSFER
@@ -167,14 +167,14 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
             self._join(init_info)
             return
         self._store = init_info
-        _in_background(connect, init_info.address, init_info.namespace)
+        in_background(connect, init_info.address, init_info.namespace)
 
     def fetch(self, weights_version: WeightsVersion, limit_s: float, compares: bool) -> None:
         """Begin to map this version into this process, with a deadline of `limit_s`. Return at once. `compares`:
         whether its checksums will be compared."""
         self._version = weights_version
         counts = compares and self.quantizes and get_tensor_model_parallel_rank() == 0
-        self._chunks = _in_background(_fetch, weights_version, self._store, limit_s, counts)
+        self._chunks = in_background(_fetch, weights_version, self._store, limit_s, counts)
 
     def await_fetch(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the version to be mapped, and return whether it is.
@@ -261,7 +261,7 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
             nccl.init_transfer_engine(nccl.parse_init_info(info.broadcast))
 
         # On a thread, because neither vLLM nor NCCL has a deadline for it. Late, it joins an engine of no further use.
-        joined = _in_background(join)
+        joined = in_background(join)
         if not wait([joined], info.limit_s).done:
             raise TimeoutError(f"the process group for broadcasts was not complete within {info.limit_s:.0f} s")
         joined.result()
@@ -363,20 +363,6 @@ def _fetch(weights_version: WeightsVersion, store: StoreAddress, limit_s: float,
     for _, chunk in chunks if counts else ():
         checksums.add(chunk)
     return FetchedChunks(chunks, checksums.by_group())
-
-
-def _in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Run the function on a new daemon thread, while the engine decodes."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001  raised again by `result`, in the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=function.__name__, daemon=True).start()
-    return future
 
 
 def connect(address: str, namespace: str, *, limit_s: float = -1) -> None:

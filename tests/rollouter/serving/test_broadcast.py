@@ -218,8 +218,10 @@ async def test_a_broadcast_that_does_not_end_is_aborted_and_the_version_comes_fr
     assert run.served("b") == 3.0
 
 
-async def test_a_group_that_is_not_complete_in_time_is_given_up(run: Run) -> None:
-    run.nccl.absent = {2}
+@pytest.mark.parametrize("absent", [2, 0])
+async def test_a_group_that_is_not_complete_in_time_is_given_up(run: Run, absent: int) -> None:
+    """Rank 0 also gives up at the deadline if its own forming of the group does not end."""
+    run.nccl.absent = {absent}
     with run.watched():
         reports = await run.publish(1)
         calls = [call for call in run.of("a") if call != "init_weight_transfer_engine"]  # not made if b failed first
