@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,8 @@ def test_engines_that_compute_other_log_probs_have_wrong_weights(
     monkeypatch.setattr(architectures, "save_model", lambda directory, _: directory)
     row = architectures.check("Qwen3Moe", 1, tmp_path)
     assert (row["updates"], row["result"]) == (architectures.STEPS, result)
+    shutil.rmtree(tmp_path / "run")
+    assert architectures.check("Qwen3Moe", 1, tmp_path, limits=(1e-3, 1e-3))["result"] == "right"
 
 
 @pytest.mark.parametrize(

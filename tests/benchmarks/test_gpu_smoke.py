@@ -283,8 +283,8 @@ def test_rows_of_other_benchmarks_use_their_figures(tmp_path: Path, monkeypatch:
         asked.append((name, backend))
         return {"MB": 100.0} | times
 
-    def checked(name: str, size: int, directory: Path, *overrides: str) -> dict[str, Any]:
-        asked.append((name, size, overrides))
+    def checked(name: str, size: int, directory: Path, *overrides: str, limits: tuple[float, float]) -> dict[str, Any]:
+        asked.append((name, size, overrides, limits))
         return {"result": "right" if size == 1 else "wrong weights", "updates": 4, "KL of texts": 0, "KL of samples": 0}
 
     monkeypatch.setattr(trainer, "measure", updates)
@@ -303,12 +303,15 @@ def test_rows_of_other_benchmarks_use_their_figures(tmp_path: Path, monkeypatch:
     assert figures("varlen attention") == figures("Liger")
     assert (figures("weights: disk")["load GB/s"], figures("weights: object_store")["cudaMemcpy GB/s"]) == (50.0, 200.0)
     assert figures("weights of experts (MoE)")["updates"] == 4
+    assert figures("latent attention (MLA)")["updates"] == 4
     with pytest.raises(RuntimeError, match="wrong weights"):
         figures("engine with tensor parallelism")
     cuda = ("cuda", {"use_liger": True}, 989.4)
+    in_bfloat16 = ("trainer.device=cpu", "rollout.dtype=bfloat16")
     assert asked == [
         cuda, ("cuda", {}, 989.4), cuda, ("0.5B", "disk"), ("0.5B", "object_store"),
-        ("Qwen3Moe", 1, ("trainer.device=cpu",)), ("Qwen2", 2, ("trainer.device=cpu",)),
+        ("Qwen3Moe", 1, in_bfloat16, gpu_smoke.LIMITS), ("DeepseekV3", 1, in_bfloat16, gpu_smoke.MLA_LIMITS),
+        ("Qwen2", 2, in_bfloat16, gpu_smoke.LIMITS),
     ]  # fmt: skip
 
 
