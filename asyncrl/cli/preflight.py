@@ -20,6 +20,8 @@ from asyncrl.observe.formats import size as format_size
 
 _ROWS_S = 4.0
 """Time after which the remaining rows of data files are left to the Rollouter."""
+_STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state")
+"""Keys in config.json of models with Mamba layers."""
 
 
 def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -> CheckedConfig:
@@ -38,7 +40,7 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
 
     config = outcome.config
     rewards = RewardCheck(config)  # runs beside the other checks
-    files = [*check_model_files(config), *check_data(config, limit_s=_ROWS_S)]
+    files = [*check_model_files(config), *_transformed_weights(config), *check_data(config, limit_s=_ROWS_S)]
     if config.ray.address is not None:  # the cluster may have other files
         files = [replace(problem, severity="warning") for problem in files]
     code = list(check_own_data(config))
@@ -72,6 +74,21 @@ def _unsupported_model(config: Config, machine: MachineResources) -> Iterator[Co
     if not on_gpus(config.rollout.device, machine.gpus > 0) and "kv_lora_rank" in model_config(config.model.path):
         consequence = "it has latent attention (MLA), and vLLM computes wrong log-probs for such models on a CPU"
         fix = "use a machine with a GPU, or a model without latent attention (docs/models.md has the checked ones)"
+        yield ConfigProblem("model.path", config.model.path, consequence, fix)
+
+
+def _transformed_weights(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse models whose engines hold other values than those of the model's files, which no checksum can compare."""
+    model = model_config(config.model.path)
+    layers = model.get("layer_types")
+    only_attention = isinstance(layers, list) and all(one in ("attention", "full_attention") for one in layers)
+    has_mamba = any(key in model for key in _STATE_SIZES) and not only_attention  # some Granite 4 have attention only
+    if has_mamba and not (config.validates_only or config.syncs_adapters):
+        consequence = (
+            "it has Mamba layers, of which vLLM keeps -exp(A_log) in place of A_log, so engines cannot be compared "
+            "with what the Trainer publishes"
+        )
+        fix = "use a model without Mamba layers (docs/models.md has the checked ones)"
         yield ConfigProblem("model.path", config.model.path, consequence, fix)
 
 

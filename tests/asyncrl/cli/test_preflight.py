@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,30 @@ def test_latent_attention_needs_a_gpu(tmp_path: Path, gpus: int, model: dict[str
     machine = MachineResources(cpus=64, gpus=gpus, memory_bytes=1000 * GIB)
     problems = check_machine(config_with({"model.path": str(tmp_path)}), machine)
     assert [one.key for one in problems if "latent attention" in one.consequence] == ["model.path"] * refused
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "refused"),
+    [
+        ({"mamba_d_state": 16}, [], True),
+        ({"ssm_state_size": 16, "layer_types": ["linear_attention", "full_attention"]}, [], True),
+        ({"mamba_d_state": 16}, ["trainer.total_training_steps=0"], False),
+        ({"mamba_d_state": 16}, ["weight_sync.lora=adapter", "model.lora_rank=8"], False),
+        ({"mamba_d_state": 16, "layer_types": ["attention", "attention"]}, [], False),
+        ({"layer_types": ["linear_attention", "full_attention"]}, [], False),
+    ],
+)
+def test_models_with_mamba_layers_are_only_trained_by_adapters(
+    tmp_path: Path, model: dict[str, Any], overrides: list[str], refused: bool
+) -> None:
+    """vLLM keeps -exp(A_log), so the checksums of the first version would end the run. Qwen3-Next has A_log itself."""
+    shutil.copytree("asyncrl/assets/quickstart", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | model))
+    outcome = check_config(None, [f"model.path={file.parent}", *overrides])
+    assert not errors(outcome.problems), "preflight would check nothing"
+    checked = preflight(outcome)
+    assert [one.key for one in checked.problems if "Mamba" in one.consequence] == ["model.path"] * refused
 
 
 def test_a_runtime_environment_may_bring_what_the_code_needs(tmp_path: Path) -> None:
