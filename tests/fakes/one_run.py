@@ -139,7 +139,7 @@ class OneEngine:
         self.worker = WorkerExtension()
         model = AutoModelForCausalLM.from_pretrained(path)
         model.load_weights = lambda items: model.load_state_dict(dict(items), strict=False)
-        self.worker.model_runner = SimpleNamespace(model=model)
+        self.worker.model_runner = SimpleNamespace(model=model, model_config=SimpleNamespace(dtype=model.dtype))
         config: Any = SimpleNamespace(
             parallel_config=None, model_config=SimpleNamespace(hf_config=model.config), quant_config=None
         )

@@ -53,6 +53,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader, row_parallel_weight_loader
 from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.platforms import current_platform
 
@@ -74,6 +75,12 @@ if current_platform.is_cpu():
 
 _PR_SET_PDEATHSIG = 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SINKS = (".sinks", ".sink", ".attention_sink_bias")
+"""Ends of names of attention sinks. Each rank has those of its heads."""
+_COPIED_SINKS = ("gpt_oss", "mimo_v2_flash")
+"""Models whose loaders in vLLM copy attention sinks past their weight loaders."""
+_PER_RANK = {"get_tensor_model_parallel_rank", "sharded_weight_loader"}
+"""Functions that only those weight loaders of vLLM call which load a rank's part."""
 _CONNECTING = threading.Lock()
 """Held while a thread joins the cluster. At a replica's start, two threads may try to join at the same time."""
 WeightChunk = Mapping[str, NDArray[Any]]
@@ -235,8 +242,10 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors by the names of the model's files. vLLM's engine for NCCL calls this in place of the model's."""
-        by_expert = self.model_config.hf_config.model_type == "gpt_oss"
-        self.model.load_weights(_by_expert(tensors) if by_expert else tensors)
+        kind = self.model_config.hf_config.model_type
+        if kind in _COPIED_SINKS:
+            tensors = self._without_sinks(tensors)
+        self.model.load_weights(_by_expert(tensors) if kind == "gpt_oss" else tensors)
 
     def finish_weight_update(self) -> None:
         """Rearrange the layers that vLLM has to rearrange."""
@@ -280,6 +289,22 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
             return f"{type(error).__name__}: {error}"
         return f"it was not received within {info.limit_s:.0f} s" if is_late.is_set() else ""
 
+    def _without_sinks(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Load this rank's part of the attention sinks, and yield the other tensors.
+
+        vLLM copies sinks into the parameters without their weight loaders, so that the layer-wise reload does not
+        notice them and keeps the old ones.
+        """
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        for name, tensor in tensors:
+            if not name.endswith(_SINKS):
+                yield name, tensor
+                continue
+            parameter = self.model.get_parameter(name if mapper is None else mapper.map_name(name))
+            heads = len(parameter)
+            load = getattr(parameter, "weight_loader", default_weight_loader)
+            load(parameter, tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
+
     def _rearranged(self) -> list[torch.nn.Module]:
         return [layer for layer in self.model.modules() if _is_rearranged(layer)]
 
@@ -318,15 +343,19 @@ class WorkerExtension:
 
         Replicated parameters are counted by one rank only. An engine that rounds its weights returns the checksums of
         the loaded version before that, which the first rank has counted.
+
+        vLLM keeps some parameters in float32 whatever the engine's dtype. What was published has that dtype
+        (`rollout.dtype`), so casting them back to it is exact.
         """
         sums: dict[str, int] = {}
+        published = self.model_runner.model_config.dtype
         wanted = set(groups)
         if self.weight_transfer_engine.quantizes:
             loaded = self.weight_transfer_engine.loaded_checksums
             return {group: value for group, value in loaded.items() if group in wanted}
         for name, tensor in _counted(self.model_runner.model):
             if (group := layer_group(name)) in wanted:
-                add(sums, group, _bit_sum(tensor))
+                add(sums, group, _bit_sum(tensor.to(published) if tensor.is_floating_point() else tensor))
         return sums
 
     def adapter_checksums(self) -> dict[str, int]:
@@ -443,12 +472,22 @@ def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, parameter
             elif isinstance(module, QKVParallelLinear) and rank % module.num_kv_head_replicas:
                 yield name, parameter[: module.num_heads * module.head_size]
-            elif _sharded(module, name) or rank == 0:
+            elif _sharded(module, name, parameter) or rank == 0:
                 yield name, parameter
 
 
-def _sharded(module: torch.nn.Module, name: str) -> bool:
+def _sharded(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
     if isinstance(module, RowParallelLinear):
         return not name.endswith("bias")
-    # Ranks have parts of every expert, or with expert parallelism other experts. GPT-OSS has sinks for each head.
-    return name.endswith(".sinks") or isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RoutedExperts)
+    # Ranks have parts of every expert, or with expert parallelism other experts.
+    parallel = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RoutedExperts)
+    return parallel or name.endswith(_SINKS) or _loads_part(parameter)
+
+
+def _loads_part(parameter: torch.Tensor) -> bool:
+    """Return whether the weight loader that the model has given to the parameter loads this rank's part of a tensor."""
+    load = getattr(parameter, "weight_loader", default_weight_loader)
+    if load is row_parallel_weight_loader:  # it loads vectors as a whole
+        return parameter.dim() > 1
+    code = getattr(getattr(load, "func", load), "__code__", None)  # `func`: of a partial
+    return code is not None and not _PER_RANK.isdisjoint(code.co_names)

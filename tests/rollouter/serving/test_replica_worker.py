@@ -7,6 +7,7 @@ import random
 import threading
 import uuid
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,20 @@ import pytest
 import torch
 import vllm
 from vllm.model_executor import parameter
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import a_log_weight_loader
+from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import (
+    default_weight_loader,
+    row_parallel_weight_loader,
+    sharded_weight_loader,
+)
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.utils import set_weight_attrs
 
 from asyncrl.core.ports import WeightsVersion
-from asyncrl.weights.checksums import bit_sum
+from asyncrl.weights.checksums import WeightChecksums, bit_sum
 from asyncrl.weights.deltas import DeltaWriter
 from asyncrl.weights.nccl import deadline
 from rollouter.serving.replica import worker
@@ -232,7 +242,7 @@ def test_an_engine_that_rounds_its_weights_reports_the_checksums_of_what_it_load
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])})
         model.load_weights = lambda tensors: list(tensors)
         extension: Any = worker.WorkerExtension()
-        extension.model_runner = SimpleNamespace(model=model)
+        extension.model_runner = SimpleNamespace(model=model, model_config=SimpleNamespace(dtype=torch.float32))
         extension.weight_transfer_engine = transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
         transfer._store = worker.StoreAddress("", "", "")
         for version, compares in ((1, True), (2, False)):
@@ -247,23 +257,105 @@ def test_an_engine_that_rounds_its_weights_reports_the_checksums_of_what_it_load
         assert shares == [{"layers.0": bit_sum(weight)}, {}, {}, {}], "only the first rank counts, and only if asked"
 
 
-def test_each_rank_counts_its_own_experts_and_the_first_one_what_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_the_engine_keeps_in_float32_have_the_checksums_of_the_published_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as `A_log` of Qwen3.5 and the gates of GLM-4-MoE, whatever the dtype of the engine."""
+    monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
+    layer = torch.nn.Module()
+    layer.gate = torch.nn.Parameter(torch.randn(6, 4).bfloat16().float())
+    layer.up_proj = torch.nn.Parameter(torch.randn(4, 4).bfloat16())
+    layer.steps = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+    published = WeightChecksums()
+    for name, tensor in model.named_parameters():
+        array = tensor.detach().bfloat16().view(torch.uint16) if tensor.is_floating_point() else tensor
+        published.add({name: array.numpy()})
+    extension: Any = worker.WorkerExtension()
+    extension.model_runner = SimpleNamespace(model=model, model_config=SimpleNamespace(dtype=torch.bfloat16))
+    extension.weight_transfer_engine = SimpleNamespace(quantizes=False)
+    assert extension.group_checksums(["layers.0"]) == published.by_group()
+
+
+def test_each_rank_counts_its_own_part_and_the_first_one_what_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w13_weight = torch.nn.Parameter(torch.zeros(2))
 
+    def parameter(loader: Any, *shape: int) -> torch.nn.Parameter:
+        made = torch.nn.Parameter(torch.zeros(*shape or (2,)))
+        set_weight_attrs(made, {"weight_loader": loader})
+        return made
+
     monkeypatch.setattr(worker, "RoutedExperts", Experts)
     monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: 2)
     attention = torch.nn.Module()
     attention.sinks = torch.nn.Parameter(torch.zeros(2))  # of GPT-OSS, one for each head of the rank
+    attention.sink = torch.nn.Parameter(torch.zeros(2))  # of Laguna
+    attention.attention_sink_bias = torch.nn.Parameter(torch.zeros(2))  # of MiMo
+    attention.A_log = parameter(sharded_weight_loader(0))  # of Qwen3-Next
+    attention.kimi_A_log = parameter(a_log_weight_loader(0))
+    norm = MiniMaxText01RMSNormTP.weight_loader
+    attention.minimax_norm = parameter(partial(norm, shard_world_size=2, shard_rank=0))
+    attention.cohere_q_norm = parameter(row_parallel_weight_loader, 2, 2)
+    shared = torch.nn.Module()
+    shared.cohere_norm = parameter(row_parallel_weight_loader, 2)
+    shared.weight = parameter(default_weight_loader)
     gate = torch.nn.Linear(1, 1, bias=False)
-    model = torch.nn.ModuleDict({"attn": attention, "experts": Experts(), "gate": gate})
+    model = torch.nn.ModuleDict({"attn": attention, "experts": Experts(), "gate": gate, "shared": shared})
     counted = []
     for rank in (0, 1):
         monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         counted.append([name for name, _ in worker._counted(model)])
-    assert counted == [["attn.sinks", "experts.w13_weight", "gate.weight"], ["attn.sinks", "experts.w13_weight"]]
+    own = [*(f"attn.{name}" for name, _ in attention.named_parameters()), "experts.w13_weight"]
+    assert counted == [[*own, "gate.weight", "shared.cohere_norm", "shared.weight"], own]
+
+
+class SinksModel(torch.nn.Module):
+    """Loads its sinks as vLLM's model of GPT-OSS does (`_load_weights_other`), in layers of vLLM's names."""
+
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".self_attn.": ".attn."})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = torch.nn.Module()
+        self.attn.sinks = torch.nn.Parameter(torch.full((2,), 8.0), requires_grad=False)
+        self.attn.o_proj = torch.nn.Linear(2, 2, bias=False)
+
+    def load_weights(self, tensors: Any) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in tensors:
+            parameter = parameters[name.replace("self_attn", "attn")]
+            if "sinks" in name:
+                parameter.data.copy_(tensor.narrow(0, 2 * worker.get_tensor_model_parallel_rank(), 2))
+            else:
+                getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_the_attention_sinks_of_gpt_oss_are_loaded(monkeypatch: pytest.MonkeyPatch, is_cpu: bool, rank: int) -> None:
+    """vLLM copies them into the parameters, which are meta tensors during the layer-wise reload of a GPU."""
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: rank)
+    model = torch.nn.ModuleDict({"0": SinksModel()})
+    model.hf_to_vllm_mapper, model.load_weights = SinksModel.hf_to_vllm_mapper, SinksModel.load_weights.__get__(model)
+    record_metadata_for_reloading(model)
+    config = SimpleNamespace(
+        parallel_config=None, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="gpt_oss"), dtype=None)
+    )
+    transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
+    kept = model["0"].attn.sinks
+    for number in (1.0, 2.0):
+        transfer.start_weight_update()
+        transfer.load_weights([("0.self_attn.sinks", torch.arange(4.0) * number)])
+        transfer.load_weights([("0.self_attn.o_proj.weight", torch.full((2, 2), number))])
+        transfer.finish_weight_update()
+        assert model["0"].attn.sinks is kept, "CUDA graphs refer to it"
+        assert kept.tolist() == [2 * rank * number, (2 * rank + 1) * number]
+        assert model["0"].attn.o_proj.weight.tolist() == [[number] * 2] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
