@@ -20,6 +20,7 @@ from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceEr
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines import dist
 from trainer.engines.base import BaseEngine, Loss, LossParts, ModelType, Tokens, TokenScores
+from trainer.engines.compute.micro_batches import activations_on_cpu
 from trainer.engines.registry import find_engine, new_engine
 from trainer.engines.replicated import DdpEngine
 from trainer.selfcheck.setting import (
@@ -300,6 +301,14 @@ def gradient_checkpointing_gives_the_same_step(setting: CheckSetting) -> None:
 def offloading_gives_the_same_step(setting: CheckSetting) -> None:
     offloaded = one_step(setting, param_offload=True, optimizer_offload=True, activation_offload=True)
     same_step(offloaded, one_step(setting))
+
+
+@check(num_ranks=(2, 4), backends=("fsdp2",))
+def offloaded_activations_of_shared_layers_give_the_same_step(setting: CheckSetting) -> None:
+    engine = setting.engine(tensor_parallel_size=2, float64=True)
+    with activations_on_cpu(min_bytes=0):
+        offloaded = two_steps(engine, make_batch(6, 1))
+    same_step(offloaded, one_step(setting, tensor_parallel_size=2))
 
 
 @check()

@@ -20,6 +20,7 @@ from asyncrl.profiling import profile
 from trainer.engines import dist
 from trainer.engines.base import EngineSpec, Loss, LossParts, ModelType
 from trainer.engines.compute.experts import BalancingLoss
+from trainer.engines.compute.optim import layout_of, local_part
 from trainer.engines.compute.packing import (
     MicroBatch,
     cut_rows,
@@ -249,16 +250,13 @@ def activations_on_cpu(shapes: Set[torch.Size] = frozenset(), min_bytes: int = M
             shape. Activations have one more dimension; an activation that has the shape of a weight is not copied.
     """
 
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        whole = tensor if tensor._base is None else tensor._base
-        if isinstance(whole, nn.Parameter) or whole.shape in shapes or tensor.nbytes < min_bytes:
-            return tensor.device, tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return tensor.device, copy.copy_(tensor)
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
+        whole, part = tensor if tensor._base is None else tensor._base, local_part(tensor)
+        if isinstance(whole, nn.Parameter) or whole.shape in shapes or part.nbytes < min_bytes:
+            return lambda: tensor
+        copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part)
+        device, whole_of = part.device, layout_of(tensor)
+        return lambda: whole_of(copy.to(device, non_blocking=True))
 
-    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor.to(device, non_blocking=True)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack()):
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,15 @@ def clip_(parts: list[Tensor], norm: float, max_norm: float) -> None:
 
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def layout_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes a tensor with the layout of `tensor` from this rank's part, and keeps no memory of
+    `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return lambda part: part
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return lambda part: DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def move_gradients(model: nn.Module, device: torch.device) -> None:
