@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
@@ -84,6 +85,24 @@ def _rendezvous_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     if where not in _stores:
         _stores[where] = next(iter(rendezvous("env://", timeout=timeout)))
     return _stores[where]
+
+
+def make_mesh(device: torch.device, sizes: Mapping[str, int], *, timeout_s: float) -> DeviceMesh:
+    """Return a mesh of all ranks with dimensions of these `sizes`. Consecutive ranks are neighbors in the last one.
+    Collective.
+
+    `init_device_mesh` would create its process groups with the default timeout of torch, half an hour.
+    """
+    ranks = torch.arange(world_size()).reshape(*sizes.values())
+    groups: list[dist.ProcessGroup] = []
+    for number, size in enumerate(ranks.shape):
+        rows = ranks.movedim(number, -1).reshape(-1, size).tolist()
+        group = dist.group.WORLD
+        if len(rows) > 1:
+            group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timedelta(seconds=timeout_s))
+        assert group is not None, "every rank is in a row of each dimension"
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(sizes))
 
 
 def rank() -> int:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -143,9 +143,8 @@ class Fsdp2Engine(TorchEngine):
             )
         shape, names = (ranks // tensor // size, size, tensor), ("replicate", "shard", "tensor")
         used = [number for number, name in enumerate(names) if shape[number] > 1 or name == "shard"]
-        mesh = init_device_mesh(
-            self.device.type, tuple(shape[number] for number in used), mesh_dim_names=tuple(names[n] for n in used)
-        )
+        sizes = {names[number]: shape[number] for number in used}
+        mesh = dist.make_mesh(self.device, sizes, timeout_s=self.spec.collective_s)
         if tensor > 1:
             self._partial, self._tensor_group = share_layers(model, mesh["tensor"]), mesh["tensor"].get_group()
         over = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
@@ -204,7 +203,9 @@ class FsdpEngine(TorchEngine):
             mixed_precision=precision,
             device_id=self.device,
             # With a mesh, its state dicts contain DTensors, which checkpoints can reshard.
-            device_mesh=init_device_mesh(self.device.type, (self.layout.world_size,)),
+            device_mesh=dist.make_mesh(
+                self.device, {"shard": self.layout.world_size}, timeout_s=self.spec.collective_s
+            ),
             use_orig_params=True,
         )
 

@@ -29,7 +29,7 @@ from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceEr
 from trainer.engines import dist
 from trainer.engines.base import BaseEngine, EngineSpec, Layout, Loss, StepOutcome
 from trainer.engines.compute import lora
-from trainer.engines.compute.attention import enable_packing, make_mesh
+from trainer.engines.compute.attention import enable_packing, sequence_mesh
 from trainer.engines.compute.experts import Routers
 from trainer.engines.compute.flops import ModelShape, Utilization, peak_flops
 from trainer.engines.compute.media import MediaEncoder
@@ -95,7 +95,7 @@ class TorchEngine(BaseEngine, abstract=True):
         self._meter: Utilization | None = None
         try:
             size = spec.engine.ulysses_sequence_parallel_size
-            self._mesh = make_mesh(self.layout.world_size, size, self.device)
+            self._mesh = sequence_mesh(self.layout.world_size, size, self.device, timeout_s=spec.collective_s)
             with dist.guarded("loading the model"):
                 self._build()
         except BaseException:

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.core.failures import ConfigError
+from trainer.engines import dist
 from trainer.engines.base import EngineSpec, ModelType
 from trainer.engines.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
 from trainer.engines.sharded import Fsdp2Engine, sum_gradients
@@ -44,7 +44,7 @@ class TorchtitanEngine(Fsdp2Engine):
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
         dtype = self._compute_dtype() or self._master_dtype
-        mesh = init_device_mesh(self.device.type, (self.layout.world_size,), mesh_dim_names=("fsdp",))
+        mesh = dist.make_mesh(self.device, {"fsdp": self.layout.world_size}, timeout_s=self.spec.collective_s)
         assert isinstance(model, TitanModel)
         apply_fsdp_to_decoder(
             model.inner,

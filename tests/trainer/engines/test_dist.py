@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.core.failures import InfraError
 from tests.fakes.selfcheck import torchrun
-from tests.fakes.trainer_model import write_model
+from tests.fakes.trainer_model import SHAPE, write_model
 from trainer.engines import dist
 
 HANG_S = 1
@@ -67,6 +68,21 @@ for _ in range(3):
     if rank == 1:
         time.sleep(0.2)  # rank 0 joins first, and finds the addresses of the last group
 """
+TIMEOUTS = """
+import sys
+import torch
+from torch.distributed.distributed_c10d import _world
+from dataclasses import replace
+from tests.fakes.trainer_model import make_spec
+from trainer.engines.registry import new_engine
+for settings in (dict(tensor_parallel_size=2, fsdp_size=1), dict(fsdp_size=2), dict(ulysses_sequence_parallel_size=2)):
+    engine = new_engine(replace(make_spec(sys.argv[1], strategy="fsdp2", num_workers=4, **settings), collective_s=41))
+    groups = list(_world.pg_names)
+    assert len(groups) > 1
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    assert set(timeouts) == {41}, (settings, timeouts)
+    engine.close()
+"""
 
 
 def free_port() -> int:
@@ -110,6 +126,14 @@ def test_a_process_group_can_be_joined_again_after_leaving(tmp_path: Path) -> No
     program = tmp_path / "joins_again.py"
     program.write_text(JOINS_AGAIN)
     run = torchrun(str(program))
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_the_groups_of_a_mesh_have_the_deadline(tmp_path: Path) -> None:
+    program = tmp_path / "timeouts.py"
+    program.write_text(TIMEOUTS)
+    LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_key_value_heads": 2})).save_pretrained(tmp_path / "model")
+    run = torchrun(str(program), str(tmp_path / "model"), ranks=4)
     assert run.returncode == 0, run.stderr[-4000:]
 
 

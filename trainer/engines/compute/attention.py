@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -42,6 +42,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.core.failures import ConfigError
+from trainer.engines.dist import make_mesh
 from trainer.engines.models import head_of
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
 KEY = "ulysses_sequence_parallel_size"
 
 
-def make_mesh(num_ranks: int, size: int, device: torch.device) -> DeviceMesh | None:
+def sequence_mesh(num_ranks: int, size: int, device: torch.device, *, timeout_s: float) -> DeviceMesh | None:
     """Return the mesh with dimensions `data` and `sequence`; None if ranks don't share sequences. Collective.
 
     Raises:
@@ -252,7 +253,7 @@ def make_mesh(num_ranks: int, size: int, device: torch.device) -> DeviceMesh | N
         raise ConfigError(f"trainer.{KEY}={size} does not divide the {num_ranks} ranks; choose a divisor")
     if size == 1:
         return None
-    return init_device_mesh(device.type, (num_ranks // size, size), mesh_dim_names=("data", "sequence"))
+    return make_mesh(device, {"data": num_ranks // size, "sequence": size}, timeout_s=timeout_s)
 
 
 def check_heads(model: PreTrainedModel, size: int) -> None:
