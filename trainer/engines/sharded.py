@@ -32,7 +32,7 @@ from trainer.engines import dist
 from trainer.engines.compute.optim import local_part
 from trainer.engines.compute.tensor_parallel import share_layers
 from trainer.engines.models import decoder_layers, empty_model, load_model
-from trainer.engines.sharded_loading import fill
+from trainer.engines.sharded_loading import expert_placements, fill
 from trainer.engines.torch_engine import TorchEngine
 
 # A head with a bias returns a view of its product, into which no code writes.
@@ -46,7 +46,8 @@ class Fsdp2Engine(TorchEngine):
     the number of micro-batches. On several GPUs every micro-batch does both, which saves memory.
 
     Each rank reads only its own parts of the weights (`trainer.engines.sharded_loading`). With `trainer.fsdp_size`,
-    groups of ranks have the same parts (HSDP).
+    groups of ranks have the same parts (HSDP). Weights are split along their first dimension, but experts along another
+    one if a rank would get no expert.
     """
 
     has_meshes: ClassVar[bool] = True
@@ -85,8 +86,17 @@ class Fsdp2Engine(TorchEngine):
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh, dtype = self._split(model), self._compute_dtype()
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        size = mesh.size(mesh.ndim - 1)
+        key = f"fsdp_size={size}" if self.spec.engine.fsdp_size else f"num_workers={self.layout.world_size}"
+        placements = expert_placements(model, size, f"trainer.{key}")
         for layer in decoder_layers(model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._frugal)
+            fully_shard(
+                layer,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=self._frugal,
+                shard_placement_fn=placements.get,
+            )
         if (head := self._float32_head(model)) is not None:
             whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
             fully_shard(head, mesh=mesh, mp_policy=whole, reshard_after_forward=False)

@@ -5,19 +5,25 @@
 transformers reads the files: it renames, joins and converts tensors, ties weights and computes buffers. It builds the
 model on the meta device, too, and calls `maybe_distribute_model` before it loads the weights; there, each parameter
 gets the layout of the sharded model, so that only this rank's part is read.
+
+Files have one tensor for each matrix of an expert, and transformers stacks those that a rank has, of which there must
+be one. Along the dimension in which it joins two matrices of an expert, parts of both are no part of the whole.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from asyncrl.core.failures import ConfigError
 
@@ -50,6 +56,62 @@ def placed_like(sharded: PreTrainedModel) -> type[PreTrainedModel]:
     kind = next(base for base in type(sharded).__mro__ if not issubclass(base, FSDPModule))
     members = {"maybe_distribute_model": classmethod(place), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)  # transformers looks conversions up by the name of the class
+
+
+def expert_placements(model: nn.Module, size: int, where: str) -> dict[nn.Parameter, Shard]:
+    """Return how to split the stacked experts of a model without weights over `size` ranks.
+
+    Args:
+        where: the configuration key that sets `size`, and its value, with which a message begins.
+
+    Raises:
+        ConfigError: a rank would get no expert, and no other dimension can be split evenly, as FSDP2 requires.
+    """
+    experts = [(parameter, _local_shape(parameter), dims) for parameter, dims in _stacked_experts(model)]
+    placements: dict[nn.Parameter, Shard] = {}
+    for parameter, shape, dims in experts:
+        dim = _split_dim(shape, dims, size)
+        if dim is None:
+            fitting = max(
+                number
+                for number in range(1, size)
+                if size % number == 0 and all(_split_dim(one, rest, number) is not None for _, one, rest in experts)
+            )
+            raise ConfigError(
+                f"{where}: one of {size} ranks would get none of the {shape[0]} experts of a layer, and {size} does "
+                f"not divide the size {shape[dims[0]]} of an expert's weights, which could be split instead; set "
+                f"trainer.fsdp_size={fitting}"
+            )
+        placements[parameter] = Shard(dim)
+    return placements
+
+
+def _stacked_experts(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[int]]]:
+    """Yield the parameters without memory that transformers stacks from tensors of single experts, each with the
+    dimensions besides 0 along which it can be loaded in parts."""
+    assert isinstance(model, PreTrainedModel)
+    for conversion in get_model_conversion_mapping(model, add_legacy=False):
+        operations = conversion.operations if isinstance(conversion, WeightConverter) else []
+        if not any(isinstance(operation, MergeModulelist) for operation in operations):
+            continue
+        joined = {operation.dim for operation in operations if isinstance(operation, Concatenate)}
+        to_files = conversion.reverse_transform()
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta and to_files.rename_source_key(name)[1] is not None:
+                yield parameter, [dim for dim in (2, 1) if dim not in joined]
+
+
+def _split_dim(shape: torch.Size, dims: Sequence[int], size: int) -> int | None:
+    """Return the dimension to split: 0 if each of `size` ranks gets an expert, else the first of `dims` that divides
+    evenly. Return None if there is none."""
+    if math.ceil(shape[0] / size) * (size - 1) < shape[0]:
+        return 0
+    return next((dim for dim in dims if shape[dim] % size == 0), None)
+
+
+def _local_shape(tensor: Tensor) -> torch.Size:
+    """Return the shape of what tensor parallelism leaves to this rank."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).shape
 
 
 @torch.no_grad()

@@ -65,10 +65,17 @@ EXPERTS: dict[str, tuple[Any, PretrainedConfig]] = {
 }
 """Mixtures of experts by the name of their directory."""
 
+FEW_EXPERTS = {
+    f"{number}_experts": Qwen3MoeConfig(**_EXPERTS | {"num_experts": number, "num_experts_per_tok": number}, head_dim=8)
+    for number in (1, 2)
+}
+"""Mixtures of so few experts that a rank may get none, by the name of their directory. A token chooses all of them."""
+
 
 def write_models(directory: Path) -> dict[ModelType, Path]:
     """Write two-layer Llamas of a few thousand parameters; a Qwen 3, which has norms of attention heads, as
-    `with_norms`; and mixtures of experts, as in `EXPERTS`. A value model starts from the language model's files."""
+    `with_norms`; and mixtures of experts, as in `EXPERTS` and `FEW_EXPERTS`. A value model starts from the language
+    model's files."""
     torch.manual_seed(0)
     language, reward = directory / "language_model", directory / "reward_model"
     with quiet():
@@ -77,6 +84,8 @@ def write_models(directory: Path) -> dict[ModelType, Path]:
         LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)).save_pretrained(reward)
         for name, (model, config) in EXPERTS.items():
             model(config).save_pretrained(directory / name)
+        for name, config in FEW_EXPERTS.items():
+            Qwen3MoeForCausalLM(config).save_pretrained(directory / name)
     return model_paths(directory)
 
 

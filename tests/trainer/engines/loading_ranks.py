@@ -47,6 +47,8 @@ MODELS: dict[str, PreTrainedConfig] = {
     "olmo2": Olmo2Config(**SHAPE),
     "gpt2": GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=2, n_positions=64),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, num_experts=4, decoder_sparse_step=1),
+    "one_expert": Qwen3MoeConfig(**SHAPE, **EXPERTS | {"num_experts_per_tok": 1}, head_dim=8, num_experts=1),
+    "one_expert_of_mixtral": MixtralConfig(**SHAPE, num_local_experts=1, num_experts_per_tok=1),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "deepseek_v3": DeepseekV3Config(
         **SHAPE | {"num_key_value_heads": 2},

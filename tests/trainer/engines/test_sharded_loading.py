@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from asyncrl.core.failures import ConfigError
 from tests.fakes.selfcheck import SELFCHECK_S, torchrun
-from tests.fakes.trainer_model import make_spec, write_model
+from tests.fakes.trainer_model import SHAPE, make_spec, write_model
 from tests.trainer.engines.loading_ranks import compare, write_models
 from trainer.engines.models import empty_model
 from trainer.engines.sharded import Fsdp2Engine
+from trainer.engines.sharded_loading import expert_placements
 
 
 def change(directory: Path, name: str, tensor: torch.Tensor) -> None:
@@ -41,6 +44,30 @@ def test_different_weights_that_config_json_ties_are_refused(tmp_path: Path) -> 
     change(write_model(tmp_path), "lm_head.weight", torch.ones(24, 16))
     with pytest.raises(ConfigError, match=r"model\.path=.*: lm_head\.weight and model\.embed_tokens\.weight differ"):
         Fsdp2Engine(make_spec(tmp_path, strategy="fsdp2"))
+
+
+def mixture(num_experts: int) -> nn.Module:
+    """Return a mixture of experts of hidden size 64 without weights."""
+    shape = SHAPE | {"hidden_size": 64, "num_attention_heads": 4}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            Qwen3MoeConfig(**shape, moe_intermediate_size=16, num_experts=num_experts)
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "ranks", "dims"), [(3, 3, {0}), (10, 4, {0}), (2, 4, {2}), (6, 4, {2}), (8, 32, {1, 2})]
+)
+def test_experts_are_split_so_that_every_rank_loads_some(num_experts: int, ranks: int, dims: set[int]) -> None:
+    placements = expert_placements(mixture(num_experts), ranks, "trainer.num_workers")
+    assert {placement.dim for placement in placements.values()} == dims
+    assert len(placements) == 4, "two in each layer"
+
+
+def test_experts_that_cannot_be_split_over_the_ranks_are_refused() -> None:
+    reason = r"trainer\.num_workers=24: .* 128 experts .* 24 does not divide the size 64 .*; set trainer\.fsdp_size=12"
+    with pytest.raises(ConfigError, match=reason):
+        expert_placements(mixture(128), 24, "trainer.num_workers=24")
 
 
 def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
