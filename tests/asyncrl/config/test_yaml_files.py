@@ -107,13 +107,12 @@ def test_a_reference_of_deeply_nested_brackets_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["{}", "b:\n{}"])
-def test_a_config_of_many_unknown_keys_is_refused_quickly(text: str, tmp_path: Path) -> None:
+def test_only_for_some_of_many_unknown_keys_a_similar_one_is_looked_up(text: str, tmp_path: Path) -> None:
     keys = "".join(f"  k{number}: 1\n" for number in range(2400))
-    file = write(tmp_path / "my.yaml", text.format(keys))
-    started = time.thread_time()
-    problems = check_config(file).problems
-    assert time.thread_time() - started < 2
-    assert sum("there is no such key" in problem.consequence for problem in problems) == 2400
+    problems = check_config(write(tmp_path / "my.yaml", text.format(keys))).problems
+    unknown = [problem for problem in problems if "there is no such key" in problem.consequence]
+    assert len(unknown) == 2400
+    assert sum(problem.fix == "take it out; docs/config.md has all keys" for problem in unknown) == 2300
 
 
 def test_a_trace_of_thousands_of_turns_is_read(tmp_path: Path) -> None:

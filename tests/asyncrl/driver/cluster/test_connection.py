@@ -56,18 +56,20 @@ POOLS = (
 
 
 @pytest.mark.parametrize("present", [0, 4])
-def test_gpus_that_have_yet_to_join_are_demanded(present: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpus_that_have_yet_to_join_are_demanded(present: int, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [NodeResources("head", "head", cpus=64.0, gpus=present)]
     monkeypatch.setattr(state, "cluster_nodes", lambda: nodes)
     adds_nodes = (*POOLS, "ray.autoscaling=true")
     config = check_config("quickstart", adds_nodes).require()
     assert (config.trainer.device, config.rollout.device) == ("cuda", "cuda")
-    wanted = state.check_room(config)
+    wanted = await state.check_room(config)
     assert wanted.startswith("the cluster has to add nodes: ") and "needs 24 GPUs" in wanted
-    assert "needs 16 GPUs" in state.check_room(config, trains=False)
-    assert state.check_room(check_config("quickstart", (*adds_nodes, "weight_sync.backend=nccl")).require()) == wanted
+    assert "needs 16 GPUs" in await state.check_room(config, trains=False)
+    nccl = check_config("quickstart", (*adds_nodes, "weight_sync.backend=nccl")).require()
+    assert await state.check_room(nccl) == wanted
+    fixed = check_config("quickstart", (*POOLS, "trainer.device=cuda", "rollout.device=cuda")).require()
     with pytest.raises(ConfigError, match="needs 24 GPUs"):
-        state.check_room(check_config("quickstart", (*POOLS, "trainer.device=cuda", "rollout.device=cuda")).require())
+        await state.check_room(fixed)
     sources = value_sources("quickstart", adds_nodes, config)
     assert sources["rollout.device"] == "ray.autoscaling with rollout.n_gpus_per_node"
 
