@@ -22,6 +22,8 @@ _ROWS_S = 4.0
 """Time after which the remaining rows of data files are left to the Rollouter."""
 _STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state")
 """Keys in config.json of models with Mamba layers."""
+_TRANSFORMED = {"longcat_flash": "scaled", "plamo3": "increased"}
+"""What vLLM does to the weights of norms as it loads them, by `model_type` in config.json."""
 
 
 def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -> CheckedConfig:
@@ -83,12 +85,12 @@ def _transformed_weights(config: Config) -> Iterator[ConfigProblem]:
     layers = model.get("layer_types")
     only_attention = isinstance(layers, list) and all(one in ("attention", "full_attention") for one in layers)
     has_mamba = any(key in model for key in _STATE_SIZES) and not only_attention  # some Granite 4 have attention only
-    if has_mamba and not (config.validates_only or config.syncs_adapters):
-        consequence = (
-            "it has Mamba layers, of which vLLM keeps -exp(A_log) in place of A_log, so engines cannot be compared "
-            "with what the Trainer publishes"
-        )
-        fix = "use a model without Mamba layers (docs/models.md has the checked ones)"
+    change = "Mamba layers, of which vLLM keeps -exp(A_log) in place of A_log" if has_mamba else ""
+    if (kind := model.get("model_type")) in _TRANSFORMED:
+        change = f"norms whose weights vLLM keeps {_TRANSFORMED[kind]} by a constant"
+    if change and not (config.validates_only or config.syncs_adapters):
+        consequence = f"it has {change}, so engines cannot be compared with what the Trainer publishes"
+        fix = "use another model (docs/models.md has the checked ones)"
         yield ConfigProblem("model.path", config.model.path, consequence, fix)
 
 
