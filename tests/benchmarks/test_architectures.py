@@ -80,3 +80,9 @@ def test_only_the_table_of_the_page_is_replaced(tmp_path: Path) -> None:
     page.write_text("no table")
     with pytest.raises(ValueError, match=r"models\.md: no lines"):
         architectures.write_docs(page, [])
+
+
+def test_the_page_has_a_row_for_every_architecture_alone_and_with_tensor_parallel() -> None:
+    table = Path("docs/models.md").read_text(encoding="utf-8").partition(architectures._BEGIN)[2]
+    rows = [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert rows == [[f"| {name}", size] for name in architectures.ARCHITECTURES for size in "12"]
