@@ -1,10 +1,13 @@
-"""Concurrent tasks whose first failure is raised alone, and the reaction of a command to Ctrl-C and SIGTERM."""
+"""Concurrent tasks whose first failure is raised alone, calls on threads that can be left behind, and the reaction of a
+command to Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
 import math
 import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -83,3 +86,17 @@ class Interrupts:
                         group.start_soon(self.on_first)
                     else:
                         self.scope.cancel()
+
+
+def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Call the function on a new daemon thread, which does not keep the process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  raised again by `result`, in the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return future

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +28,7 @@ from anyio import from_thread
 
 from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
+from asyncrl.core.tasks import in_background
 from asyncrl.core.text import checked_path
 from asyncrl.storage.checkpoint_manifest import MANIFEST, checkpoint_name, checkpoint_steps
 from asyncrl.storage.run_dir import MAX_FILE_BYTES, RunDir, disk_error, read_file, sync
@@ -151,27 +150,17 @@ class RemoteCheckpoints:
         self._call(self._files.makedirs, str(PurePosixPath(f"{self._root}/{path}").parent), exist_ok=True)
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return self._abandonable(partial(function, *args, **options), self._call_s)
+        return self._await(function.__name__.lstrip("_"), in_background(function, *args, **options), self._call_s)
 
     def _copy(self, function: Callable[..., None], source: str, target: str) -> None:
-        self._abandonable(partial(function, source, target), math.inf)
+        self._await(function.__name__, in_background(function, source, target), math.inf)
 
-    def _abandonable(self, function: partial[Any], limit_s: float) -> Any:
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(function())
-            except BaseException as error:  # noqa: BLE001  raised again by `result`, in the thread that waits
-                answer.set_exception(error)
-
+    def _await(self, name: str, answer: Future[Any], limit_s: float) -> Any:
         until = time.monotonic() + limit_s
-        threading.Thread(target=run, name="remote-checkpoints", daemon=True).start()
         while not wait([answer], _POLL_S).done:
             with suppress(RuntimeError):  # this thread works for no task
                 from_thread.check_cancelled()
             if time.monotonic() > until:
-                name = function.func.__name__.lstrip("_")
                 raise DeadlineError(
                     f"trainer.checkpoint_dir={self.url} does not answer: {name} took more than "
                     f"timeouts.call_s={limit_s:g} s. Check the network and the filesystem's address, or raise "

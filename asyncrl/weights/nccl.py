@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from vllm.utils.network_utils import get_open_port
 
 from asyncrl.core.failures import FencedError, InfraError
 from asyncrl.core.ports import WeightBucket, WeightsVersion
+from asyncrl.core.tasks import in_background
 from asyncrl.weights.broadcast import RANK_ZERO, BroadcastRound
 from asyncrl.weights.tensors import as_tensors
 
@@ -196,20 +197,6 @@ class EngineCalls:
 
 def _use_gpu() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # threads begin with the first GPU
-
-
-def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Run the function on a new daemon thread."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001  raised again by `result`, in the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=function.__name__, daemon=True).start()
-    return future
 
 
 @contextmanager

@@ -58,9 +58,10 @@ from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.platforms import current_platform
 
 from asyncrl.core.ports import WeightsVersion
+from asyncrl.core.tasks import in_background
 from asyncrl.weights.checksums import MODULUS, WeightChecksums, add, layer_group
 from asyncrl.weights.deltas import DeltaChunk
-from asyncrl.weights.nccl import NO_NCCL, deadline, in_background
+from asyncrl.weights.nccl import NO_NCCL, deadline
 from asyncrl.weights.tensors import as_tensors
 from asyncrl.weights.transport import StoredChunk
 from rollouter.serving.options import WEIGHT_TRANSFER
