@@ -109,11 +109,7 @@ def groups_of_ranks_with_copies_equal_the_reference(setting: CheckSetting) -> No
             continue
         _follow_the_reference(setting, make_loss(), fsdp_size=size)
         engine, other = setting.engine(fsdp_size=size, float64=True), setting.engine(float64=True)
-        take_step(engine, batch)
-        engine.save(directory)
-        engine.finish_save()
-        other.load(directory)
-        same_step(two_steps(other, batch), two_steps(engine, batch))
+        _continue_in(other, engine, directory, batch)
 
 
 @check(num_ranks=(2, 4), backends=("fsdp2",))
@@ -144,11 +140,7 @@ def checkpoints_do_not_depend_on_shared_layers(setting: CheckSetting) -> None:
     for first, second, model in ((2, 1, "language_model"), (1, 2, "language_model"), (2, 1, "qwen3_moe")):
         path = str(setting.directory / model)
         engine, other = (setting.engine(tensor_parallel_size=size, float64=True, path=path) for size in (first, second))
-        take_step(engine, batch)
-        engine.save(directory)
-        engine.finish_save()
-        other.load(directory)
-        same_step(two_steps(other, batch), two_steps(engine, batch))
+        _continue_in(other, engine, directory, batch)
 
 
 @check()
@@ -168,11 +160,7 @@ def experts_fewer_than_ranks_equal_the_reference(setting: CheckSetting) -> None:
     directory, batch, path = _fresh(setting, "few_experts"), make_batch(8, 3), str(setting.directory / "1_experts")
     for first, second in ((None, 1), (1, None)):
         engine, other = (setting.engine(fsdp_size=size, float64=True, path=path) for size in (first, second))
-        take_step(engine, batch)
-        engine.save(directory)
-        engine.finish_save()
-        other.load(directory)
-        same_step(two_steps(other, batch), two_steps(engine, batch))
+        _continue_in(other, engine, directory, batch)
 
 
 @check()
@@ -563,6 +551,15 @@ def adapters_learn_and_switch_off(setting: CheckSetting) -> None:
                 expected, _ = plain_scores(model, "language_model", share[number])
                 close(tuned[number][: len(expected)], expected, SINGLE, f"log-probs of merged weights, row {number}")
     raises(ConfigError, "lora_rank", lambda: plain.adapters_off().__enter__())
+
+
+def _continue_in(other: BaseEngine, engine: BaseEngine, directory: Path, batch: TensorDict) -> None:
+    """Check that another engine goes on from the checkpoint of a step as the engine that has written it."""
+    take_step(engine, batch)
+    engine.save(directory)
+    engine.finish_save()
+    other.load(directory)
+    same_step(two_steps(other, batch), two_steps(engine, batch))
 
 
 def _fresh(setting: CheckSetting, name: str) -> Path:
