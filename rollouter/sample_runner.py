@@ -210,6 +210,14 @@ class RolloutParts(GenerationParts):
     files: Sequence[TrajectoryFiles] = ()
     """They receive every scored sample of training."""
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the workers, or the tool servers of the agent, and write the files during the block."""
+        async with super().running(), AsyncExitStack() as stack:
+            for files in self.files:
+                await stack.enter_async_context(files.running())
+            yield
+
 
 class SampleRunner:
     """Takes the samples of one Rollouter from their permits to the queue."""
@@ -358,7 +366,7 @@ class SampleRunner:
         sample = pack_sample(sample_id, generated, all_scores, reward_s, self._replay_version())
         scored = trajectories[:-1] if generated.has_baseline else trajectories
         for files in self._parts.files:
-            with self._waiting("dump"), profile.span(files.span):
+            with self._waiting("dump"):
                 await files.write(sample, prompt, scored, all_scores[: len(scored)])
         return sample
 

@@ -127,6 +127,12 @@ class RecentSample:
     answered: tuple[bool, ...]
     """Whether the messages of a trajectory contain its answers. Those of a single turn are only its prompt's."""
 
+    @property
+    def rewards(self) -> KeptRewards:
+        """The facts by which it is chosen, without its size in a file."""
+        first = self.trajectories[0]
+        return KeptRewards(str(first.sample_id), first.at, 0, tuple(one.score.reward for one in self.trajectories))
+
     def with_texts(self, text_of: Decode) -> list[DumpedTrajectory]:
         """Return the trajectories with the texts of their turns, as the dump has them."""
         return [_with_texts(*pair, text_of) for pair in zip(self.trajectories, self.answered, strict=True)]
@@ -152,25 +158,43 @@ class RecentSamples:
         self._max_bytes = max_bytes
         self._kept: dict[str, KeptRewards] | None = None
 
-    def add(self, trajectories: Sequence[DumpedTrajectory], answered: Sequence[bool]) -> None:
-        """Keep a sample if it is chosen, and delete those that no longer are. Raises `OSError`."""
-        buffers = _encode(trajectories, answered)
-        first = trajectories[0]
-        rewards = tuple(one.score.reward for one in trajectories)
-        new = KeptRewards(str(first.sample_id), first.at, sum(map(len, buffers)), rewards)
+    def add(self, samples: Sequence[RecentSample]) -> dict[str, Exception]:
+        """Keep those that are chosen, and delete those that no longer are.
+
+        Returns:
+            The samples that cannot be written, and why.
+
+        Raises:
+            OSError: the directory cannot be created or read.
+        """
         if self._kept is None:
             self._directory.mkdir(self._mode, exist_ok=True)
             self._kept = {one.name: one for one in list_recent(self._directory)}
-        candidates = {**self._kept, new.name: new}
+        failed: dict[str, Exception] = {}
+        # Most samples of a fast run are not chosen, whatever their sizes are, so they are not encoded.
+        by_name = {sample.rewards.name: sample for sample in samples}
+        unsized = self._kept | {name: sample.rewards for name, sample in by_name.items()}
+        encoded = {}
+        for name in by_name.keys() & choose_kept(list(unsized.values()), self._most, self._max_bytes):
+            try:
+                encoded[name] = b"".join(_encode(by_name[name].trajectories, by_name[name].answered))
+            except Exception as error:  # noqa: BLE001  any error of a column of the data set
+                failed[name] = error
+        sized = {name: replace(by_name[name].rewards, num_bytes=len(data)) for name, data in encoded.items()}
+        candidates = self._kept | sized
         chosen = choose_kept(list(candidates.values()), self._most, self._max_bytes)
-        if new.name in chosen:
-            # Not renamed into place: that waits for the disk, and checksums reveal a file that is cut off.
-            with open(self._directory / f"{new.name}{_SUFFIX}", "wb", buffering=0) as file:
-                file.write(b"".join(buffers))
+        for name in encoded.keys() & chosen:
+            try:
+                # Not renamed into place: that waits for the disk, and checksums reveal a file that is cut off.
+                with open(self._directory / f"{name}{_SUFFIX}", "wb", buffering=0) as file:
+                    file.write(encoded[name])
+            except OSError as error:
+                failed[name] = error
         for name in self._kept.keys() - chosen:
             with suppress(FileNotFoundError):
                 os.unlink(self._directory / f"{name}{_SUFFIX}")
-        self._kept = {name: candidates[name] for name in chosen}
+        self._kept = {name: candidates[name] for name in chosen - failed.keys()}
+        return failed
 
 
 def list_recent(directory: Path) -> list[KeptRewards]:
@@ -181,8 +205,7 @@ def list_recent(directory: Path) -> list[KeptRewards]:
         with suppress(OSError, DamageError, ValueError):
             if suffix == _SUFFIX and SampleId.parse(name):
                 sample = read_recent(directory, name)
-                rewards = tuple(one.score.reward for one in sample.trajectories)
-                found.append(KeptRewards(name, sample.trajectories[0].at, entry.stat().st_size, rewards))
+                found.append(replace(sample.rewards, name=name, num_bytes=entry.stat().st_size))
     return found
 
 

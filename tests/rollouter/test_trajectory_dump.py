@@ -8,12 +8,14 @@ import logging
 import os
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+from anyio import to_thread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,18 +24,19 @@ from asyncrl.config.sections.rollout import RolloutConfig
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Generated, TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Prompt, Replay, SampleId, Span
+from asyncrl.storage import recent_samples as recent_module
 from asyncrl.storage import trajectory_files as files_module
-from asyncrl.storage.recent_samples import recent_names
+from asyncrl.storage.recent_samples import RecentSamples, recent_names
 from asyncrl.storage.trajectory_files import file_name, find, parse, to_line
 from rollouter import trajectory_dump as dump_module
 from rollouter.sample_runner import SampleProgress
-from rollouter.trajectory_dump import TrajectoryDump, describe, make_files
+from rollouter.trajectory_dump import SampleKeeper, TrajectoryDump, describe, make_files
 from tests.fakes import dumped
 from tests.fakes.dispatcher import DispatcherRig, leased_samples
 from tests.fakes.dumped import SCORES, decode, group, guess, ids, prompt, sample
 from tests.fakes.engine import FakeFleet
 from tests.fakes.hostile import messages, texts, values
-from tests.fakes.parts import FakeScorer
+from tests.fakes.parts import FakeScorer, until
 
 
 def dump_in(tmp_path: Path, clock: Any = lambda: 1000.5) -> TrajectoryDump:
@@ -261,24 +264,106 @@ async def test_the_configuration_sets_the_directory(tmp_path: Path, monkeypatch:
     assert make_files(Config(rollout=RolloutConfig(kept_samples=0)), tmp_path, decode) == []
     monkeypatch.chdir(tmp_path)
     for files in make_files(Config(rollout=RolloutConfig(dump_dir="here/below")), tmp_path, decode):
-        await files.write(sample(), prompt(), group(), SCORES)
+        async with files.running():
+            await files.write(sample(), prompt(), group(), SCORES)
     assert (tmp_path / "here" / "below" / file_name(42)).exists()
     assert recent_names(tmp_path / "kept") == ["sample_0_42"]
+
+
+# ------------------------------------------------------------------------------------------------ kept samples
+
+
+def kept_indices(tmp_path: Path) -> set[int]:
+    return {SampleId.parse(name).index for name in recent_names(tmp_path / "kept")}
 
 
 async def test_samples_are_kept_in_the_run_directory_by_default(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (files,) = make_files(Config(), tmp_path, decode)
-    for index in range(1, 211):
-        await files.write(sample(index), prompt(), group(), SCORES)
-    assert {SampleId.parse(name).index for name in recent_names(tmp_path / "kept")} == set(range(11, 211))
+    async with files.running():
+        for index in range(1, 211):
+            await files.write(sample(index), prompt(), group(), SCORES)
+        # No sample waits for the disk, and those that will not be kept are never encoded.
+        assert kept_indices(tmp_path) == set()
+    assert kept_indices(tmp_path) == set(range(11, 211))
     os.rename(tmp_path / "kept", tmp_path / "gone")
-    for index in (211, 212):
-        await files.write(sample(index), prompt(), group(), SCORES)
+    async with files.running():
+        for index in (211, 212):
+            await files.write(sample(index), prompt(), group(), SCORES)
     (record,) = caplog.records
-    assert "sample_0_211 is not kept for `asyncrl show`" in record.message
+    assert "sample_0_21" in record.message
+    assert "is not kept for `asyncrl show`" in record.message
     assert "rollout.kept_samples=0 keeps none" in record.message
+
+
+async def test_samples_are_kept_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dump_module, "KEEP_EVERY_S", 0.0)
+    (files,) = make_files(Config(), tmp_path, decode)
+    with anyio.fail_after(20):
+        async with files.running():
+            for index in (1, 2):
+                await files.write(sample(index), prompt(), group(), SCORES)
+                await until(partial(lambda expected: expected in kept_indices(tmp_path), index))
+
+
+async def test_a_stopped_run_keeps_its_last_samples(tmp_path: Path) -> None:
+    (files,) = make_files(Config(), tmp_path, decode)
+    with anyio.CancelScope() as scope:
+        async with files.running():
+            await files.write(sample(1), prompt(), group(), SCORES)
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert kept_indices(tmp_path) == {1}
+
+
+async def test_a_sample_that_cannot_be_encoded_is_the_only_one_that_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (files,) = make_files(Config(), tmp_path, decode)
+    encode = recent_module._encode
+
+    def fail_for_second(trajectories: Any, answered: Any) -> Any:
+        if trajectories[0].sample_id.index == 2:
+            raise ValueError("no such value")
+        return encode(trajectories, answered)
+
+    monkeypatch.setattr(recent_module, "_encode", fail_for_second)
+    async with files.running():
+        for index in (1, 2, 3):
+            await files.write(sample(index), prompt(), group(), SCORES)
+    assert kept_indices(tmp_path) == {1, 3}
+    (record,) = caplog.records
+    assert "sample_0_2 is not kept for `asyncrl show`" in record.message
+    assert "no such value" in record.message
+
+
+async def test_a_hung_disk_holds_up_neither_samples_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (files,) = make_files(Config(), tmp_path, decode)
+    assert isinstance(files, SampleKeeper)
+    hung, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(dump_module, "KEEP_EVERY_S", 0.0)
+    monkeypatch.setattr(dump_module, "LAST_WRITE_S", 0.05)
+    monkeypatch.setattr(dump_module, "MAX_BYTES", 3 * _bytes_of_group())
+    monkeypatch.setattr(RecentSamples, "add", lambda kept, samples: (hung.set(), go_on.wait(20), {})[-1])
+    try:
+        with anyio.fail_after(20):
+            async with files.running():
+                await files.write(sample(1), prompt(), group(), SCORES)
+                await to_thread.run_sync(hung.wait)
+                for index in range(2, 9):
+                    await files.write(sample(index), prompt(), group(), SCORES)
+                assert [noted.sample.sample_id.index for noted in files._new] == [6, 7, 8]
+        assert not go_on.is_set()
+    finally:
+        go_on.set()
+
+
+def _bytes_of_group() -> int:
+    rows = [row for trajectory in group() for row in trajectory.rows]
+    return sum(4 * len(row.prompt_ids) + 9 * len(row.response_ids) for row in rows)
 
 
 # ------------------------------------------------------------------------------------------------ dumps of a run
@@ -321,7 +406,8 @@ async def test_the_directory_of_the_dump_has_the_access_of_the_configuration(
     before = os.umask(0o022)
     try:
         for files in make_files(config, tmp_path, decode):
-            await files.write(sample(), prompt(), group(), SCORES)
+            async with files.running():
+                await files.write(sample(), prompt(), group(), SCORES)
     finally:
         os.umask(before)
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("dump", "kept")] == [mode, mode]

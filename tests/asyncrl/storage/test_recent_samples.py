@@ -19,6 +19,7 @@ from asyncrl.storage.recent_samples import (
     _DTYPES,
     REMARKABLE,
     KeptRewards,
+    RecentSample,
     RecentSamples,
     choose_kept,
     chosen_trajectory,
@@ -77,7 +78,7 @@ def test_odd_means_far_from_the_mean_of_the_group() -> None:
 
 def add(kept: RecentSamples, index: int, at: float = 0.5) -> None:
     entries = describe(sample(index), prompt(), group(), SCORES, None, run="/runs/one", at=at)
-    kept.add(entries, [bool(one.messages) for one in group()])
+    assert kept.add([RecentSample(tuple(entries), tuple(bool(one.messages) for one in group()))]) == {}
 
 
 def test_a_kept_sample_has_everything_that_a_dumped_one_has(tmp_path: Path) -> None:
