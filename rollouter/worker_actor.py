@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,16 +91,24 @@ class ActorLink:
     """A `WorkerLink` to a `WorkerActor`, which this process owns: it ends with this process."""
 
     def __init__(self, config: Config, place: int) -> None:
-        """Start the actor. Ray never restarts it: the `WorkerPool` starts another one."""
-        actor: Any = ray.remote(WorkerActor)
+        self._config = config
         self._place = place
         self._timeouts = config.timeouts
-        self._actor = actor.options(
-            num_cpus=0, max_restarts=0, max_concurrency=16, scheduling_strategy="SPREAD"
-        ).remote(config, place)
+        self._actor: Any = None
+
+    def _create(self) -> Any:
+        """Create the actor. Ray never restarts it: the `WorkerPool` starts another one. Blocks until Ray's GCS
+        answers."""
+        actor: Any = ray.remote(WorkerActor)
+        return actor.options(num_cpus=0, max_restarts=0, max_concurrency=16, scheduling_strategy="SPREAD").remote(
+            self._config, self._place
+        )
 
     async def load(self) -> None:
-        """See `WorkerActor.load`. Raises `InfraError` if that takes longer than `timeouts.start_s`."""
+        """Create the actor, and see `WorkerActor.load`. Each may take `timeouts.start_s`, or else `InfraError` is
+        raised."""
+        creating = to_thread.run_sync(self._create, abandon_on_cancel=True)
+        self._actor = await self._call(creating, "its creation", self._timeouts.start_s)
         await self._call(self._actor.load.remote(), "loading", self._timeouts.start_s)
 
     async def start(self, *, has_engines: bool) -> None:
@@ -115,10 +123,12 @@ class ActorLink:
         return report
 
     async def kill(self) -> None:
+        if self._actor is None:
+            return
         with anyio.move_on_after(KILL_S):
             await to_thread.run_sync(partial(ray.kill, self._actor), abandon_on_cancel=True)
 
-    async def _call(self, ref: Any, doing: str, limit_s: float) -> Any:
+    async def _call(self, ref: Awaitable[Any], doing: str, limit_s: float) -> Any:
         try:
             with anyio.fail_after(limit_s):
                 return await ref

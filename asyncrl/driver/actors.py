@@ -46,7 +46,7 @@ ActorStatus = Mapping[str, Any]
 logger = logging.getLogger(__name__)
 
 
-async def call(part: str, ref: Any, timeout_s: float, *, doing: str) -> Any:
+async def call(part: str, ref: Awaitable[Any], timeout_s: float, *, doing: str) -> Any:
     """Return the result of `ref`.
 
     Raises:
@@ -60,6 +60,17 @@ async def call(part: str, ref: Any, timeout_s: float, *, doing: str) -> Any:
         raise DeadlineError(f"the {part} did not finish {doing} within {timeout_s:g} s") from None
     except RayError as error:
         raise translate(part, error) from None
+
+
+async def create(part: str, start: Callable[[], Any], timeout_s: float) -> Any:
+    """Return the handle of the actor that `start` creates. This waits for Ray's GCS, so it happens in a thread.
+
+    Raises:
+        DeadlineError: the GCS did not answer within `timeout_s`. An actor that is created later ends at once, because
+            nothing refers to it.
+        InfraError: Ray cannot create it.
+    """
+    return await call(part, to_thread.run_sync(start, abandon_on_cancel=True), timeout_s, doing="its creation")
 
 
 async def stream(part: str, actor: Any, begun: ray.ObjectRef) -> AsyncGenerator[RunRecord, None]:
@@ -208,7 +219,8 @@ class SupervisedRollouter(_SupervisedActor):
 
     async def start(self, incarnation: int) -> None:
         """Load the data. Raises errors about the data, too, see `RolloutActor.prepare`."""
-        self._actor = start_rollouter(self.config, incarnation=incarnation)
+        start = partial(start_rollouter, self.config, incarnation=incarnation)
+        self._actor = await create(self.name, start, self.config.timeouts.start_s)
         ref = self._actor.prepare.remote(str(self.run_dir.path))
         self.prepared = await call(self.name, ref, self.config.timeouts.start_s, doing="reading the data")
 
@@ -290,7 +302,8 @@ class SupervisedTrainer(_SupervisedActor):
     async def start(self, incarnation: int) -> None:
         """Load the models. Raises errors about the models, too, see `Trainer.start`."""
         self._has_model = False
-        self._actor = start_trainer(self.config, incarnation=incarnation)
+        start = partial(start_trainer, self.config, incarnation=incarnation)
+        self._actor = await create(self.name, start, self.config.timeouts.start_s)
         checkpoint = self.resume if self.resume is not None and self.resume.checkpoint is not None else None
         ref = self._actor.start.remote(
             self.run_dir, checkpoint, self.store_handle, self._history, self.validated_step()

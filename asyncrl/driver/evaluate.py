@@ -401,7 +401,7 @@ async def _answer(
     records: EvaluationRecords,
 ) -> Mapping[str, Any]:
     # Imported here, because Ray reads the environment that the cluster has set.
-    from asyncrl.driver.actors import call
+    from asyncrl.driver.actors import call, create
     from asyncrl.driver.cluster.state import check_room
     from rollouter.actor import start_rollouter
     from rollouter.serving.app import start_app, stop_app
@@ -409,7 +409,7 @@ async def _answer(
     if config.ray.address is not None and (delay := await check_room(config, trains=False)):
         view.message("warning", delay)
     view.phase("starting engines and reading data (about 40 s on a CPU)")
-    rollouter = start_rollouter(config)
+    rollouter = await create("rollouter", functools.partial(start_rollouter, config), config.timeouts.start_s)
 
     async def prepare() -> None:
         limit_s = config.timeouts.start_s

@@ -23,6 +23,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -36,7 +37,7 @@ from asyncrl.core.failures import BugError, DeadlineError, InfraError
 from asyncrl.core.ports import PartName, QueueStatus, SampleCounts, WeightsVersion
 from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.core.tasks import Interrupts, task_group
-from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, kill
+from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer, create, kill
 from asyncrl.driver.cluster.state import check_room, pending_demands
 from asyncrl.driver.health_monitor import HealthMonitor
 from asyncrl.driver.replica_scaling import ReplicaScaling
@@ -280,7 +281,8 @@ class Run:
     async def _start_queue(self, num_prompts: int) -> None:
         config, resume = self._config, self._resume
         has_journal = config.journal == "on"
-        actor = start_queue(
+        start = partial(
+            start_queue,
             QueueOptions.from_config(config, num_prompts, total_samples=self._trainer_part.total_samples),
             resume.manifest.queue if resume is not None and resume.checkpoint is not None else None,
             run_dir=self._run_dir.path if has_journal else None,
@@ -288,6 +290,7 @@ class Run:
             max_restarts=UNLIMITED if has_journal and config.recovery.max_restarts else 0,
             profiler=ProfilerSettings.of(config.profiler, self._run_dir.path),
         )
+        actor = await create("queue", start, config.timeouts.start_s)
         self._services.queue.handle = actor
         self._queue = QueueClient(actor, config.timeouts.call_s)
         for part in (self._rollouter_part, self._trainer_part):

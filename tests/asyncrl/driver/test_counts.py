@@ -115,8 +115,8 @@ class Parts:
 
     def _start_queue(self, options: Any, restore: Any, *, run_dir: Path | None, identity: Any, **_: Any) -> Any:
         self.actor = QueueActor(options, restore, run_dir, identity)
-        self.queue_started.set()
-        return LocalActor(self)
+        anyio.from_thread.run_sync(self.queue_started.set)
+        return anyio.from_thread.run_sync(LocalActor, self)
 
     async def call(self, *args: Any) -> Any:
         """The method of the queue's actor."""

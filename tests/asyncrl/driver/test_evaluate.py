@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -159,6 +160,22 @@ def test_the_first_ctrl_c_keeps_all_answers_and_the_next_command_continues(
     assert driver_evaluate(config, out=tmp_path / "out", as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["kept"], found["answered"], len(machine.fleet.sessions)) == (1, NUM_PROMPTS, NUM_PROMPTS - 1)
+
+
+def test_ctrl_c_ends_an_evaluation_whose_rollouter_ray_does_not_create(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+
+    def create(config: Config) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        answered.wait(5)
+
+    monkeypatch.setattr(actor_module, "start_rollouter", create)
+    try:
+        assert driver.evaluate(config_of(), out=tmp_path / "out") == 130
+    finally:
+        answered.set()
 
 
 def test_the_second_ctrl_c_keeps_the_counts_of_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
