@@ -68,6 +68,8 @@ class RolloutActor:
         self._rollouter: Rollouter | None = None
         self._loading = ""
         self._evaluation: Evaluation | None = None
+        self._pool: WorkerPool | None = None
+        """The workers of the evaluation."""
         self._stopped = False
         self._records: AsyncIterator[list[RunRecord]] | None = None
         self._links: list[ActorLink] = []
@@ -178,10 +180,10 @@ class RolloutActor:
         """
         if self._task is None:
             raise BugError("RolloutActor.evaluate before prepare")
-        scorer, pool = await self._start_generation(self._task, has_engines=True)
+        scorer, self._pool = await self._start_generation(self._task, has_engines=True)
         fleet = await connect(self._fleet, self._config.timeouts.call_s)
         self._evaluation = Evaluation(
-            self._config, self._task._replace(scorer=scorer), Path(file), fleet=fleet, workers=pool
+            self._config, self._task._replace(scorer=scorer), Path(file), fleet=fleet, workers=self._pool
         )
         if self._stopped:
             self._evaluation.stop()
@@ -250,7 +252,7 @@ class RolloutActor:
 
     async def status(self) -> Mapping[str, Any]:
         """Return `incarnation`, `pid` and `node_id` of this process, and in a Ray run its `health` (`ProcessHealth`).
-        In an evaluation, also `evaluation` (`Evaluation.status`).
+        In an evaluation, also `evaluation` (`Evaluation.status`) and `WorkerPool.status`.
 
         Until `run` has been called, `loading` is the progress of `prepare`. Afterwards, the status also contains
         `profiler` (`Profiler.status`) and all entries of `Rollouter.status`.
@@ -264,6 +266,8 @@ class RolloutActor:
             own["health"] = self._health.measure()
         if self._evaluation is not None:
             own["evaluation"] = self._evaluation.status()
+        if self._pool is not None:
+            own |= self._pool.status()
         if self._rollouter is None:
             return {**own, "loading": self._loading} if self._loading else own
         return {**own, "profiler": profile.status(), **self._rollouter.status()}

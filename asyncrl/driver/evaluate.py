@@ -41,6 +41,7 @@ from asyncrl.core.tasks import Interrupts, task_group
 from asyncrl.driver.cluster.connection import cluster, link_logs
 from asyncrl.driver.evaluation_records import EvaluationRecords, evaluation_records
 from asyncrl.driver.run_directory import LOCK, RunLocks
+from asyncrl.driver.supervision import RestartBudget
 from asyncrl.observe.terminal.live import View, logging_to, make_view
 from asyncrl.storage.answer_files import ANSWERS, read_answers
 from asyncrl.storage.checkpoint_manifest import CHECKPOINTS, HF_DIRECTORY, MANIFEST, checkpoint_steps, find_latest
@@ -442,16 +443,30 @@ async def _answer(
 
 
 async def _report(config: Config, rollouter: Any, view: View, records: EvaluationRecords) -> None:
-    """Probe the Rollouter, and report now and then how far it is."""
+    """Probe the Rollouter, and report now and then how far it is.
+
+    Raises:
+        InfraError: it does not answer, or the budget of restarts for its workers is spent.
+    """
     from asyncrl.driver.actors import call
 
+    recovery = config.recovery
+    budget = RestartBudget("Rollouter's workers", recovery.max_restarts, recovery.window_s, unit="prompt")
+    num_lost = 0
     reported = -1
     while True:
         status = await call("rollouter", rollouter.status.remote(), config.timeouts.probe_s, doing="its status report")
         if (at := status.get("evaluation")) is not None and at["prompts"]:
             records.report(at)
             done = at["known"] + at["answered"] + at["failed"]
+            if done:
+                budget.reached(done)
             if (part := done * MAX_MESSAGES // at["prompts"]) > reported:
                 reported = part
                 view.message("", f"{done} of {at['prompts']} prompts are answered")
+        for lost in status.get("lost_workers", ()):
+            if lost.number > num_lost:
+                num_lost = lost.number
+                view.message("warning", f"worker {lost.worker} is replaced: {lost.cause}")
+                budget.spend(time.monotonic(), InfraError(lost.cause))
         await anyio.sleep(PROGRESS_S)

@@ -75,9 +75,14 @@ class RestartBudget:
     in between.
     """
 
-    def __init__(self, part: str, max_restarts: int, window_s: float) -> None:
-        """`part`: the part's name in messages, such as `Rollouter`."""
+    def __init__(self, part: str, max_restarts: int, window_s: float, *, unit: str = "step") -> None:
+        """
+        Args:
+            part: the part's name in messages, such as `Rollouter`.
+            unit: what `reached` counts, in messages.
+        """
         self._part = part
+        self._unit = unit
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._failed_at: deque[float] = deque()
@@ -88,7 +93,7 @@ class RestartBudget:
         """Failures since the run last made progress."""
 
     def reached(self, step: int) -> None:
-        """Record that the run has completed this step, possibly again after a rewind."""
+        """Record that the run has completed this step (`unit`), possibly again after a rewind."""
         if step > self._furthest:
             self._furthest, self._without_progress = step, 0
 
@@ -121,7 +126,10 @@ class RestartBudget:
             raise self._spent(f"failed {failures} times within {self._window_s:g} s", error)
         self._without_progress += 1
         if self._without_progress > self._max_restarts:
-            where = f"and the run did not get past step {self._furthest}" if self._furthest >= 0 else "before any step"
+            unit = self._unit
+            where = (
+                f"and the run did not get past {unit} {self._furthest}" if self._furthest >= 0 else f"before any {unit}"
+            )
             raise self._spent(f"failed {self._without_progress} times in a row {where}", error)
         return failures
 

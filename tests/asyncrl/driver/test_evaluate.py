@@ -21,6 +21,7 @@ import pytest
 
 from asyncrl.config.compose import load_config
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.run import RecoveryConfig
 from asyncrl.core.failures import ConfigError, DataError, InfraError
 from asyncrl.core.ports import GenerateRequest
 from asyncrl.driver import evaluate as driver
@@ -28,6 +29,7 @@ from asyncrl.observe.status.run_files import read_run, status_report
 from asyncrl.storage.answer_files import read_answers
 from rollouter import actor as actor_module
 from rollouter.actor import RolloutActor
+from rollouter.group_workers.pool import LostWorker
 from rollouter.prompts.chat_template import load_tokenizer
 from rollouter.serving import app as app_module
 from tests.fakes.engine import FakeFleet
@@ -176,6 +178,59 @@ def test_ctrl_c_ends_an_evaluation_whose_rollouter_ray_does_not_create(
         assert driver.evaluate(config_of(), out=tmp_path / "out") == 130
     finally:
         answered.set()
+
+
+class DyingLink:
+    """A worker that dies as soon as it has started."""
+
+    def __init__(self, config: Config, place: int, has_engines: bool = True) -> None: ...
+
+    async def load(self) -> None: ...
+
+    async def start(self, has_engines: bool) -> None: ...
+
+    async def post(self, commands: Any) -> None: ...
+
+    async def take(self) -> Any:
+        await anyio.sleep(0.01)
+        raise InfraError("out of memory")
+
+    async def kill(self) -> None: ...
+
+
+def test_workers_that_die_again_and_again_end_the_evaluation(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start_link(*args: Any, **options: Any) -> DyingLink:
+        return DyingLink(*args, **options)
+
+    monkeypatch.setattr(driver, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(actor_module, "ActorLink", DyingLink)
+    monkeypatch.setattr(actor_module, "start_link", start_link)
+    config = config_of("rollout.num_workers=2", "recovery.max_restarts=3")
+    with pytest.raises(InfraError, match=r"workers failed 4 times within 3600 s \(.*max_restarts=3\).*: out of memory"):
+        driver.evaluate(config, out=tmp_path / "out")
+
+
+async def test_lost_workers_do_not_end_an_evaluation_that_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = [LostWorker(number, 0, at=0.0, cause="it died") for number in range(1, 10)]
+    statuses = [(0, 1), (0, 1), (1, 2), (1, 3), (2, 5), (2, 6)]
+    """Prompts that are done and losses, as the Rollouter reports them one after another."""
+    messages: list[str] = []
+
+    async def status() -> Any:
+        done, num_lost = statuses.pop(0)
+        evaluation = {"prompts": 8, "known": 0, "answered": done, "failed": 0}
+        return {"evaluation": evaluation, "lost_workers": lost[:num_lost]}
+
+    rollouter = SimpleNamespace(status=SimpleNamespace(remote=status))
+    view: Any = SimpleNamespace(message=lambda level, text: messages.append(text) if level else None)
+    records: Any = SimpleNamespace(report=lambda at: None)
+    monkeypatch.setattr(driver, "PROGRESS_S", 0.002)
+    config = Config(recovery=RecoveryConfig(max_restarts=2, window_s=0.001))
+    with pytest.raises(InfraError, match="3 times in a row and the run did not get past prompt 2"):
+        await driver._report(config, rollouter, view, records)
+    assert not statuses and messages == ["worker 0 is replaced: it died"] * 6
 
 
 def test_the_second_ctrl_c_keeps_the_counts_of_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
