@@ -143,8 +143,11 @@ class WeightUpdates:
     async def join(self) -> None:
         """Serve the newest published version before the first request.
 
-        A version that was published after `start` was broadcast without this replica if Serve did not know it yet. As
-        Serve knows it at its first request, all later broadcasts reach it. If this fails, the next request tries again.
+        A version that was published after `start` was broadcast without this replica if Serve did not know it yet. Once
+        the Rollouter knows it, all later broadcasts reach it. If the first request is from a worker of the Rollouter
+        that knows it earlier, the replica may miss one more version, and generates with the older one until the next.
+
+        If this fails, the next request tries again.
 
         Raises:
             InfraError, BugError: see `_catch_up`.
