@@ -217,8 +217,8 @@ def _applications() -> Mapping[str, ApplicationStatusOverview]:
 
 
 async def stop_app(namespace: str) -> None:
-    """Delete the applications of the run in this namespace, and no others."""
-    await anyio.to_thread.run_sync(delete_app, namespace)
+    """Delete the applications of the run in this namespace, and no others. A cancelled call does not wait for Serve."""
+    await anyio.to_thread.run_sync(delete_app, namespace, abandon_on_cancel=True)
 
 
 def delete_app(namespace: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 from ray import serve
+from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import AsyncRLError, DeadlineError, InfraError, ReplicaLeftError
@@ -164,7 +165,7 @@ class ServeFleet:
 
     async def _store(self) -> Any:
         """Return the weight store; None if there is none, or Ray does not answer."""
-        with anyio.move_on_after(self._timeouts.call_s):
+        with anyio.move_on_after(self._timeouts.call_s), suppress(RayError):
             return await anyio.to_thread.run_sync(find_store, self._app.store_namespace, abandon_on_cancel=True)
         return None
 

@@ -81,6 +81,18 @@ def test_applications_that_serve_does_not_delete_in_time_are_named_and_the_other
     assert deleted == ["run-lent", "run-reward", "run-rollout"]
 
 
+async def test_the_end_of_a_run_does_not_wait_for_a_serve_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(app.serve, "status", lambda: answer.wait(5) and serving()())
+    try:
+        with anyio.move_on_after(0.1) as scope:
+            await app.stop_app(NAMESPACE)
+        assert scope.cancelled_caught and not answer.is_set()
+        assert anyio.current_time() < scope.deadline + 2
+    finally:
+        answer.set()
+
+
 async def test_a_start_ends_at_its_deadline_if_serve_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

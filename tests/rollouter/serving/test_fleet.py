@@ -205,13 +205,20 @@ async def test_apply_continues_with_a_newer_version_if_its_version_cannot_be_fet
     assert handle.applied == [published(3), published(1, lineage=1)]
 
 
+@pytest.mark.parametrize("raises", [False, True])
 async def test_apply_continues_with_its_version_if_the_store_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
+    raises: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung = threading.Event()
+
+    def find_store(namespace: str) -> None:
+        if raises:
+            raise ray.exceptions.GetTimeoutError("there was timeout in getting the actor handle")
+        hung.wait()
+
     handle = Handle([[report("a", 3, 0.5), DEAD], [report("a", 3), report("b", 3, 0.2)]])
     fleet = make(monkeypatch, handle, call_s=0.05)
-    monkeypatch.setattr(module, "find_store", lambda namespace: hung.wait())
+    monkeypatch.setattr(module, "find_store", find_store)
     try:
         with anyio.fail_after(5):
             assert await fleet.apply(published(3)) == [report("a", 3, 0.5), report("b", 3, 0.2)]
