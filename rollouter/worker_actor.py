@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -125,7 +126,7 @@ class ActorLink:
     async def kill(self) -> None:
         if self._actor is None:
             return
-        with anyio.move_on_after(KILL_S):
+        with anyio.move_on_after(KILL_S), suppress(RayError):
             await to_thread.run_sync(partial(ray.kill, self._actor), abandon_on_cancel=True)
 
     async def _call(self, ref: Awaitable[Any], doing: str, limit_s: float) -> Any:

@@ -57,7 +57,7 @@ class AllowSession(NamedTuple):
 
 
 class EndGroup(NamedTuple):
-    """Cancel a group, if it still runs."""
+    """Cancel a group, or a call of the scorer, if it still runs."""
 
     group: int
 
@@ -287,9 +287,8 @@ class GroupWorker:
                     if (known := self._running.get(group)) is not None:
                         known.scope.cancel()
                 case ScoreTrajectories(group):
-                    running = RunningGroup(group, self._outbox)
-                    keys = range(len(command.trajectories))
-                    self._tasks.start_soon(self._score, running, command.prompt, command.trajectories, keys)
+                    self._running[group] = running = RunningGroup(group, self._outbox)
+                    self._tasks.start_soon(self._run_scoring, command, running)
                 case UseLentReplicas(is_open):
                     self.use_lent(is_open)
 
@@ -318,6 +317,11 @@ class GroupWorker:
             running.send(GroupGenerated(BugError.wrap(message, error)))
         finally:
             del self._running[order.group]
+
+    async def _run_scoring(self, order: ScoreTrajectories, running: RunningGroup) -> None:
+        with running.scope:
+            await self._score(running, order.prompt, order.trajectories, range(len(order.trajectories)))
+        del self._running[order.group]
 
     async def _generate_and_score(self, order: StartGroup, running: RunningGroup) -> None:
         prompt = order.request.prompt

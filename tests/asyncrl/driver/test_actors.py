@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock
 
 import anyio
 import pytest
+from ray.exceptions import RaySystemError
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.run import TimeoutsConfig
@@ -85,3 +86,18 @@ async def test_the_start_of_a_worker_does_not_block_the_rollouter(
     link = ActorLink(CONFIG, 3)
     await ends_in_time(link.load, "worker 3")
     await link.kill()
+
+
+async def test_a_worker_that_ray_cannot_kill_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pool replaces it. Ray ends it with the Rollouter."""
+    asked = []
+
+    def kill(actor: Any) -> None:
+        asked.append(actor)
+        raise RaySystemError("the GCS did not register the actor")
+
+    monkeypatch.setattr(worker_actor.ray, "kill", kill)
+    link = ActorLink(CONFIG, 3)
+    link._actor = "its handle"
+    await link.kill()
+    assert asked == ["its handle"]

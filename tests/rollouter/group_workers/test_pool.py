@@ -5,20 +5,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.failures import BugError, InfraError, UserCodeError, first_failure
 from asyncrl.core.ports import Score
-from asyncrl.core.trajectory import Trajectory
-from asyncrl.core.types import Prompt
+from asyncrl.core.trajectory import Trajectory, single_turn
+from asyncrl.core.types import FinishReason, Prompt, Span, Turn
 from rollouter.group_workers import pool
-from rollouter.group_workers.pool import WorkerPool
+from rollouter.group_workers.pool import WorkerPool, WorkerScorer
 from rollouter.group_workers.worker import WorkerReport
 from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeScorer, until
+from tests.fakes.parts import FakeScorer, make_prompt, until
 from tests.fakes.workers import LocalWorkers
 
 
@@ -217,6 +218,29 @@ async def test_a_cancelled_sample_is_cancelled_in_its_worker() -> None:
         await rig.until_dropped(1)
         await rig.fleet.until(lambda fleet: sample_name(1) in fleet.cancelled)
     assert rig.drops.counts["took too long"] >= 1
+
+
+async def test_a_cancelled_call_of_the_scorer_is_cancelled_in_its_worker() -> None:
+    scoring, cancelled = anyio.Event(), anyio.Event()
+
+    async def gate(prompt: Prompt) -> None:
+        scoring.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    workers = LocalWorkers(1, FakeFleet(), lambda: FakeScorer(gate=gate))
+    prompt, ids = make_prompt(1, 2), np.array([7], dtype=np.int32)
+    turn = Turn(ids, np.zeros(1, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
+    async with workers.running(), anyio.create_task_group() as tasks:
+        tasks.start_soon(WorkerScorer(workers.pool, FakeScorer()).score, prompt, [single_turn(prompt, turn)])
+        await scoring.wait()
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True), anyio.fail_after(5):
+            await cancelled.wait()
+            await anyio.wait_all_tasks_blocked()
+        assert not workers.links[0].worker._running
 
 
 class Failing(FakeScorer):
