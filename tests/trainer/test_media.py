@@ -150,6 +150,16 @@ def test_training_reaches_the_vision_weights(path: Path) -> None:
     assert any("vision" in name for name in moved) and any("text_model" in name for name in moved)
 
 
+def test_ddp_takes_steps_without_images(path: Path) -> None:
+    batch, norms = to_batch(rows_of(path, media=())), []
+    for strategy in ("local", "ddp"):
+        engine = make_engine(path, strategy=strategy)
+        losses = (engine.forward_backward(batch, Likelihood())["loss"] for _ in range(2))
+        norms.append([engine.optim_step(loss).grad_norm for loss in losses])
+        engine.close()
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
 def test_media_for_a_text_model_are_refused(tmp_path: Path, path: Path) -> None:
     batch = to_batch(rows_of(path))
     batch["input_ids"] = torch.zeros_like(batch["input_ids"])

@@ -5,12 +5,13 @@ which sums gradients while the backward pass runs.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncrl.config.sections.data import NUM_EXPERTS
 from asyncrl.core.failures import ConfigError
 from trainer.engines import dist
 from trainer.engines.base import EngineSpec
@@ -43,8 +44,9 @@ class DdpEngine(TorchEngine):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # there is no gradient to sum, and DDP refuses such a model
         devices = [self.device] if self.device.type == "cuda" else None
-        # Experts without a token, or a layer whose output a loss does not use, have no gradient in a pass.
-        unused = bool(getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None))
+        # Experts without a token have no gradient in a pass, nor have vision layers in a batch without images.
+        config: Any = model.config
+        unused = config.get_text_config() is not config or any(getattr(config, name, None) for name in NUM_EXPERTS)
         return DistributedDataParallel(
             model,
             device_ids=devices,
