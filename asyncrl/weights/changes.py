@@ -41,12 +41,12 @@ def find_changes(base: WeightBucket, new: WeightBucket) -> dict[str, NDArray[Any
 
 
 def apply_changes(tensors: dict[str, NDArray[Any]], changes: Changes) -> None:
-    """Change the tensors, which are contiguous, in place."""
+    """Change the tensors, which are contiguous and writable, in place."""
     for name, values in changes.items():
         if name.endswith(GAPS):
             continue
         if (gaps := changes.get(name + GAPS)) is None:
-            tensors[name] = values
+            tensors[name][...] = values  # not the array itself, which is read-only: later changes follow
         else:
             tensors[name].reshape(-1)[np.cumsum(gaps.view(np.uint16), dtype=np.int64)] = values
 

@@ -122,6 +122,16 @@ def test_equal_weights_need_no_file_and_other_ones_never_more_than_a_second_whol
     assert writer.put(some_weights(1)).deltas == (), "changes would be as large as the weights"
 
 
+def test_a_tensor_that_was_sent_whole_can_have_further_changes(directory: str, node: Path) -> None:
+    writer, weights = DeltaWriter(directory, MAX_DELTAS), some_weights(0)
+    writer.put(weights)
+    weights = weights | {"a": weights["a"] ^ 1}
+    writer.put(weights)
+    chunk = writer.put(weights := changed(weights, 1, 0.01))
+    assert len(chunk.deltas) == 2
+    assert_equal(chunk.get(), weights)  # a replica that has no earlier version
+
+
 def test_other_tensors_are_whole(directory: str) -> None:
     writer, weights = DeltaWriter(directory, 100), some_weights(0)
     writer.put(weights)
