@@ -486,9 +486,14 @@ def _sharded(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> boo
 
 
 def _loads_part(parameter: torch.Tensor) -> bool:
-    """Return whether the weight loader that the model has given to the parameter loads this rank's part of a tensor."""
+    """Return whether the weight loader that the model has given to the parameter loads this rank's part of a tensor,
+    which no earlier rank has. With fewer key heads than ranks, several have the same part of MiniMax-M2's norm of
+    keys."""
     load = getattr(parameter, "weight_loader", default_weight_loader)
     if load is row_parallel_weight_loader:  # it loads vectors as a whole
         return parameter.dim() > 1
     code = getattr(getattr(load, "func", load), "__code__", None)  # `func`: of a partial
-    return code is not None and not _PER_RANK.isdisjoint(code.co_names)
+    size = get_tensor_model_parallel_world_size()
+    num_copies = size // getattr(load, "keywords", {}).get("shard_world_size", size)
+    is_part = code is not None and not _PER_RANK.isdisjoint(code.co_names)
+    return is_part and get_tensor_model_parallel_rank() % num_copies == 0

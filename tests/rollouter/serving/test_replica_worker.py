@@ -302,6 +302,7 @@ def test_each_rank_counts_its_own_part_and_the_first_one_what_all_have(monkeypat
     attention.cohere_q_norm = parameter(row_parallel_weight_loader, 2, 2)
     shared = torch.nn.Module()
     shared.cohere_norm = parameter(row_parallel_weight_loader, 2)
+    shared.minimax_k_norm = parameter(partial(norm, shard_world_size=1, shard_rank=0))  # with one key head
     shared.weight = parameter(default_weight_loader)
     gate = torch.nn.Linear(1, 1, bias=False)
     model = torch.nn.ModuleDict({"attn": attention, "experts": Experts(), "gate": gate, "shared": shared})
@@ -310,7 +311,8 @@ def test_each_rank_counts_its_own_part_and_the_first_one_what_all_have(monkeypat
         monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         counted.append([name for name, _ in worker._counted(model)])
     own = [*(f"attn.{name}" for name, _ in attention.named_parameters()), "experts.w13_weight"]
-    assert counted == [[*own, "gate.weight", "shared.cohere_norm", "shared.weight"], own]
+    first = ["gate.weight", "shared.cohere_norm", "shared.minimax_k_norm", "shared.weight"]
+    assert counted == [[*own, *first], own]
 
 
 class SinksModel(torch.nn.Module):
