@@ -352,7 +352,9 @@ class TorchEngine(BaseEngine, abstract=True):
         self._step, self._accumulated = 0, False
         hf = self._load()
         if spec.float64:
-            hf.set_experts_implementation("eager")  # grouped products have no float64
+            # Grouped products have no float64. The eager loop has no gradient in a rank whose experts get no token, and
+            # the others wait for it.
+            hf.set_experts_implementation("batched_mm")
         if spec.optim is None:
             hf.requires_grad_(False)
         else:

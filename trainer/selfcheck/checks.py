@@ -163,6 +163,17 @@ def experts_fewer_than_ranks_equal_the_reference(setting: CheckSetting) -> None:
         _continue_in(other, engine, directory, batch)
 
 
+@check(num_ranks=(2, 4), backends=("fsdp2",))
+def ranks_whose_experts_get_no_token_equal_the_reference(setting: CheckSetting) -> None:
+    batch = make_batch(8, 3)
+    batch["prompt_lens"][:] = batch["response_lens"][:] = 1  # each row is a micro-batch of one position
+    batch["response_mask"][:, 1:] = batch["loss_mask"][:, 1:] = False
+    changes: dict[str, Any] = {"path": str(setting.directory / "qwen3_moe"), "tensor_parallel_size": 2}
+    engine = setting.engine(float64=True, ppo_max_token_len=1, **changes)
+    reference = Reference(setting.spec(**changes), make_loss())
+    _step_as_the_reference(reference, engine, make_loss(), batch, tolerance=10 * EXACT)
+
+
 @check()
 def the_load_of_experts_is_that_of_rows_with_trained_tokens(setting: CheckSetting) -> None:
     if not find_engine(setting.backend).balances_experts:
