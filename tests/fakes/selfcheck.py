@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SELFCHECK_S = 240
-"""Deadline of one run of the contract."""
+"""Deadline of one run of the contract on at most two ranks. More ranks have as much time for each two."""
 
 
 def torchrun(*command: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
@@ -22,7 +22,7 @@ def torchrun(*command: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
         [sys.executable, *launcher, *command],
         capture_output=True,
         text=True,
-        timeout=SELFCHECK_S,
+        timeout=SELFCHECK_S * max(1, ranks // 2),
         check=False,
         cwd=ROOT,
         env=environment,
