@@ -98,9 +98,9 @@ class WeightSyncConfig(ConfigSection):
     or `adapter`, only the adapters, which engines add to the weights of `model.path` by vLLM's own means
     (docs/training.md)."""
     verify: Literal["every", "first", "off"] = "every"
-    """Compare the engine's weights with the published checksums, and its log-probs of a few texts with the Trainer's:
-    after every load; until each replica has passed once, log-probs again after training goes back to a checkpoint; or
-    never."""
+    """Compare the engine's weights with the published checksums, and its log-probs of a few texts (a probe) with the
+    Trainer's: after every load; until each replica has passed once, log-probs again after training goes back to a
+    checkpoint; or never."""
     max_mismatch_kl: Annotated[float, Field(gt=0)] | None = 1e-4
     """The run stops if log-probs of the engines and of the Trainer for the same weights differ by more than this KL
     divergence, in nats per token. It is measured as `verify` says and, on-policy (`async_training=mode_a`), in every
