@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -206,6 +207,10 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
                         # vLLM packs experts only when it creates their kernel, so a new kernel is created.
                         layer.quant_method.moe_kernel = None
             else:
+                for parameter in self.model.parameters():
+                    # vLLM's reload (0.32) reads the names of weight loaders, and those of MiniMax-M2 have none.
+                    if isinstance(load := getattr(parameter, "weight_loader", None), partial):
+                        vars(load).setdefault("__name__", "weight_loader")
                 initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

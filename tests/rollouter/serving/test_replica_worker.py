@@ -123,6 +123,22 @@ def test_on_a_gpu_all_layers_are_prepared_filled_and_rearranged(monkeypatch: pyt
     assert calls == [("prepare", model), loaded, ("synchronize",), ("rearrange", model, "the model's")]
 
 
+def test_a_gpu_reloads_parameters_whose_loader_is_a_partial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    norm = torch.nn.LayerNorm(2, bias=False)
+    load = partial(MiniMaxText01RMSNormTP.weight_loader, shard_world_size=2, shard_rank=1)
+    set_weight_attrs(norm.weight, {"weight_loader": load})
+    model, kept = torch.nn.ModuleDict({"norm": norm}), norm.weight
+    record_metadata_for_reloading(model)
+    config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=None))
+    transfer = worker.StoreTransfer(None, config, torch.device("cpu"), model)  # type: ignore[arg-type]
+    for number in (1.0, 2.0):
+        transfer.start_weight_update()
+        norm.weight.weight_loader(norm.weight, torch.arange(4.0) * number)
+        transfer.finish_weight_update()
+        assert norm.weight is kept and kept.tolist() == [2 * number, 3 * number]
+
+
 class Fused(torch.nn.Linear):
     """A layer whose weight consists of two tensors of the model's files, as q, k and v do in vLLM."""
 
