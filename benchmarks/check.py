@@ -68,6 +68,11 @@ def _against_trl(result: Result) -> float:
     return float(ours / theirs)
 
 
+def _glue(result: Result) -> float:
+    (row,) = result["glue"]
+    return float((row["Rollouter ms"] + row["queue ms"]) / row["replicas ms"])
+
+
 _TRAINER = ("benchmarks.trainer", "--device", "cpu", "--models", "1M", "--ranks", "1", "--rounds", "3")
 GUARDS = {
     "rollout": Guard(
@@ -87,6 +92,12 @@ GUARDS = {
         lambda result: (
             result["ratio"]["journal on / journal off"]["100 KB"] * result["ratio"]["journal off / deque"]["100 KB"]
         ),
+    ),
+    "glue": Guard(
+        "CPU time of a response in Rollouter and queue against that in a replica whose engine answers at once",
+        ("benchmarks.scale", "--only", "glue", "--samples", "800"),
+        _glue,
+        lower_is_better=True,
     ),
     "padded": Guard(
         "tokens/s of an update on equal lengths against a plain loop",
