@@ -48,6 +48,7 @@ def test_a_command_uses_all_gpus_of_the_machine(
     document = json.loads(capsys.readouterr().out)
     assert sum(part["count"] * part["gpus"] for part in document["plan"]["parts"]) == gpus
     assert document["config"]["rollout"]["dtype"] == "bfloat16"
+    assert not [one for one in document["warnings"] if "float32" in one["consequence"]]
     assert dry_run(command, gpus - 1, monkeypatch) == 2
 
 

@@ -15,7 +15,7 @@ from asyncrl.config.problems import ConfigProblem, errors, warning
 from asyncrl.config.resources.plan import MachineResources, checkpoint_bytes, make_plan, shortages
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
-from asyncrl.config.sections.base import on_gpus
+from asyncrl.config.sections.base import NodePool, on_gpus
 from asyncrl.observe.formats import size as format_size
 
 _ROWS_S = 4.0
@@ -29,8 +29,8 @@ _TRANSFORMED = {"longcat_flash": "scaled", "plamo3": "increased"}
 def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -> CheckedConfig:
     """Return the configuration with the problems of data, models, reward functions, disk and `machine`.
 
-    Nothing is read if the configuration has other errors. On a cluster, `machine` does not matter: the driver asks the
-    cluster for its nodes (`asyncrl.driver.cluster.state`).
+    Nothing is read if the configuration has other errors. What `machine` has does not matter on a cluster, which the
+    driver asks for its nodes (`asyncrl.driver.cluster.state`).
     """
     if outcome.config is None or errors(outcome.problems):
         return outcome
@@ -64,11 +64,32 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
 
 
 def check_machine(config: Config, machine: MachineResources, *, trains: bool = True) -> list[ConfigProblem]:
-    """Return what this machine lacks for a run, or for engines alone; empty for a run on a cluster."""
+    """Return what this machine lacks for a run, or for engines alone, and whether GPUs would compute in float32, which
+    is all that is checked of a cluster."""
+    found = list(_float32_on_gpus(config, machine, trains=trains))
     if config.ray.address is not None:
-        return []
+        return found
     resources = make_plan(config, machine, num_parameters=num_parameters(config.model.path), num_prompts=None)
-    return [*shortages(resources, config, trains=trains), *_unsupported_model(config, machine)]
+    return [*found, *shortages(resources, config, trains=trains), *_unsupported_model(config, machine)]
+
+
+def _float32_on_gpus(config: Config, machine: MachineResources, *, trains: bool) -> Iterator[ConfigProblem]:
+    """Warn about processes on GPUs with the default precision, which is for CPUs. The nodes of a cluster are not known
+    yet, so with `device: auto` on a cluster `n_gpus_per_node` decides."""
+
+    def has_gpus(pool: NodePool) -> bool:
+        return machine.gpus > 0 if config.ray.address is None else pool.n_gpus_per_node is not None
+
+    rollout, trainer, parts = config.rollout, config.trainer, {}
+    is_slow = rollout.dtype == "float32" and rollout.enforce_eager and rollout.attach is None
+    if is_slow and on_gpus(rollout.device, has_gpus(rollout)):
+        parts["rollout"] = "engines without CUDA graphs"
+    if trains and trainer.dtype == "float32" and on_gpus(trainer.device, has_gpus(trainer)):
+        parts["trainer"] = "ranks"
+    if parts:
+        consequence = f"{' and '.join(parts.values())} would compute in float32 on GPUs, which is slow"
+        fix = f"add {' '.join(f'{part}=gpu' for part in parts)} to the command, unless you intend this"
+        yield warning(f"{next(iter(parts))}.dtype", "float32", consequence, fix)
 
 
 def _unsupported_model(config: Config, machine: MachineResources) -> Iterator[ConfigProblem]:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One run on several nodes of a Slurm cluster: `sbatch examples/deploy/slurm.sh my.yaml trainer.total_training_steps=500`.
+# One run on several nodes of a Slurm cluster: `sbatch examples/deploy/slurm.sh my.yaml rollout=gpu trainer=gpu`.
 # The first node has the driver and the Trainer, the others have the engines (docs/deploy.md). Submit it again with the
 # same arguments to continue the run from its last checkpoint, on the same or other nodes.
 #SBATCH --job-name=asyncrl

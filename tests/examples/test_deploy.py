@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import yaml
 
 from asyncrl.config.compose import check_config
 from asyncrl.config.resources.placement import NodeResources, gangs, place
+from asyncrl.config.schema import Config
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "deploy"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "deploy"
 SCRIPT = EXAMPLES / "slurm.sh"
 MACHINE = {"trainer.strategy", "model.path", "run_dir", "trainer.checkpoint_dir"}
 """Keys whose problems depend on the machine of the test."""
@@ -115,20 +118,40 @@ def test_the_slurm_script_lets_the_run_write_its_checkpoint_before_the_job_ends(
         os.killpg(job.pid, signal.SIGKILL)
 
 
-def test_the_command_of_the_readme_uses_64_gpus_of_eight_nodes(slurm: dict[str, str]) -> None:
-    readme = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
-    ((nodes, given),) = re.findall(r"sbatch --nodes=(\d+) examples/deploy/slurm\.sh (.+?) +# 8 nodes, 64 GPUs", readme)
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("README.md", r"sbatch --nodes=(\d+) examples/deploy/slurm\.sh (.+?) +# 8 nodes, 64 GPUs"),
+        ("docs/deploy.md", r"sbatch --nodes=(\d+) examples/deploy/slurm\.sh (.+)"),
+    ],
+)
+def test_a_job_of_eight_nodes_uses_64_gpus_in_bfloat16(slurm: dict[str, str], page: str, command: str) -> None:
+    ((nodes, given),) = re.findall(command, (ROOT / page).read_text(encoding="utf-8"))
     environment = {**slurm, "NODES": nodes, "ENDS_WITH": "0"}
     assert subprocess.run(["bash", SCRIPT, *given.split()], env=environment, timeout=60, check=False).returncode == 0
     (launch,) = [line for line in calls(slurm) if line.startswith("asyncrl launch fully_async my.yaml ")]
     found = re.findall(r"[\w.]+=(?:\{.*?\}|\S+)", launch)
     config = check_config(None, [*found, "resume=none"]).config
+    check_64_gpus(config, num_trainers=1)
+
+
+def test_the_configuration_of_eight_nodes_uses_64_gpus_in_bfloat16(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^Eight nodes .+?\n\n(.+?)\n\n", page, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "my.yaml").write_text(textwrap.dedent(block), encoding="utf-8")
+    config = check_config(tmp_path / "my.yaml", ["model.path=asyncrl://quickstart"]).config
+    check_64_gpus(config, num_trainers=2)
+
+
+def check_64_gpus(config: Config | None, num_trainers: int) -> None:
+    """Check that a run uses all GPUs of eight nodes, in bfloat16 and with CUDA graphs."""
     assert config is not None
-    labels = ["train", *["rollout"] * 7]
+    labels = [*["train"] * num_trainers, *["rollout"] * (8 - num_trainers)]
     cluster = [NodeResources(f"n{at}", f"n{at}", 96, 8, {"pool": pool}, at == 0) for at, pool in enumerate(labels)]
     placement = place(gangs(config, gpus=True), cluster)
     assert not placement.lacks and not placement.unplaced
     assert sum(gang.total("GPUs") for gang in gangs(config, gpus=True)) == 64
+    assert (config.rollout.dtype, config.rollout.enforce_eager, config.trainer.dtype) == ("bfloat16", False, "bfloat16")
 
 
 def test_the_slurm_script_wants_shared_storage(slurm: dict[str, str]) -> None:

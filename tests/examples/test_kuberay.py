@@ -103,3 +103,4 @@ def test_the_run_demands_the_gpus_of_all_pods_before_any_has_joined() -> None:
     demanded = {gang.section: gang.total("GPUs") for gang in gangs(config, gpus=False)}
     pods = {"trainer": "train", "rollout": "rollout"}
     assert demanded == {part: gpus_of_pods(spec["rayClusterSpec"], group) for part, group in pods.items()}
+    assert (config.rollout.dtype, config.rollout.enforce_eager, config.trainer.dtype) == ("bfloat16", False, "bfloat16")

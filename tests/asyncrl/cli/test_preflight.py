@@ -75,6 +75,34 @@ def test_latent_attention_needs_a_gpu(tmp_path: Path, gpus: int, model: dict[str
 
 
 @pytest.mark.parametrize(
+    ("overrides", "gpus", "options"),
+    [
+        ([], 8, "rollout=gpu trainer=gpu"),
+        ([], 0, ""),
+        (["rollout=gpu", "trainer=gpu"], 8, ""),
+        (["rollout=gpu", "trainer.device=cpu"], 8, ""),
+        (["rollout.enforce_eager=false", "trainer=gpu"], 8, ""),
+        (["trainer=gpu"], 8, "rollout=gpu"),
+        (["rollout=gpu"], 8, "trainer=gpu"),
+        (["trainer.total_training_steps=0"], 8, "rollout=gpu"),
+        (["ray.address=auto"], 8, ""),
+        (["ray.address=auto", "rollout.device=cuda", "trainer.device=cuda"], 0, "rollout=gpu trainer=gpu"),
+        (["ray.address=auto", "rollout.nnodes=6", "rollout.n_gpus_per_node=8"], 0, "rollout=gpu"),
+        (["ray.address=auto", "rollout.attach=servers", "trainer=gpu"], 8, ""),
+    ],
+)
+def test_the_default_precision_on_gpus_is_warned_of(overrides: list[str], gpus: int, options: str) -> None:
+    config = check_config(None, overrides).config
+    assert config is not None
+    machine = MachineResources(cpus=64, gpus=gpus, memory_bytes=1000 * GIB)
+    problems = check_machine(config, machine, trains=not config.validates_only)
+    found = [one for one in problems if "in float32 on GPUs" in one.consequence]
+    assert [(one.fix, one.severity) for one in found] == [
+        (f"add {options} to the command, unless you intend this", "warning")
+    ] * bool(options)
+
+
+@pytest.mark.parametrize(
     ("model", "overrides", "refused"),
     [
         ({"mamba_d_state": 16}, [], True),
