@@ -38,7 +38,7 @@ class GroupPlan:
     num_ranks: int
     device: Device
     cpu_threads: int
-    """Number of CPUs of each rank on CPU: the maximum over its models."""
+    """Threads of each rank, and the CPUs that it reserves on a shared cluster: the maximum over its models."""
     per_node: int | None
     """Ranks on each node; None: on as few nodes as possible."""
     node_labels: Mapping[str, str]

@@ -54,7 +54,8 @@ class EngineConfig(ConfigSection):
     dtype: Dtype = "float32"
     """Precision of the forward and backward pass; weights that are trained and the optimizer are float32."""
     cpu_threads: Threads = 1
-    """Threads of each process on CPU; auto: its share of this machine's CPUs (docs/training.md)."""
+    """Threads of each process, and the CPUs that it reserves on a cluster at `ray.address`, also if it has a GPU; auto:
+    on CPU its share of this machine's CPUs (docs/training.md), on a GPU 1."""
     max_cpu_threads: Positive | None = None
     """Most threads of each process on CPU: a run tries more than `cpu_threads`, and keeps what is faster; null: no
     trial."""
