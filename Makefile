@@ -2,7 +2,8 @@
 #
 #   PYTHON=python3.12        the interpreter to build .venv from (3.11 or newer; by default the first one found)
 #   TORCH_INDEX=URL          index of torch's CPU build, used if the configured package index does not have it
-#   GPU=1                    set up for NVIDIA GPUs: torch and vLLM with CUDA, in the newest versions that pyproject.toml allows
+#   GPU=1                    set up for NVIDIA GPUs: torch and vLLM with CUDA, in the newest versions that pyproject.toml allows;
+#                            later commands keep them, and `make setup GPU=` goes back to the CPU builds
 #   PYTEST_ARGS="-k queue"   additional arguments for pytest
 #   TEST_PROCESSES=4         number of processes that run the test suite (by default 2)
 
@@ -17,12 +18,15 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TORCH := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := requirements/cpu.txt
-GPU ?=
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.set-up-for
-# Checksum of the lock file, pyproject.toml and GPU: if it changes, the environment is out of date.
-WANTED := $(shell { echo "gpu=$(GPU)"; cat $(LOCK) pyproject.toml; } | cksum | tr -d ' ')
+# The stamp has the kind of .venv, gpu or cpu, and the checksum of the lock file and pyproject.toml. If another checksum
+# is wanted, packages are updated; the two kinds cannot be installed over each other, so another kind is a new .venv.
+HAS := $(if $(filter gpu,$(shell cat $(STAMP) 2>/dev/null)),gpu,cpu)
+GPU ?= $(filter gpu,$(HAS))
+KIND := $(if $(filter-out 0,$(GPU)),gpu,cpu)
+WANTED := $(KIND) $(shell cat $(LOCK) pyproject.toml | cksum | tr -d ' ')
 
 .PHONY: help setup bench-setup bench-check demo test slow lint format lock docs clean
 
@@ -31,8 +35,7 @@ help: ## show this list
 
 setup: ## create or update .venv (about 3 minutes the first time; GPU=1 on a machine with NVIDIA GPUs)
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" = "$(WANTED)" ] && [ -x $(VENV)/bin/asyncrl ]; then exit 0; fi
-	rm -f $(STAMP)
-	if ! $(PIP) --version >/dev/null 2>&1; then
+	if [ $(HAS) != $(KIND) ] || ! $(PIP) --version >/dev/null 2>&1; then
 	  python=$(PYTHON)
 	  for candidate in $${python:-python3.11 python3.12 python3.13 python3}; do
 	    if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
@@ -43,10 +46,11 @@ setup: ## create or update .venv (about 3 minutes the first time; GPU=1 on a mac
 	    echo "setup: found no Python 3.11 or newer with the venv module; install one (Debian: python3-venv), or select one: make setup PYTHON=..." >&2
 	    exit 1
 	  fi
-	  echo "setup: creating $(VENV) with $$($$found --version)"
+	  echo "setup: creating $(VENV) for $(KIND) with $$($$found --version)"
 	  $$found -m venv --clear $(VENV)
 	fi
-	if [ -n "$(GPU)" ]; then
+	echo $(KIND) > $(STAMP)
+	if [ $(KIND) = gpu ]; then
 	  echo "setup: installing the GPU builds of all packages"
 	  $(PIP) install --quiet -e '.[gpu,liger,dev]'
 	else
