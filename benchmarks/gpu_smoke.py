@@ -26,12 +26,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from asyncrl.config.environment import is_installed, visible_gpus
+from asyncrl.config.environment import cpu_build, is_installed, no_gpu, visible_gpus
 from benchmarks.chaos.launches import MARK, kill_marked
 from benchmarks.report import arguments, machine, positive, write_json
 from benchmarks.running import failure_cause, print_progress, run_asyncrl
@@ -74,7 +73,7 @@ class SmokeMachine:
     gpus: int
     """GPUs that the rows may use."""
     cpu_build: str = ""
-    """Version of torch, if it is a build without CUDA."""
+    """The package whose build for CPUs leaves its GPUs unused."""
 
 
 @dataclass(frozen=True)
@@ -314,9 +313,8 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
 
 def find_machine(most: int | None = None) -> SmokeMachine:
     """Return this machine, with at most `most` of its GPUs."""
-    torch_version = version("torch")
     gpus = visible_gpus() if most is None else min(most, visible_gpus())
-    return SmokeMachine(gpus, torch_version if torch_version.endswith("+cpu") else "")
+    return SmokeMachine(gpus, cpu_build())
 
 
 def skip_reason(row: SmokeRow, machine: SmokeMachine) -> str:
@@ -324,9 +322,7 @@ def skip_reason(row: SmokeRow, machine: SmokeMachine) -> str:
     if row.measure is None:
         return f"not built: {row.missing}"
     if not machine.gpus:
-        return "this machine shows no NVIDIA GPU (to this process: see CUDA_VISIBLE_DEVICES)"
-    if machine.cpu_build:
-        return f"torch {machine.cpu_build} is a CPU build: run `make setup GPU=1`"
+        return no_gpu(machine.cpu_build)
     if machine.gpus < row.gpus:
         return f"it needs {row.gpus} GPUs ({row.gpus_for}), and may use {machine.gpus}"
     if row.package and not is_installed(row.package):

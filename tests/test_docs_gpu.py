@@ -11,8 +11,9 @@ import pytest
 
 from asyncrl.cli import launch
 from asyncrl.cli.main import main
+from asyncrl.config.resources import threads
 from asyncrl.config.resources.plan import GIB, MachineResources
-from asyncrl.config.sections import trainer_rules
+from asyncrl.config.sections import run, trainer_rules
 from benchmarks import gpu_smoke
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,8 @@ def dry_run(command: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the exit code of `--dry-run` on a machine with GPUs."""
     Path("my.yaml").write_text(MINE)
     monkeypatch.setattr(launch, "detect_machine", lambda: MachineResources(64, gpus, 1000 * GIB))
-    monkeypatch.setattr(trainer_rules, "visible_gpus", lambda: gpus)
+    for module in (trainer_rules, threads, run):
+        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
     return main([*shlex.split(command), "--dry-run", "--json"])
 
 
@@ -50,6 +52,21 @@ def test_a_command_uses_all_gpus_of_the_machine(
     assert document["config"]["rollout"]["dtype"] == "bfloat16"
     assert not [one for one in document["warnings"] if "float32" in one["consequence"]]
     assert dry_run(command, gpus - 1, monkeypatch) == 2
+
+
+def test_one_gpu_is_the_engines_unless_both_use_it_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert dry_run("launch fully_async", 1, monkeypatch) == 0, capsys.readouterr()
+    document = json.loads(capsys.readouterr().out)
+    assert document["sources"]["trainer.device"] == "the engine has the only GPU"
+    assert [one["key"] for one in document["warnings"]] == ["trainer.device"]
+    assert "placement=colocated" in document["warnings"][0]["fix"]
+    assert dry_run("launch sync placement=colocated", 1, monkeypatch) == 0, "the good way is valid"
+    assert json.loads(capsys.readouterr().out)["config"]["trainer"]["device"] == "auto"
+    parts = document["plan"]["parts"]
+    assert {part["name"]: part["gpus"] for part in parts if part["computes"]} == {"engine (vLLM)": 1, "policy rank": 0}
 
 
 def test_the_page_has_the_commands_of_the_readme_and_names_files_that_exist() -> None:

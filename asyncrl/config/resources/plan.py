@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from asyncrl.config.environment import no_gpu
 from asyncrl.config.problems import ConfigProblem, configured, errors, format_problems, warning
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import Device, on_gpus
@@ -76,6 +77,8 @@ class MachineResources:
     cpus: int
     gpus: int
     memory_bytes: int | None = None
+    cpu_build: str = ""
+    """The package whose build for CPUs leaves GPUs of the machine unused; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,16 +298,19 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
     """
     machine, parts = plan.machine, [part for part in plan.parts if trains or part.key.startswith("rollout.")]
     if config.rollout.device == "cuda" and not machine.gpus:
-        consequence = "this machine shows no GPU (to this process: see CUDA_VISIBLE_DEVICES)"
         fix = "set it to auto or cpu, or point ray.address at a cluster that has GPUs"
-        yield ConfigProblem("rollout.device", "cuda", consequence, fix)
+        yield ConfigProblem("rollout.device", "cuda", no_gpu(machine.cpu_build), fix)
         return
+    yield from unused_gpus(config, machine, *(["rollout.device", "trainer.device"] if trains else ["rollout.device"]))
     if machine.gpus < (wanted := _gpus_at_once(parts, alternating=config.takes_turns)):
         users = [part for part in parts if part.gpus]
         room, most = machine.gpus - wanted, max(users, key=lambda part: part.count)
-        fix = _smaller(config, most, room + most.count) or (
-            "set trainer.device=cpu" if trains and config.trainer.device != "cpu" else "use a smaller number"
-        )
+        fix = _smaller(config, most, room + most.count)
+        if not fix and trains and config.trainer.device != "cpu" and not config.takes_turns:
+            fix = "set trainer.device=cpu, which is enough for small models"
+            if machine.gpus >= _gpus_at_once(parts, alternating=True):
+                fix = f"use the GPU in turns: `asyncrl launch sync` with placement=colocated; or {fix}"
+        fix = fix or "use a smaller number"
         names = ", ".join(f"{part.count} for {part.name}" for part in users)
         consequence = f"{wanted} GPUs are needed ({names}), and this machine shows {machine.gpus}"
         value = configured(config, most.key)
@@ -333,6 +339,14 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
         has = f"this machine has {machine.memory_bytes / GIB:.1f} GiB"
         consequence = f"weights, optimizer and caches need {needed / GIB:.1f} GiB of memory, and {has}"
         yield warning(key, configured(config, key), consequence, fix or "use a smaller model")
+
+
+def unused_gpus(config: Config, machine: MachineResources, *keys: str) -> Iterator[ConfigProblem]:
+    """Warn that a device is `auto`, and the packages cannot use this machine's GPUs."""
+    automatic = [key for key in keys if configured(config, key) == "auto"]
+    if machine.cpu_build and automatic:
+        fix = f"set {' and '.join(f'{key}=cpu' for key in automatic)} if this is what you want"
+        yield warning(automatic[0], "auto", no_gpu(machine.cpu_build), fix)
 
 
 def _thread_text(config: Config, part: PlannedProcess) -> str:

@@ -1,4 +1,4 @@
-"""The threads of engines and ranks on CPU: `cpu_threads=auto`, and whether processes share CPUs.
+"""The threads of engines and ranks (`cpu_threads=auto`), ranks on CPU (`trainer.device=auto`), and sharing of CPUs.
 
 Engines and ranks compute all the time and share the CPUs of the machine. In a synchronous run they take turns.
 """
@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from asyncrl.config.environment import usable_cpus, visible_gpus
-from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.problems import ConfigProblem, warning
 from asyncrl.config.resources.plan import ENGINE_THREADS, MachineResources, computing_processes, threads_at_once
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.base import on_gpus
 
 AUTO = "auto"
 RANK_THREADS = "trainer.cpu_threads"
@@ -63,6 +64,21 @@ def with_threads(config: Config, keys: Collection[str], machine: MachineResource
         most = max(chosen[RANK_THREADS], machine.cpus // ranks)
         changes["trainer"] = changes["trainer"].model_copy(update={"max_cpu_threads": most})
     return config.model_copy(update=changes)
+
+
+def resolve_device(config: Config) -> tuple[Config, list[ConfigProblem]]:
+    """Return the configuration with ranks on CPU, and a warning, if `trainer.device` is `auto` and the engine has the
+    only GPU of this machine."""
+    rollout, alone = config.rollout, config.mode == "sft" or config.validates_only or config.shares_gpus
+    has_engine = rollout.attach is None and on_gpus(rollout.device, present=True)
+    if alone or not has_engine or config.ray.address or config.trainer.device != "auto" or visible_gpus() != 1:
+        return config, []
+    consequence = (
+        "the engine has the only GPU of this machine, so the Trainer is on the CPU: slow for all but small models"
+    )
+    fix = "use the GPU in turns: `asyncrl launch sync` with placement=colocated; or set it to cpu"
+    trainer = config.trainer.model_copy(update={"device": "cpu"})
+    return config.model_copy(update={"trainer": trainer}), [warning("trainer.device", "auto", consequence, fix)]
 
 
 def resolve_auto(config: Config, keys: Collection[str], *, trains: bool = True) -> tuple[Config, list[ConfigProblem]]:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from asyncrl.config.environment import check_code, is_installed, visible_gpus
+from asyncrl.config.environment import check_code, cpu_build, is_installed, no_gpu, visible_gpus
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
 from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive
 from asyncrl.config.sections.trainer_rules import model_roles
@@ -121,7 +121,7 @@ def _nsight(config: Config) -> Iterator[ConfigProblem]:
     if config.profiler.tool != "nsys" or not config.profiler.steps or config.trainer.device == "cpu":
         return
     if not visible_gpus():
-        consequence = "this machine has no visible NVIDIA GPU, and Nsight Systems profiles training processes on GPUs"
+        consequence = f"{no_gpu(cpu_build())}, and Nsight Systems profiles training processes on GPUs"
         yield ConfigProblem("profiler.tool", "nsys", consequence, "set profiler.tool=torch, or use a machine with GPUs")
     if shutil.which("nsys") is None:
         consequence = "the command nsys is not on PATH here, and the training processes are started under it"

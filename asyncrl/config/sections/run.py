@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.environment import check_api_key, check_protocol, similar_path, visible_gpus, writable_parent
+from asyncrl.config.environment import (
+    check_api_key,
+    check_protocol,
+    cpu_build,
+    no_gpu,
+    similar_path,
+    visible_gpus,
+    writable_parent,
+)
 from asyncrl.config.problems import (
     ConfigProblem,
     ConfigRule,
@@ -323,7 +331,7 @@ def _weights_dir(config: Config) -> Iterator[ConfigProblem]:
 
 def _broadcast_gpus(config: Config) -> Iterator[ConfigProblem]:
     if config.weight_sync.backend == "nccl" and config.ray.address is None and not visible_gpus():
-        consequence = "versions are broadcast from a GPU, and this machine shows none (see CUDA_VISIBLE_DEVICES)"
+        consequence = f"versions are broadcast from a GPU, and {no_gpu(cpu_build())}"
         fix = "set it to object_store, or point ray.address at a cluster that has GPUs"
         yield ConfigProblem("weight_sync.backend", "nccl", consequence, fix)
 
@@ -339,7 +347,7 @@ def _shared_gpus(config: Config) -> Iterator[ConfigProblem]:
         consequence = f"with {key}={given} training processes and engines use the same GPUs in turns"
         yield ConfigProblem(side, "cpu", consequence, f"set it to auto, or {off}")
     if not visible_gpus():
-        consequence = "this machine shows no GPU: the two sides take turns, which frees no memory on a CPU"
+        consequence = f"{no_gpu(cpu_build())}: the two sides take turns, which frees no memory on a CPU"
         yield warning(key, configured(config, key), consequence, f"set {off}")
 
 

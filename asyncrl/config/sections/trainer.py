@@ -49,8 +49,8 @@ class EngineConfig(ConfigSection):
     num_workers: Positive = 1
     """Number of processes (ranks) in the group; on GPUs, each has one GPU."""
     device: Device = "auto"
-    """Device of the model; auto: GPUs if the machine or the cluster has any when the processes start. cuda: a run on a
-    cluster also waits for GPUs of nodes that have yet to join (docs/deploy.md)."""
+    """Device of the model; auto: GPUs if the machine or the cluster has any when the processes start, and not only the
+    one of the engine. cuda: a run on a cluster also waits for GPUs of nodes that have yet to join (docs/deploy.md)."""
     dtype: Dtype = "float32"
     """Precision of the forward and backward pass; weights that are trained and the optimizer are float32."""
     cpu_threads: Threads = 1

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Literal
 from asyncrl.config.environment import (
     check_code,
     check_model_path,
+    cpu_build,
     is_installed,
     model_config,
+    no_gpu,
     tensor_shapes,
     visible_gpus,
 )
@@ -303,7 +305,7 @@ def _attention(config: Config) -> Iterator[ConfigProblem]:
     key, wanted, fix = "trainer.attn_implementation", config.trainer.attn_implementation, "set it to sdpa"
     if wanted in _GPU_ATTENTIONS and config.ray.address is None and not visible_gpus():
         if config.trainer.device == "auto":  # with trainer.device=cpu, a rule reports the key
-            yield ConfigProblem(key, wanted, f"this machine shows no GPU, and {_GPU_ATTENTIONS[wanted]}", fix)
+            yield ConfigProblem(key, wanted, f"{no_gpu(cpu_build())}, and {_GPU_ATTENTIONS[wanted]}", fix)
     elif wanted == "flash_attention_2" and not is_installed("flash_attn"):
         fix = f"pip install flash-attn, or {fix}"
         yield ConfigProblem(key, wanted, "the package flash-attn is not installed here", fix)
@@ -372,13 +374,12 @@ def _gpus(config: Config) -> Iterator[ConfigProblem]:
     if gpus or config.trainer.device != "auto":
         return
     # With trainer.device=cpu, the rules report these keys.
-    no_gpu = "this machine shows no GPU, which trainer.device=auto would use"
+    consequence = f"{no_gpu(cpu_build())}, and trainer.device is auto: on CPU"
     for key in ("activation_offload", "param_offload", "optimizer_offload"):
         if getattr(config.trainer, key):
-            yield warning(f"trainer.{key}", True, f"{no_gpu}: on CPU it has no effect", "leave this key out")
+            yield warning(f"trainer.{key}", True, f"{consequence} it has no effect", "leave this key out")
     if config.trainer.use_liger:
-        consequence = f"{no_gpu}: Liger kernels run on GPUs only"
-        yield ConfigProblem("trainer.use_liger", True, consequence, "leave this key out")
+        yield ConfigProblem("trainer.use_liger", True, f"{consequence} Liger kernels do not run", "leave this key out")
 
 
 def _too_few_gpus(config: Config, gpus: int) -> Iterator[ConfigProblem]:
@@ -387,9 +388,8 @@ def _too_few_gpus(config: Config, gpus: int) -> Iterator[ConfigProblem]:
     devices |= {name: role.device for name, role in roles if role.placement == "own" and role.device}
     for section, device in devices.items():
         if device == "cuda" and not gpus:
-            consequence = "this machine shows no GPU (to this process: see CUDA_VISIBLE_DEVICES)"
             fix = f"set {section}.device=auto or cpu, or point ray.address at a cluster that has GPUs"
-            yield ConfigProblem(f"{section}.device", device, consequence, fix)
+            yield ConfigProblem(f"{section}.device", device, no_gpu(cpu_build()), fix)
     if gpus and config.trainer.device != "cpu" and ranks > gpus:
         consequence = f"each rank needs a GPU, and this machine shows {gpus}"
         fix = f"set it to {gpus} or fewer, or trainer.device=cpu, or point ray.address at a cluster"

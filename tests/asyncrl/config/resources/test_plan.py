@@ -189,15 +189,33 @@ def test_too_few_gpus_are_an_error_at_the_key_that_demands_most() -> None:
     scored = {"reward_model.placement": "serve", "reward_model.num_replicas": 3, "reward_model.path": "rm"}
     problem = single(lacking(scored | {"trainer.device": "cuda"}, two))
     assert problem.key == "reward_model.num_replicas", "one GPU for the engine, one for the rank, three for the model"
-    assert [problem.key for problem in lacking({"rollout.device": "cuda"}, LAPTOP)] == ["rollout.device"]
+    problem = single(lacking({"rollout.device": "cuda"}, LAPTOP))
+    assert problem.key == "rollout.device" and "this machine shows no GPU" in problem.consequence
     one = MachineResources(cpus=64, gpus=1)
     assert lacking({"rollout.device": "cpu"}, one) == []
-    assert single(lacking({}, one)).fix == "set trainer.device=cpu, or point ray.address at a cluster"
+    in_turns = "use the GPU in turns: `asyncrl launch sync` with placement=colocated; or "
+    on_cpu = "set trainer.device=cpu, which is enough for small models, or point ray.address at a cluster"
+    assert single(lacking({}, one)).fix == in_turns + on_cpu
+    judged = {"reward_model.placement": "serve", "reward_model.path": "rm"}
+    assert single(lacking(judged, one)).fix == on_cpu, "the reward model needs a GPU besides"
     assert lacking({"trainer.device": "cpu"}, one) == []
     parallel = {"rollout.num_replicas": 3, "rollout.tensor_parallel_size": 2}
     assert single(lacking(parallel, MachineResources(cpus=64, gpus=6))).fix.startswith("set rollout.num_replicas=2,")
     config = config_with(parallel)
     assert list(shortages(plan_of(config, MachineResources(cpus=64, gpus=6)), config, trains=False)) == []
+
+
+def test_gpus_that_the_installed_packages_cannot_use_are_reported() -> None:
+    machine = MachineResources(cpus=64, gpus=0, cpu_build="torch")
+    problem = single(lacking({"rollout.device": "cuda"}, machine))
+    assert (problem.key, problem.severity) == ("rollout.device", "error")
+    assert "the installed torch is a build for CPUs" in problem.consequence
+    assert "`make setup GPU=1`" in problem.consequence
+    note = single(lacking({}, machine))
+    assert (note.key, note.value, note.severity) == ("rollout.device", "auto", "warning")
+    assert "`make setup GPU=1`" in note.consequence
+    assert note.fix.startswith("set rollout.device=cpu and trainer.device=cpu")
+    assert lacking({"rollout.device": "cpu", "trainer.device": "cpu"}, machine) == []
 
 
 def test_too_few_cpus_and_too_little_memory_are_warnings() -> None:
