@@ -162,7 +162,7 @@ def check_ready(spec: EngineSpec, backend: str, package: str, module: str) -> No
     except Exception as error:  # noqa: BLE001 - a broken library fails with an OSError, a RuntimeError, …
         raise ConfigError(
             f"trainer.strategy={backend}: it needs {package}, which cannot be imported here ({error}); "
-            f"pip install 'asyncrl[{backend}]', or use trainer.strategy=fsdp2"
+            f"pip install 'asyncrl[{module.partition('.')[0]}]', or use trainer.strategy=fsdp2"
         ) from None
     if spec.engine.use_liger:
         raise ConfigError(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 BUILTIN_STRATEGIES = ("local", "ddp", "fsdp", "fsdp2")
 STRATEGY_ENTRY_POINTS = "asyncrl.engines"
 _ENGINE_LIBRARIES = {"torchtitan": "torchtitan", "megatron_layers": "megatron.core"}
-"""Libraries of the engine backends that asyncrl adapts."""
+"""Libraries of the engine backends that asyncrl adapts; the extra of pyproject.toml is the first part of the name."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _CLASSIFIER_HEADS = {"score", "classifier"}
 """Hugging Face's names of the head of a sequence classifier."""
@@ -291,7 +291,7 @@ def _engine_libraries(config: Config) -> Iterator[ConfigProblem]:
             yield from check_code(key, strategy, (), "engine")
         module = _ENGINE_LIBRARIES.get(strategy, modules.get(strategy))
         if module is not None and not is_installed(module):
-            extra = f"pip install 'asyncrl[{strategy}]'"
+            extra = f"pip install 'asyncrl[{module.partition('.')[0]}]'"
             fix = extra if strategy in _ENGINE_LIBRARIES else f"install the package of {module}"
             consequence = f"it needs {module}, which is not installed here"
             yield ConfigProblem(key, strategy, consequence, f"{fix}, or use fsdp2 or fsdp")

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import struct
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +24,7 @@ from asyncrl.config.sections import engine_arguments, observe, reward, rollout, 
 from asyncrl.driver.cluster import connection
 from tests.fakes.configurations import machine_problems, single
 
+ROOT = Path(__file__).parents[3]
 GAE = {"algorithm.adv_estimator": "gae"}
 ULYSSES = "trainer.ulysses_sequence_parallel_size"
 CUDA = {"trainer.device": "cuda"}
@@ -402,7 +404,9 @@ def test_an_engine_without_its_library_is_reported(strategy: str, module: str, m
     problem = single(machine_problems({"trainer.strategy": strategy}))
     assert (problem.key, problem.severity) == ("trainer.strategy", "error")
     assert f"needs {module}," in problem.consequence
-    assert f"pip install 'asyncrl[{strategy}]'" in problem.fix
+    (extra,) = re.findall(r"pip install 'asyncrl\[(\w+)\]'", problem.fix)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert module.partition(".")[0] in extras[extra][0]
     assert single(machine_problems({"ref.strategy": strategy, "algorithm.use_kl_loss": True})).key == "ref.strategy"
     assert machine_problems({"ref.strategy": strategy}) == []  # the run has no reference model
     assert single(machine_problems({"trainer.strategy": strategy, "ray.address": "auto"})).severity == "warning"

@@ -43,11 +43,12 @@ def spec(backend: str, path: Path | str = "/nowhere", **engine: Any) -> EngineSp
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_a_missing_library_is_named_with_its_package(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == backend]:
+    package = LIBRARIES[backend].partition(".")[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, backend, None)  # importing the library fails
+    monkeypatch.setitem(sys.modules, package, None)  # importing the library fails
     with pytest.raises(
-        ConfigError, match=rf"trainer\.strategy={backend}: it needs .*pip install 'asyncrl\[{backend}\]'"
+        ConfigError, match=rf"trainer\.strategy={backend}: it needs .*pip install 'asyncrl\[{package}\]'"
     ):
         new_engine(spec(backend))
 
