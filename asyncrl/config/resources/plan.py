@@ -213,6 +213,7 @@ def _processes(
     yield PlannedProcess("rollouter", 1, 1, 0, None)
     if rollout.attach is None:
         key = "rollout.autoscaling.max_replicas" if rollout.autoscaling.enable else "rollout.num_replicas"
+        key = "rollout.n_gpus_per_node" if rollout.num_processes else key
         yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, True, key, ENGINE_THREADS)
     if lent := config.num_lent_replicas:
         # They compute only while the ranks do not, on the GPUs of these.
@@ -252,7 +253,8 @@ def _ranks(
         gpu = on_gpus(device, has_gpus)
         shards = 1 if strategy in _UNSHARDED else count
         memory = None if num_parameters is None else int(num_parameters * bytes_each) // shards
-        keys = f"{sections[0]}.num_workers", f"{sections[1]}.cpu_threads"
+        number = "n_gpus_per_node" if sections[0] == "trainer" and config.trainer.num_processes else "num_workers"
+        keys = f"{sections[0]}.{number}", f"{sections[1]}.cpu_threads"
         return PlannedProcess(f"{name} rank", count, 1 if gpu else threads, int(gpu), memory, True, *keys)
 
     trainer, roles = config.trainer, model_roles(config)
@@ -360,7 +362,9 @@ def _smaller(config: Config, part: PlannedProcess, most: int) -> str:
     value = configured(config, part.key) if part.key else None
     if not isinstance(value, int) or most >= part.count or (number := most * value // part.count) < 1:
         return ""
-    return f"set {part.key}={number}"
+    if part.key == "rollout.n_gpus_per_node" and number % config.rollout.tensor_parallel_size:
+        number -= number % config.rollout.tensor_parallel_size  # whole replicas
+    return f"set {part.key}={number}" if number else ""
 
 
 def quantity_rows(plan: ResourcePlan) -> list[tuple[str, str]]:

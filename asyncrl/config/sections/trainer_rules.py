@@ -393,7 +393,8 @@ def _too_few_gpus(config: Config, gpus: int) -> Iterator[ConfigProblem]:
     if gpus and config.trainer.device != "cpu" and ranks > gpus:
         consequence = f"each rank needs a GPU, and this machine shows {gpus}"
         fix = f"set it to {gpus} or fewer, or trainer.device=cpu, or point ray.address at a cluster"
-        yield ConfigProblem("trainer.num_workers", ranks, consequence, fix)
+        key = "trainer.n_gpus_per_node" if config.trainer.num_processes else "trainer.num_workers"
+        yield ConfigProblem(key, configured(config, key), consequence, fix)
 
 
 RULES: tuple[RuleFunction, ...] = (

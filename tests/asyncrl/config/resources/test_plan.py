@@ -205,6 +205,17 @@ def test_too_few_gpus_are_an_error_at_the_key_that_demands_most() -> None:
     assert list(shortages(plan_of(config, MachineResources(cpus=64, gpus=6)), config, trains=False)) == []
 
 
+def test_the_fix_for_too_few_gpus_changes_the_key_that_sets_the_number() -> None:
+    eight = MachineResources(cpus=64, gpus=8)
+    nodes = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 8, "trainer.num_workers": 8}
+    problem = single(lacking(nodes, eight))
+    assert (problem.key, problem.value) == ("trainer.n_gpus_per_node", 8)
+    assert problem.fix.startswith("set trainer.n_gpus_per_node=7,")
+    engines = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, "rollout.tensor_parallel_size": 2}
+    problem = single(lacking(engines | {"rollout.num_replicas": 4}, eight))
+    assert problem.fix.startswith("set rollout.n_gpus_per_node=6,"), "7 GPUs are no whole number of replicas"
+
+
 def test_gpus_that_the_installed_packages_cannot_use_are_reported() -> None:
     machine = MachineResources(cpus=64, gpus=0, cpu_build="torch")
     problem = single(lacking({"rollout.device": "cuda"}, machine))
