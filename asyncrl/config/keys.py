@@ -36,6 +36,13 @@ _TYPES: Mapping[Any, str] = {
 _MOST_LONGER = 3
 _SIMILAR = 0.75
 """Similarity above which a key is taken for a misspelt one of the same section."""
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "weight_sync.probe": ("weight_sync.verify", "weight_sync.max_mismatch_kl"),
+    "rollout.engine": ("rollout.engine_kwargs",),
+    "trainer.context_parallel_size": ("trainer.ulysses_sequence_parallel_size",),
+}
+"""Names of keys and sections that do not exist, and the keys that they mean: others are spelt more similarly."""
+_OTHER_VALUES: Mapping[str, str] = {"gpu": "cuda"}
 _BOUNDS: tuple[tuple[type, str, str], ...] = ((Gt, ">", "gt"), (Ge, ">=", "ge"), (Lt, "<", "lt"), (Le, "<=", "le"))
 
 
@@ -186,6 +193,9 @@ def advice(unknown: str) -> str:
 
     A key of another system comes before similar spellings: `trainer.logger` of verl is `logging.sinks`.
     """
+    for name, meant in _OTHER_NAMES.items():
+        if f"{unknown}.".startswith(f"{name}."):
+            return f"did you mean {' or '.join(meant)}?"
     if foreign := foreign_keys.exact(unknown):
         return _translated(unknown, foreign)
     if longer := _longer(unknown):
@@ -301,8 +311,9 @@ def _type_problem(detail: Any) -> ConfigProblem:
 def _valid_value(kind: str, given: Any, *, is_list: bool) -> str:
     """Return the fix for a value that is not of `kind`."""
     if isinstance(given, str):
-        close = get_close_matches(given, choices(kind), n=1)
+        named = [value for value in choices(kind) if value == _OTHER_VALUES.get(given) or value.startswith(f"{given}_")]
+        close = named or get_close_matches(given, choices(kind), n=1)
         if close and close[0] != given:
-            return f"did you mean {close[0]}? It is {kind}"
+            return f"did you mean {' or '.join(close)}? It is {kind}"
     example = f", e.g. [{given}]" if is_list and isinstance(given, (str, int, float)) else ""
     return f"give {kind}{example}"
