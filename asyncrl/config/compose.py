@@ -166,9 +166,10 @@ def _check(
         set_keys = {key for key in _set_keys(user_values) if key.partition(".")[0] not in unused}
         problems += check_rules(config, set_keys, scope=scope)
         problems += check_environment(config, scope=scope)
-    kept = {
-        key: place for key, place in base.places.items() if not any(key.startswith(f"{one}.") for one in overridden)
-    }
+    # The user's section may name a key's place although an option of the group, which comes first, sets the key.
+    has_own = base.node is not None or any(text[:1] not in "+~" for text in arguments)
+    places = {**base.places, **_file_sources(base, arguments)} if has_own else base.places
+    kept = {key: place for key, place in places.items() if not any(key.startswith(f"{one}.") for one in overridden)}
     places = {**kept, **dict.fromkeys(overridden, COMMAND_LINE)}
     return CheckedConfig(config, (), places, read).with_problems(problems)
 
@@ -192,19 +193,10 @@ def value_sources(
     source: str | Path | None, overrides: Sequence[str], config: Config, *, mode: Mode = "fully_async"
 ) -> dict[str, str]:
     """Return where the values of a valid configuration come from, by dotted key; other values are defaults."""
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.types import RunMode
-
     base = _read_source(_QUICKSTART if source is None else str(source))
     arguments, overridden, _ = _parse_overrides(overrides, base)
     _register(base)
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        read = loader.compute_defaults_list(base.primary, [*_search_path(base), *arguments], RunMode.RUN).defaults
-    files = [(entry.config_path, entry.package) for entry in read if entry.config_path]
-    places = {key: base.places[key] for key in base.values}
-    found = sources_of_files(files, CONF, base.folder, {_USER_NODE: places})
+    found = _file_sources(base, arguments)
     for name in overridden:
         found = {key: place for key, place in found.items() if not key.startswith(f"{name}.")} | {name: COMMAND_LINE}
     for key in ("trainer.num_workers", "rollout.num_replicas", "rollout.autoscaling.max_replicas"):
@@ -229,6 +221,20 @@ def value_sources(
         before = {} if without is None else leaves(without.public_values())
         found |= {key: SYNC for key, value in leaves(config.public_values()).items() if before.get(key, value) != value}
     return found
+
+
+def _file_sources(base: _BaseConfig, arguments: Sequence[str]) -> dict[str, str]:
+    """Return where the values of a registered configuration come from, without those of the command line."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        read = loader.compute_defaults_list(base.primary, [*_search_path(base), *arguments], RunMode.RUN).defaults
+    files = [(entry.config_path, entry.package) for entry in read if entry.config_path]
+    places = {key: base.places[key] for key in base.values}
+    return sources_of_files(files, CONF, base.folder, {_USER_NODE: places})
 
 
 def changed_values(config: Config) -> Tree:

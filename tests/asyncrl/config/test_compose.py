@@ -276,6 +276,12 @@ def test_a_key_accepts_a_list_or_a_name(text: str, modules: str | tuple[str, ...
     assert load_config(None, overrides).model.target_modules == modules
 
 
+def test_a_problem_names_the_group_option_that_sets_the_value(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("defaults: [quickstart]\nseed: 1\ntrainer: {num_workers: 1}\n")
+    problems = check_config(tmp_path / "my.yaml", ["trainer=gpu"]).problems
+    assert {one.key: one.where for one in problems}["trainer.device"] == "trainer=gpu"
+
+
 def test_null_unsets_a_text() -> None:
     assert load_config(None, ["run_dir=null"]).run_dir is None
 
