@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def dry_run(command: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_there_is_a_command_for_1_8_and_64_gpus() -> None:
     assert [gpus for _, gpus in COMMANDS] == ["1", "8"]
-    assert "sbatch --nodes=8 examples/deploy/slurm.sh" in README  # tests/examples/test_deploy.py
+    slurm = "sbatch --nodes=8 examples/deploy/slurm.sh"  # tests/examples/test_deploy.py
+    assert all(page.index("export ASYNCRL_SHARED=") < page.index(slurm) for page in (README, PAGE))
 
 
 @pytest.mark.parametrize(("command", "gpus"), [(command, int(gpus)) for command, gpus in COMMANDS])
@@ -76,6 +78,13 @@ def test_the_page_has_the_commands_of_the_readme_and_names_files_that_exist() ->
     for name in re.findall(r"`((?:tests/)?[\w/]+\.py)`", PAGE):
         folder = name.rpartition("/")[0] or folder  # a name without a folder is in that of the name before it
         assert (ROOT / folder / name.rpartition("/")[2]).is_file(), name
+
+
+def test_the_page_runs_the_check_in_the_environment_and_names_the_torch_of_the_project() -> None:
+    assert re.search(r"^    \.venv/bin/python -m benchmarks\.gpu_smoke", PAGE, flags=re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (torch,) = [one.partition("==")[2] for one in project["dependencies"] if one.startswith("torch==")]
+    assert f"torch {torch} on Linux" in PAGE
 
 
 def test_nothing_is_claimed_as_proven_while_the_page_says_that_nothing_is() -> None:
