@@ -16,7 +16,7 @@ from asyncrl.observe.formats import count, percent, seconds
 from asyncrl.storage.run_dir import find_run
 
 if TYPE_CHECKING:
-    from asyncrl.simulate.sweep import SimulatedSetting
+    from asyncrl.simulate.sweep import Settings, SimulatedSetting
     from asyncrl.simulate.trace import Trace
 
 _SAVED_GROUPS = 400
@@ -69,18 +69,16 @@ def simulate(
     from asyncrl.simulate.sweep import (
         as_rows,
         bottleneck,
-        combine,
         configurations,
-        parse_sweep,
+        limits,
         recommend,
         simulate_settings,
-        splits,
+        swept_settings,
     )
 
     config_file, overrides = split_arguments(arguments)
     swept = bool(sweep or gpus)
-    parts = splits(config_file, overrides, gpus) if gpus else [{}]
-    settings = combine(parts, parse_sweep(sweep)) if swept else _with_baseline(overrides)
+    settings = swept_settings(config_file, overrides, sweep, gpus) if swept else _with_baseline(overrides)
     configs = configurations(config_file, overrides, settings)
     trace, name = _trace(source)
     if save_trace is not None:
@@ -97,7 +95,8 @@ def simulate(
         draw(done, plot)
     advice = recommend(done)[1] if swept else bottleneck(done[-1])
     if as_json:
-        click.echo(json.dumps({"trace": name, "seed": seed, "settings": as_rows(done), "advice": advice}, indent=2))
+        found = {"trace": name, "seed": seed, "settings": as_rows(done), "advice": advice, "limits": limits(done)}
+        click.echo(json.dumps(found, indent=2))
         return 0
     console.print(f"speeds and lengths: {name}", soft_wrap=True)
     width = _FIGURES_WIDTH + max(len(one.short_name) for one in done)
@@ -107,11 +106,12 @@ def simulate(
             f"run: the simulated {done[0].total_steps} steps, because trainer.total_epochs sets the length of the run",
             soft_wrap=True,
         )
-    console.print(f"{advice}.", soft_wrap=True)
+    for sentence in (advice, *limits(done)):
+        console.print(f"{sentence}.", soft_wrap=True)
     return 0
 
 
-def _with_baseline(overrides: tuple[str, ...]) -> list[dict[str, str]]:
+def _with_baseline(overrides: tuple[str, ...]) -> list[Settings]:
     """Return the setting to simulate, after the synchronous run to compare it with."""
     if any(text.startswith("mode=") for text in overrides):
         return [{}]

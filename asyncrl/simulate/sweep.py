@@ -24,6 +24,11 @@ _MIN_VERSIONS = 4
 _CLOSE = 0.03
 """Settings whose speeds differ by less than this share are equally fast."""
 _IDLE = 0.15
+_SPLIT_KEYS = [
+    f"{section}.{key}"
+    for section, number in (("rollout", "num_replicas"), ("trainer", "num_workers"))
+    for key in (number, "nnodes", "n_gpus_per_node")
+]
 _MODES: Mapping[str, Mode] = {"sync": "sync", "fully_async": "fully_async"}
 
 Settings = Mapping[str, str]
@@ -87,14 +92,43 @@ def parse_sweep(texts: Sequence[str]) -> list[Settings]:
     return [dict(combination) for combination in product(*knobs)]
 
 
-def splits(source: str | None, overrides: Sequence[str], gpus: int) -> list[Settings]:
-    """Return up to `MAX_SPLITS` ways to split GPUs between generation and training. Arguments as in
-    `configurations`.
+def swept_settings(
+    source: str | None, overrides: Sequence[str], sweep: Sequence[str], gpus: int | None
+) -> list[Settings]:
+    """Return the settings of `--sweep` and `--gpus`: all combinations of the swept values, each with the splits of the
+    GPUs that it allows. `source`, `overrides`: as in `configurations`.
 
     Raises:
-        ConfigError: the configuration is wrong, or needs more GPUs.
+        ConfigError: a sweep is wrong or contradicts `gpus`, a configuration is wrong, or there are too many settings.
     """
-    config = _config(source, overrides)
+    swept = parse_sweep(sweep)
+    _check_number(len(swept))
+    if gpus is None:
+        return swept
+    for text in sweep:
+        if text.partition("=")[0].strip() in _SPLIT_KEYS:
+            raise ConfigError(
+                f"--sweep {text}: --gpus {gpus} chooses the numbers of replicas and ranks, and with others a setting "
+                f"would not have {gpus} GPUs. Leave out this --sweep, or --gpus"
+            )
+    found: list[Settings] = [
+        {**split, **one} for one in swept for split in _splits(_config(source, [*overrides, *_texts(one)]), gpus)
+    ]
+    _check_number(len(found))
+    return found
+
+
+def _splits(config: Config, gpus: int) -> list[Settings]:
+    """Return up to `MAX_SPLITS` ways to split GPUs between generation and training.
+
+    Raises:
+        ConfigError: the configuration needs more GPUs, or its number of replicas changes.
+    """
+    if config.rollout.autoscaling.enable:
+        raise ConfigError(
+            f"rollout.autoscaling.enable = true: the run would change the number of replicas, and --gpus {gpus} "
+            "compares fixed splits. Set it to false, or leave out --gpus"
+        )
     engine, ranks = config.rollout.tensor_parallel_size, config.trainer.ulysses_sequence_parallel_size
     found = [
         (replicas, gpus - replicas * engine)
@@ -113,15 +147,9 @@ def splits(source: str | None, overrides: Sequence[str], gpus: int) -> list[Sett
     ]
 
 
-def combine(first: Sequence[Settings], second: Sequence[Settings]) -> list[Settings]:
-    """Return all combinations of two sets of settings.
-
-    Raises:
-        ConfigError: there are too many.
-    """
-    if (number := len(first) * len(second)) > MAX_SETTINGS:
-        raise ConfigError(f"{number} combinations, and at most {MAX_SETTINGS} are simulated: sweep fewer values")
-    return [{**one, **other} for one, other in product(first, second)]
+def _check_number(settings: int) -> None:
+    if settings > MAX_SETTINGS:
+        raise ConfigError(f"{settings} combinations, and at most {MAX_SETTINGS} are simulated: sweep fewer values")
 
 
 def configurations(source: str | None, overrides: Sequence[str], settings: Sequence[Settings]) -> list[Config]:
@@ -228,6 +256,17 @@ def recommend(done: Sequence[SimulatedSetting]) -> tuple[SimulatedSetting, str]:
     if equal:
         text += f". {equal} more {'is' if equal == 1 else 'are'} as fast, with staler samples or more resources"
     return best, f"{text}. {bottleneck(best)}"
+
+
+def limits(done: Sequence[SimulatedSetting]) -> list[str]:
+    """Return sentences about what the settings have and the simulation leaves out."""
+    found = []
+    if len({one.config.rollout.tensor_parallel_size for one in done}) > 1:
+        found.append(
+            "rollout.tensor_parallel_size changes only the number of GPUs: engines of every size have the speed in the "
+            "trace (engine.step_s). To compare sizes, give each one a trace that was measured with it"
+        )
+    return found
 
 
 def bottleneck(one: SimulatedSetting) -> str:

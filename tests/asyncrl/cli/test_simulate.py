@@ -61,8 +61,19 @@ def test_gpus_are_split_between_both_sides(run: CommandLine, speeds: Path) -> No
     ).json  # fmt: skip
     names = [row["setting"] for row in found["settings"]]
     splits = [f"rollout.num_replicas={replicas}, trainer.num_workers={8 - 2 * replicas}" for replicas in (1, 2, 3)]
-    assert names == [f"{split}, async_training={mode}" for split in splits for mode in ("mode_a", "mode_d")]
+    assert names == [f"{split}, async_training={mode}" for mode in ("mode_a", "mode_d") for split in splits]
     assert any(f"use {name}" in found["advice"] for name in names)
+
+
+def test_swept_sizes_of_replicas_have_splits_of_their_own(run: CommandLine, speeds: Path) -> None:
+    arguments = ("--trace", speeds, "--steps", 4, "--gpus", 10, "trainer.strategy=fsdp2")
+    found = run("simulate", *arguments, "--json", "--sweep", "rollout.tensor_parallel_size=2,8").json
+    names = [row["setting"].split(", ") for row in found["settings"]]
+    sizes = [[int(part.partition("=")[2]) for part in name] for name in names]
+    assert sizes == [[1, 8, 2], [2, 6, 2], [3, 4, 2], [4, 2, 2], [1, 2, 8]]
+    (limit,) = found["limits"]
+    assert limit.startswith("rollout.tensor_parallel_size changes only the number of GPUs")
+    assert run("simulate", *arguments, "--json").json["limits"] == []
 
 
 def test_speeds_of_a_run_can_be_saved_and_simulated_again(run: CommandLine, tmp_path: Path) -> None:
@@ -84,6 +95,9 @@ def test_speeds_of_a_run_can_be_saved_and_simulated_again(run: CommandLine, tmp_
         (("rollout.num_replicas=0",), "rollout.num_replicas"),
         (("--gpus", "4", "rollout.tensor_parallel_size=8"), "--gpus 4 cannot be split"),
         (("--gpus", "4"), "trainer.strategy"),
+        (("--gpus", "8", "--sweep", "rollout.num_replicas=4"), "--sweep rollout.num_replicas=4: --gpus 8 chooses"),
+        (("--gpus", "8", "--sweep", "trainer.num_workers=6,60"), "--sweep trainer.num_workers=6,60: --gpus 8 chooses"),
+        (("--gpus", "8", "rollout.autoscaling.enable=true"), "rollout.autoscaling.enable = true: the run would change"),
         (("algorithm.adv_estimator=remax",), "greedy responses"),
     ],
 )
