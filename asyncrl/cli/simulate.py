@@ -79,7 +79,7 @@ def simulate(
     config_file, overrides = split_arguments(arguments)
     swept = bool(sweep or gpus)
     settings = swept_settings(config_file, overrides, sweep, gpus) if swept else _with_baseline(overrides)
-    configs = configurations(config_file, overrides, settings)
+    given, *configs = configurations(config_file, overrides, [{}, *settings])
     trace, name = _trace(source)
     if save_trace is not None:
         _save(trace, save_trace)
@@ -93,7 +93,7 @@ def simulate(
         from asyncrl.simulate.plot import draw
 
         draw(done, plot)
-    advice = recommend(done)[1] if swept else bottleneck(done[-1])
+    advice = recommend(done, given)[1] if swept else bottleneck(done[-1])
     if as_json:
         found = {"trace": name, "seed": seed, "settings": as_rows(done), "advice": advice, "limits": limits(done)}
         click.echo(json.dumps(found, indent=2))

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config.compose import Mode, check_config
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.base import NodePool
 from asyncrl.core.failures import ConfigError
 from asyncrl.observe.formats import percent
 from asyncrl.simulate.result import SimulationResult
@@ -47,7 +48,7 @@ class SimulatedSetting:
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{key}={value}" for key, value in self.settings.items()) or self.config.mode
+        return _joined(self.settings) or self.config.mode
 
     @property
     def short_name(self) -> str:
@@ -191,6 +192,10 @@ def simulate_settings(
     return done
 
 
+def _joined(settings: Settings) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
 def _texts(settings: Settings) -> Iterator[str]:
     for key, value in settings.items():
         yield f"{key}={value}"
@@ -239,8 +244,8 @@ def as_rows(done: Sequence[SimulatedSetting]) -> list[dict[str, Any]]:
     ]
 
 
-def recommend(done: Sequence[SimulatedSetting]) -> tuple[SimulatedSetting, str]:
-    """Return the setting to use and a sentence with the reasons.
+def recommend(done: Sequence[SimulatedSetting], given: Config) -> tuple[SimulatedSetting, str]:
+    """Return the setting to use and a sentence with the reasons. `given`: the configuration without the settings.
 
     It is the one that trains the most tokens per second. Of those that are almost as fast, it is the one with the least
     staleness, and then with the fewest replicas and ranks.
@@ -249,13 +254,35 @@ def recommend(done: Sequence[SimulatedSetting]) -> tuple[SimulatedSetting, str]:
     close = [one for one in done if one.tokens_per_s >= (1 - _CLOSE) * fastest]
     best = min(close, key=lambda one: (round(one.result.mean_staleness, 1), _resources(one.config)))
     slowest = min(one.tokens_per_s for one in done)
-    text = f"use {best.name}: {best.tokens_per_s:,.0f} trained tokens/s"
+    text = f"use {_for_launch(best, given)}: {best.tokens_per_s:,.0f} trained tokens/s"
     if len(done) > 1 and slowest:
         text += f", {best.tokens_per_s / slowest:.2f} times the slowest setting"
     equal = len(close) - 1
     if equal:
         text += f". {equal} more {'is' if equal == 1 else 'are'} as fast, with staler samples or more resources"
     return best, f"{text}. {bottleneck(best)}"
+
+
+def _for_launch(one: SimulatedSetting, given: Config) -> str:
+    """Return the setting as `asyncrl launch` takes it: together with the number of processes, it sets the nodes that
+    would contradict it, if the configuration has them."""
+    settings = dict(one.settings)
+    for section, number, size in (
+        ("rollout", "num_replicas", one.config.rollout.tensor_parallel_size),
+        ("trainer", "num_workers", 1),
+    ):
+        pool: NodePool = getattr(given, section)
+        per_node, count = pool.n_gpus_per_node, settings.get(f"{section}.{number}")
+        scales = section == "rollout" and given.rollout.autoscaling.enable  # nodes limit the number of replicas only
+        if per_node is None or count is None or scales:
+            continue
+        nodes, rest = divmod(int(count) * size, per_node)
+        fills = not rest and max(size, per_node) % min(size, per_node) == 0
+        if fills and (nodes == 1 or given.ray.address is not None):
+            settings.setdefault(f"{section}.nnodes", str(nodes))
+        else:
+            settings |= {f"{section}.nnodes": "null", f"{section}.n_gpus_per_node": "null"}
+    return _joined(settings) or one.name
 
 
 def limits(done: Sequence[SimulatedSetting]) -> list[str]:

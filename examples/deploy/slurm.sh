@@ -55,12 +55,17 @@ for _ in $(seq 60); do
 done
 
 # The run directory is on the first node's own disk; checkpoints are on shared storage, so another node can go on.
+defaults=(
+  run_dir="${SLURM_TMPDIR:-/tmp}/asyncrl-$name-$SLURM_JOB_ID" trainer.checkpoint_dir="$ASYNCRL_SHARED/$name" resume=auto
+  trainer.nnodes=1 trainer.n_gpus_per_node="$gpus" 'trainer.node_labels={pool: train}'
+  rollout.nnodes=$((${#nodes[@]} - 1)) rollout.n_gpus_per_node="$gpus" 'rollout.node_labels={pool: rollout}'
+)
+added=()  # those that the arguments of this script do not set themselves
+for default in "${defaults[@]}"; do
+  [[ " $* " == *" ${default%%=*}="* ]] || added+=("$default")
+done
 srun --nodes=1 --ntasks=1 --nodelist="$head_node" --overlap \
-  asyncrl launch fully_async "$@" \
-  ray.address="$head_address:$port" \
-  run_dir="${SLURM_TMPDIR:-/tmp}/asyncrl-$name-$SLURM_JOB_ID" trainer.checkpoint_dir="$ASYNCRL_SHARED/$name" resume=auto \
-  trainer.nnodes=1 trainer.n_gpus_per_node="$gpus" 'trainer.node_labels={pool: train}' \
-  rollout.nnodes=$((${#nodes[@]} - 1)) rollout.n_gpus_per_node="$gpus" 'rollout.node_labels={pool: rollout}' &
+  asyncrl launch fully_async "$@" ray.address="$head_address:$port" "${added[@]}" &
 run=$!
 trap 'kill -TERM "$run"' TERM INT
 status=0

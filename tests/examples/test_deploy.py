@@ -103,6 +103,16 @@ def test_the_slurm_script_starts_a_cluster_and_returns_the_exit_code_of_the_run(
     assert {"run_dir=/local/asyncrl-grpo-17", "trainer.checkpoint_dir=/shared/grpo", "rollout.nnodes=2"} <= set(given)
 
 
+def test_the_slurm_script_leaves_what_its_arguments_set(slurm: dict[str, str]) -> None:
+    own = ["rollout.nnodes=1", "trainer.nnodes=null", "trainer.n_gpus_per_node=null", "resume=none"]
+    environment = {**slurm, "ENDS_WITH": "0"}
+    assert subprocess.run(["bash", SCRIPT, "my.yaml", *own], env=environment, timeout=60, check=False).returncode == 0
+    given = launch_of(calls(slurm))
+    keys = {text.partition("=")[0] for text in own}
+    assert [text for text in given if text.partition("=")[0] in keys] == own
+    assert {"rollout.n_gpus_per_node=8", "trainer.checkpoint_dir=/shared/grpo"} <= set(given)
+
+
 def test_the_slurm_script_lets_the_run_write_its_checkpoint_before_the_job_ends(slurm: dict[str, str]) -> None:
     job = subprocess.Popen(["bash", SCRIPT, "my.yaml"], env=slurm, start_new_session=True)
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.compose import check_config
 from benchmarks.synthetic_run import RunPlan, write_run
 from tests.fakes.command_line import CommandLine, in_subprocess
 
@@ -63,6 +64,28 @@ def test_gpus_are_split_between_both_sides(run: CommandLine, speeds: Path) -> No
     splits = [f"rollout.num_replicas={replicas}, trainer.num_workers={8 - 2 * replicas}" for replicas in (1, 2, 3)]
     assert names == [f"{split}, async_training={mode}" for mode in ("mode_a", "mode_d") for split in splits]
     assert any(f"use {name}" in found["advice"] for name in names)
+
+
+@pytest.mark.parametrize(
+    ("address", "ranks_per_node", "nodes"),
+    [
+        ("auto", 1, "rollout.nnodes=1, trainer.nnodes=2"),
+        ("auto", 4, "rollout.nnodes=1, trainer.nnodes=null, trainer.n_gpus_per_node=null"),
+        ("null", 1, "rollout.nnodes=1, trainer.nnodes=null, trainer.n_gpus_per_node=null"),
+    ],
+)
+def test_the_recommended_split_can_be_launched_with_a_configuration_of_nodes(
+    run: CommandLine, speeds: Path, address: str, ranks_per_node: int, nodes: str
+) -> None:
+    given = (
+        f"ray.address={address}", "rollout.tensor_parallel_size=8", "trainer.strategy=fsdp2", "trainer.nnodes=1",
+        f"trainer.n_gpus_per_node={ranks_per_node}", "rollout.nnodes=1", "rollout.n_gpus_per_node=8",
+    )  # fmt: skip
+    advice = run("simulate", *given, "--trace", speeds, "--steps", 4, "--gpus", 10, "--json").json["advice"]
+    recommended = advice.removeprefix("use ").partition(": ")[0]
+    assert recommended == f"rollout.num_replicas=1, trainer.num_workers=2, {nodes}"
+    config = check_config(None, [*given, *recommended.split(", ")], scope="simulation").require()
+    assert (config.rollout.num_replicas, config.trainer.num_workers) == (1, 2)
 
 
 def test_swept_sizes_of_replicas_have_splits_of_their_own(run: CommandLine, speeds: Path) -> None:
