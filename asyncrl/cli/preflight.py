@@ -43,6 +43,7 @@ def preflight(outcome: CheckedConfig, machine: MachineResources | None = None) -
     config = outcome.config
     rewards = RewardCheck(config)  # runs beside the other checks
     files = [*check_model_files(config), *_transformed_weights(config), *check_data(config, limit_s=_ROWS_S)]
+    files += _shared_layers(config)
     if config.ray.address is not None:  # the cluster may have other files
         files = [replace(problem, severity="warning") for problem in files]
     code = list(check_own_data(config))
@@ -115,10 +116,17 @@ def _transformed_weights(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("model.path", config.model.path, consequence, fix)
 
 
+def _shared_layers(config: Config) -> Iterator[ConfigProblem]:
+    if config.trainer.tensor_parallel_size > 1 and not config.validates_only:  # importing torch takes seconds
+        from trainer.engines.compute.tensor_parallel import check_model
+
+        yield from check_model(config)
+
+
 def _preflight_sft(outcome: CheckedConfig, config: Config, machine: MachineResources | None) -> CheckedConfig:
     from rollouter.prompts.demonstrations import check_demonstrations
 
-    files = [*check_model_files(config), *check_demonstrations(config, limit_s=_ROWS_S)]
+    files = [*check_model_files(config), *check_demonstrations(config, limit_s=_ROWS_S), *_shared_layers(config)]
     if config.ray.address is not None:  # the cluster may have other files
         files = [replace(problem, severity="warning") for problem in files]
     room = [] if machine is None or config.ray.address is not None else unused_gpus(config, machine, "trainer.device")

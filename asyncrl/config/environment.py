@@ -259,6 +259,12 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def package_folder(package: str) -> Path | None:
+    """Return where the source of a top-level package is, without importing it; None if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    return next(map(Path, getattr(spec, "submodule_search_locations", None) or ()), None)
+
+
 # ------------------------------------------------------------------------------------------------ CPUs and GPUs
 
 

@@ -145,11 +145,15 @@ class Fsdp2Engine(TorchEngine):
                 "trainer.ulysses_sequence_parallel_size to 1"
             )
         if ranks % tensor:
-            raise ConfigError(f"trainer.tensor_parallel_size={tensor} does not divide the {ranks} ranks")
+            raise ConfigError(
+                f"trainer.tensor_parallel_size={tensor} does not divide the {ranks} ranks; set it to a divisor of "
+                f"{ranks}, or trainer.num_workers to a multiple of {tensor}"
+            )
         size = size or ranks // tensor
         if ranks // tensor % size:
             raise ConfigError(
-                f"trainer.fsdp_size={size} does not divide the {ranks // tensor} ranks that tensor parallelism leaves"
+                f"trainer.fsdp_size={size} does not divide {ranks // tensor}: {ranks} ranks with "
+                f"trainer.tensor_parallel_size={tensor} leave so many; set it to a divisor of {ranks // tensor}"
             )
         shape, names = (ranks // tensor // size, size, tensor), ("replicate", "shard", "tensor")
         used = [number for number, name in enumerate(names) if shape[number] > 1 or name == "shard"]

@@ -11,14 +11,12 @@ policy's own, also with drafts of an older version.
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.environment import visible_gpus
+from asyncrl.config.environment import package_folder, visible_gpus
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.sections.base import on_gpus
 
@@ -136,10 +134,9 @@ def check_expert_parallel(config: Config) -> Iterator[ConfigProblem]:
 def argument_names() -> frozenset[str]:
     """Return the names of the arguments, as vLLM's source declares them; empty if vLLM is not installed. An import of
     vLLM would take seconds."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    if (folder := package_folder("vllm")) is None:
         return frozenset()
-    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
+    source = (folder / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     declared = (one for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs") for one in node.body)
     fields = (one.target for one in declared if isinstance(one, ast.AnnAssign))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl.config.environment import check_code, is_importable
+from asyncrl.config.environment import check_code, is_importable, model_config
 from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with
 from asyncrl.config.sections import quantization as quantized
 from asyncrl.config.sections.base import (
@@ -28,7 +28,7 @@ from asyncrl.config.sections.engine_arguments import (
     check_engine_arguments,
     check_expert_parallel,
 )
-from asyncrl.config.sections.trainer_rules import check_pool
+from asyncrl.config.sections.trainer_rules import check_pool, shared_parts
 from asyncrl.core.autoscaling import AutoscalingPolicy
 
 if TYPE_CHECKING:
@@ -334,6 +334,25 @@ def _pool(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _shared_heads(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the GPUs of an engine can share the model's heads, as vLLM demands."""
+    key, size, path = "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, config.model.path
+    parts = shared_parts(path)
+    heads = parts.get("attention heads", 0)
+    # With latent attention (MLA), every GPU has the one key-value head.
+    shared = 0 if "kv_lora_rank" in model_config(path) else parts.get("key-value heads", 0)
+
+    def fits(number: int) -> bool:
+        return heads % number == 0 and (shared == 0 or shared % number == 0 or number % shared == 0)
+
+    if config.rollout.attach is not None or fits(size):
+        return
+    has = " and ".join(f"{number} {name}" for name, number in parts.items() if name != "experts")
+    consequence = f"the model at {path} has {has}, which {size} processes of an engine cannot share"
+    sizes = [str(number) for number in range(1, (heads or shared) + 1) if fits(number)]
+    yield ConfigProblem(key, size, consequence, f"set it to {' or '.join(sizes)}")
+
+
 def _untruncated(key: str, off: float) -> ConfigRule:
     return ConfigRule(
         f"rollout.sampling.{key}",
@@ -507,7 +526,7 @@ RULES: tuple[RuleFunction, ...] = (
                "set rollout.over_sample.samples=0, or record single samples: skip.async_rollout"),
 )  # fmt: skip
 
-ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (check_argument_names,)
+ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (check_argument_names, _shared_heads)
 ENVIRONMENT: tuple[RuleFunction, ...] = (
     *ENGINE_ENVIRONMENT,
     check_expert_parallel,

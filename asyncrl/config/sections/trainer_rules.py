@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ from asyncrl.config.environment import (
     is_installed,
     model_config,
     no_gpu,
+    package_folder,
     tensor_shapes,
     visible_gpus,
 )
@@ -309,33 +310,69 @@ def _attention(config: Config) -> Iterator[ConfigProblem]:
     elif wanted == "flash_attention_2" and not is_installed("flash_attn"):
         fix = f"pip install flash-attn, or {fix}"
         yield ConfigProblem(key, wanted, "the package flash-attn is not installed here", fix)
+    elif wanted == "sdpa" and config.trainer.strategy in BUILTIN_STRATEGIES and _lacks_sdpa(config):
+        kind = model_config(config.model.path)["model_type"]
+        consequence = f"transformers has no sdpa for models of type {kind}, such as the one at {config.model.path}"
+        yield ConfigProblem(key, wanted, consequence, "set it to eager")
 
 
-def _sequence_parallel(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the size of a sequence-parallel group divides the ranks and the attention heads.
+def _lacks_sdpa(config: Config) -> bool:
+    """Whether transformers' code of the model says that it has no sdpa; False if that code is not used or not there."""
+    settings = model_config(config.model.path)
+    if config.model.trust_remote_code and "auto_map" in settings:
+        return False
+    kind = str(settings.get("model_type")).replace("-", "_")
+    if (folder := package_folder("transformers")) is None:
+        return False
+    file = folder / "models" / kind / f"modeling_{kind}.py"
+    return file.is_file() and "_supports_sdpa = True" not in file.read_text(encoding="utf-8")
 
-    One problem reports both, so that its fix satisfies both.
-    """
-    size, ranks = config.trainer.ulysses_sequence_parallel_size, config.trainer.num_workers
-    heads = model_config(config.model.path).get("num_attention_heads")
-    heads = heads if isinstance(heads, int) and heads > 0 else None
+
+def shared_parts(path: str) -> dict[str, int]:
+    """Return how many attention heads, key-value heads and experts a model has, by its config.json; those that it does
+    not give are left out."""
+    settings = model_config(path)
+    described = {**settings, **(settings.get("text_config") or {})}
+    keys: Mapping[str, Sequence[str]] = {
+        "attention heads": ["num_attention_heads"],
+        "key-value heads": ["num_key_value_heads"],
+        "experts": NUM_EXPERTS,
+    }
+    found = ((name, described.get(key)) for name, several in keys.items() for key in several)
+    return {name: number for name, number in found if isinstance(number, int) and number > 0}
+
+
+def _groups(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the sizes of groups of ranks divide the ranks, and what the ranks of a group share of the model."""
+    parts = shared_parts(config.model.path)
+    heads = {name: number for name, number in parts.items() if name == "attention heads"}
+    yield from _group_size(config, "trainer.ulysses_sequence_parallel_size", heads)
+    if config.trainer.strategy == "fsdp2":
+        yield from _group_size(config, "trainer.tensor_parallel_size", parts)
+
+
+def _group_size(config: Config, key: str, parts: Mapping[str, int]) -> Iterator[ConfigProblem]:
+    """Yield at most one problem, so that its fix suits both the ranks and the model's parts."""
+    size, ranks = configured(config, key), config.trainer.num_workers
+    undivided = [f"{number} {name}" for name, number in parts.items() if number % size]
     consequences = []
     if ranks % size:
         consequences.append(f"trainer.num_workers = {ranks} ranks cannot be divided into groups of {size}")
-    if heads is not None and heads % size:
+    if undivided:
         consequences.append(
-            f"the model at {config.model.path} has {heads} attention heads, which {size} ranks cannot share"
+            f"the model at {config.model.path} has {' and '.join(undivided)}, which {size} ranks cannot share"
         )
     if not consequences:
         return
-    divisors = [number for number in range(1, (heads or ranks) + 1) if (heads or ranks) % number == 0]
+    largest = math.gcd(*parts.values()) or ranks
+    divisors = [number for number in range(1, largest + 1) if largest % number == 0]
     fix = f"set it to {' or '.join(str(number) for number in divisors if ranks % number == 0)}"
     with_more_ranks = [str(number) for number in divisors if ranks % number]
-    if heads is None or heads % size == 0:
+    if not undivided:
         fix += f", or trainer.num_workers to a multiple of {size}"
     elif with_more_ranks:
         fix += f", or to {' or '.join(with_more_ranks)} with trainer.num_workers a multiple of that"
-    yield ConfigProblem("trainer.ulysses_sequence_parallel_size", size, "; and ".join(consequences), fix)
+    yield ConfigProblem(key, size, "; and ".join(consequences), fix)
 
 
 def _experts(config: Config) -> Iterator[ConfigProblem]:
@@ -356,12 +393,7 @@ def _meshes(config: Config) -> Iterator[ConfigProblem]:
         if value != default and trainer.strategy != "fsdp2":
             consequence = f"trainer.strategy is {trainer.strategy}, and only fsdp2 has it"
             yield ConfigProblem(f"trainer.{key}", value, consequence, "leave this key out, or use fsdp2")
-    sharing = trainer.ranks_per_row
-    if tensor > 1 and ranks % sharing:
-        consequence = f"trainer.num_workers = {ranks} ranks cannot be divided into groups of {sharing}"
-        fix = f"set trainer.num_workers to a multiple of {sharing}"
-        yield ConfigProblem("trainer.tensor_parallel_size", tensor, consequence, fix)
-    elif size is not None and ranks // tensor % size:
+    if size is not None and ranks % tensor == 0 and ranks // tensor % size:
         divisors = [str(number) for number in range(1, ranks // tensor + 1) if ranks // tensor % number == 0]
         consequence = f"{ranks // tensor} ranks cannot be divided into groups of {size}"
         yield ConfigProblem("trainer.fsdp_size", size, consequence, f"set it to {' or '.join(divisors)}")
@@ -466,7 +498,7 @@ RULES: tuple[RuleFunction, ...] = (
 
 
 ENVIRONMENT: tuple[RuleFunction, ...] = (_length, _other_models, _experts, _engine_libraries, _attention, _gpus)
-DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_strategies, _sequence_parallel)
+DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_strategies, _groups)
 
 
 def _only_apart(role: str) -> NoEffectRule:

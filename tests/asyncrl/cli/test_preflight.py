@@ -6,12 +6,12 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from asyncrl.cli.preflight import check_machine, preflight
-from asyncrl.config.compose import check_config
+from asyncrl.config.compose import Mode, check_config
 from asyncrl.config.environment import num_parameters
 from asyncrl.config.problems import errors
 from asyncrl.config.resources.plan import GIB, MachineResources, checkpoint_bytes
@@ -126,6 +126,20 @@ def test_models_whose_weights_vllm_transforms_are_only_trained_by_adapters(
     assert not errors(outcome.problems), "preflight would check nothing"
     checked = preflight(outcome)
     assert [one.key for one in checked.problems if "cannot be compared" in one.consequence] == ["model.path"] * refused
+
+
+def test_models_whose_layers_cannot_be_shared_are_refused(tmp_path: Path) -> None:
+    shutil.copytree("asyncrl/assets/quickstart", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "phi3"}))
+    sizes = ["trainer.num_workers=2", "trainer.strategy=fsdp2", f"model.path={file.parent}"]
+    for mode, more in (("fully_async", []), ("sft", ["sft.max_length=1024"])):
+        outcome = check_config(None, [*sizes, *more, "trainer.tensor_parallel_size=2"], mode=cast(Mode, mode))
+        assert not errors(outcome.problems), "preflight would check nothing"
+        found = errors(preflight(outcome).problems)
+        assert [one.key for one in found if "Phi3ForCausalLM cannot be shared" in one.consequence] == [
+            "trainer.tensor_parallel_size"
+        ]
 
 
 def test_a_runtime_environment_may_bring_what_the_code_needs(tmp_path: Path) -> None:

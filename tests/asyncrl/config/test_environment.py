@@ -240,7 +240,8 @@ def test_a_sink_that_does_not_exist_is_reported(sink: str, text: str) -> None:
 
 def test_otlp_export_without_its_packages_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing_parent(name: str) -> None:
-        raise ModuleNotFoundError(name)
+        if "." in name:
+            raise ModuleNotFoundError(name)
 
     with monkeypatch.context() as patch:
         hide_modules(patch, "opentelemetry.exporter.otlp.proto.http")
@@ -448,6 +449,75 @@ def test_the_fix_for_an_invalid_sequence_parallel_size_names_valid_sizes(
     elsewhere = machine_problems({ULYSSES: 3, "model.path": "some/model"})
     fix = "set it to 1, or trainer.num_workers to a multiple of 3"
     assert single(one for one in elsewhere if one.key == ULYSSES).fix == fix
+
+
+QWEN2 = {"model_type": "qwen2", "num_attention_heads": 28, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "ranks", "text", "fix"),
+    [
+        (QWEN2, 3, 3, "has 28 attention heads and 4 key-value heads, which 3 ranks cannot share",
+         "set it to 1, or to 2 or 4 with trainer.num_workers a multiple of that"),
+        (QWEN2, 7, 14, "has 4 key-value heads,",
+         "set it to 1 or 2, or to 4 with trainer.num_workers a multiple of that"),
+        (QWEN2, 2, 3, "3 ranks cannot be divided", "set it to 1, or trainer.num_workers to a multiple of 2"),
+        ({"text_config": QWEN2}, 8, 8, "has 28 attention heads", "set it to 1 or 2 or 4"),
+        (QWEN2 | {"num_experts": 6}, 4, 4, "has 6 experts,", "set it to 1 or 2"),
+        (QWEN2, 4, 8, "", ""),
+        ({}, 3, 3, "", ""),
+    ],
+)  # fmt: skip
+def test_ranks_that_share_layers_divide_the_heads_and_experts(
+    tmp_path: Path, settings: Mapping[str, Any], size: int, ranks: int, text: str, fix: str
+) -> None:
+    path, key = write_model(tmp_path / "model", settings, {}), "trainer.tensor_parallel_size"
+    changes = {"model.path": path, key: size, "trainer.num_workers": ranks, "trainer.strategy": "fsdp2"}
+    problems = machine_problems(changes)
+    if not fix:
+        assert problems == []
+        return
+    problem = single(problems)
+    assert (problem.key, problem.fix, problem.severity) == (key, fix, "error")
+    assert text in problem.consequence
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "fix"),
+    [
+        (QWEN2, 3, "set it to 1 or 2 or 4 or 28"),
+        (QWEN2, 7, "set it to 1 or 2 or 4 or 28"),  # 7 GPUs have 4 key-value heads, and none has a whole number
+        (QWEN2, 28, ""),  # 7 GPUs have the same key-value head
+        (QWEN2 | {"kv_lora_rank": 512}, 7, ""),
+        ({"num_key_value_heads": 4}, 8, ""),
+        ({}, 3, ""),
+    ],
+)
+def test_the_gpus_of_an_engine_share_the_heads_as_vllm_demands(
+    tmp_path: Path, settings: Mapping[str, Any], size: int, fix: str
+) -> None:
+    path, key = write_model(tmp_path / "model", settings, {}), "rollout.tensor_parallel_size"
+    problems = machine_problems({"model.path": path, key: size})
+    assert [(one.key, one.fix) for one in problems] == ([(key, fix)] if fix else [])
+    served = machine_problems({"model.path": path, key: size}, scope="serve")
+    assert [one.fix for one in served if one.key == key] == [fix] * bool(fix)
+    attached = {"rollout.attach": "servers", "ray.address": "auto"}
+    assert not [one for one in machine_problems({"model.path": path, key: size} | attached) if one.key == key]
+
+
+def test_an_attention_that_transformers_does_not_have_for_the_model_is_reported(tmp_path: Path) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    assert not GptOssForCausalLM._supports_sdpa and LlamaForCausalLM._supports_sdpa
+    changes = {"model.path": write_model(tmp_path / "model", {"model_type": "gpt_oss", "auto_map": {}}, {})}
+    problem = single(machine_problems(changes))
+    assert (problem.key, problem.fix, problem.severity) == ("trainer.attn_implementation", "set it to eager", "error")
+    assert "for models of type gpt_oss" in problem.consequence
+    for other in ({"trainer.attn_implementation": "eager"}, {"model.trust_remote_code": True}):
+        assert machine_problems(changes | other) == []
+    llama = write_model(tmp_path / "llama", {"model_type": "llama"}, {})
+    assert machine_problems({"model.path": llama}) == []
 
 
 def test_missing_liger_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

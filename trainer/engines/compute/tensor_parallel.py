@@ -8,16 +8,21 @@ all ranks.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from asyncrl.config.environment import model_config
+from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from trainer.engines.compute.experts import router_classes
+from trainer.engines.models import empty_model
 
 KEY = "tensor_parallel_size"
 STYLES = {"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"}
@@ -36,27 +41,53 @@ def share_layers(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     """
     assert isinstance(model, PreTrainedModel)
     size, name, text = mesh.size(), type(model).__name__, model.config.get_text_config()
-    experts = _experts_plan(model)
-    plan = {key: style for key, style in model.tp_plan.items() if not _is_below(key, experts)} | experts
-    unknown = set(plan.values()) - STYLES - {PARTIAL} - set(experts.values())
-    if unknown or not text.base_model_tp_plan:  # the model's own may have only the output layer
-        found = f"its plan has {', '.join(sorted(unknown))}" if unknown else "transformers has no plan for it"
-        raise ConfigError(f"trainer.{KEY}={size}: {name} cannot be shared ({found}); set trainer.{KEY}=1")
+    plan, experts, problem = _plan(model)
+    if problem:
+        raise ConfigError(f"trainer.{KEY}={size}: {problem}; set trainer.{KEY}=1")
     if any(parameter.is_meta is False for parameter in model.parameters()):
         raise ConfigError(
             f"trainer.{KEY}={size}: {name} has weights before it is shared (adapters, quantized or own code); set "
             f"trainer.{KEY}=1"
         )
-    for key in ("num_attention_heads", "num_key_value_heads", *(["num_experts"] if experts else [])):
-        if (number := getattr(text, key)) % size:
+    keys = ("num_attention_heads", "num_key_value_heads", *(["num_experts"] if experts else []))
+    numbers = {key: getattr(text, key) for key in keys}
+    for key, number in numbers.items():
+        if number % size:
             what = "experts" if key == "num_experts" else "heads"
-            raise ConfigError(f"trainer.{KEY}={size}: does not divide the model's {number} {what} ({key})")
+            raise ConfigError(
+                f"trainer.{KEY}={size}: does not divide the model's {number} {what} ({key}); set it to 1, or to "
+                f"another divisor of {math.gcd(*numbers.values())}"
+            )
     try:
         apply_tensor_parallelism(model, mesh, {key: style for key, style in plan.items() if style != PARTIAL})
     except ValueError as error:  # a dimension cannot be divided, for example that of the vocabulary
         raise ConfigError.wrap(f"trainer.{KEY}={size}: {name} cannot be shared; set trainer.{KEY}=1", error) from error
     patterns = [re.compile(re.escape(key).replace(r"\*", r"\d+")) for key, style in plan.items() if style == PARTIAL]
     return [name for name, _ in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
+
+
+def check_model(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse `trainer.tensor_parallel_size` for a model whose layers cannot be shared. The model is built without
+    weights. Models that are not on this machine, or cannot be built like that, are left to the ranks."""
+    size, path = config.trainer.tensor_parallel_size, config.model.path
+    if size == 1 or not model_config(path):
+        return
+    model = empty_model(path, attn_implementation="eager", trust_remote_code=config.model.trust_remote_code)
+    if model is not None and (problem := _plan(model)[2]):
+        yield ConfigProblem(f"trainer.{KEY}", size, problem, "set it to 1")
+
+
+def _plan(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, str], str]:
+    """Return the style of each shared module, those of experts, and why the layers cannot be shared (empty if they
+    can)."""
+    experts = _experts_plan(model)
+    plan = {key: style for key, style in model.tp_plan.items() if not _is_below(key, experts)} | experts
+    unknown = set(plan.values()) - STYLES - {PARTIAL} - set(experts.values())
+    problem = ""
+    if unknown or not model.config.get_text_config().base_model_tp_plan:  # the model's own may have only the output
+        found = f"its plan has {', '.join(sorted(unknown))}" if unknown else "transformers has no plan for it"
+        problem = f"the layers of {type(model).__name__} cannot be shared ({found})"
+    return plan, experts, problem
 
 
 def _experts_plan(model: PreTrainedModel) -> dict[str, str]:
