@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.metadata import distributions
 from pathlib import Path
@@ -312,15 +312,46 @@ def _present_gpus() -> int:
     return min(present, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
 
 
+def gpu_memory() -> int | None:
+    """Return the memory of the machine's smallest NVIDIA GPU in bytes; None if it has none, or the driver does not
+    say."""
+    with _nvml() as library:
+        sizes = [] if library is None else [_memory_of(library, index) for index in range(_count(library))]
+    return min(filter(None, sizes), default=None)
+
+
 def _nvml_gpus() -> int:
     """Count GPUs by NVIDIA's management library, as Ray does: some drivers show no files, e.g. in WSL."""
+    with _nvml() as library:
+        return 0 if library is None else _count(library)
+
+
+@contextmanager
+def _nvml() -> Iterator[ctypes.CDLL | None]:
+    """Yield NVIDIA's management library, or None where it is missing or does not start."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return 0
-    count = ctypes.c_uint(0)
+        yield None
+        return
     if library.nvmlInit_v2() != 0:
-        return 0
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()
+
+
+def _count(library: ctypes.CDLL) -> int:
+    count = ctypes.c_uint(0)
     failed = library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    library.nvmlShutdown()
     return 0 if failed else count.value
+
+
+def _memory_of(library: ctypes.CDLL, index: int) -> int:
+    """Return the memory of a GPU in bytes; 0 if it is unknown."""
+    device, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free and used
+    failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
+    failed = failed or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(sizes))
+    return 0 if failed else sizes[0]

@@ -10,23 +10,26 @@ from typing import Any
 from asyncrl.config.environment import no_gpu
 from asyncrl.config.problems import ConfigProblem, configured, errors, format_problems, warning
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.base import Device, on_gpus
+from asyncrl.config.sections.base import on_gpus
+from asyncrl.config.sections.trainer import RoleConfig
 from asyncrl.config.sections.trainer_rules import check_length, epoch_samples, epoch_steps, model_roles
 from asyncrl.core.failures import ConfigError
 
 GIB = 1024**3
 ENGINE_THREADS = "rollout.cpu_threads"
 _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-_TRAINING_BYTES = 4 + 4 + 8
+_MOMENT_BYTES = 8
+"""The two Adam moments of a parameter."""
+_TRAINING_BYTES = 4 + 4 + _MOMENT_BYTES
 """A parameter's float32 master weight, gradient and two Adam moments."""
 _SAVED_BYTES = 4 + 8
 """A parameter's float32 master weight and two Adam moments in a checkpoint."""
 _EXPORT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """A parameter of the policy in Hugging Face format, by `trainer.hf_export_dtype`."""
-_UNSHARDED = ("local", "ddp")
+_UNSHARDED = ("local", "ddp", "megatron_layers")
 """Strategies that have the whole model on every rank."""
-_STORED_VERSIONS = 3
-"""Published versions in the object store: the newest, and two that replicas may still be loading."""
+STORED_VERSIONS = 4
+"""Versions that the object store must hold: one on its way there, the newest, and two that replicas may still load."""
 
 
 def training_steps(config: Config, num_prompts: int) -> int:
@@ -72,11 +75,12 @@ def validation_due(test_freq: int, *, validated_step: int, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MachineResources:
-    """CPUs, visible GPUs and memory of a machine."""
+    """CPUs, visible GPUs and memory of a machine, and the memory of its smallest GPU."""
 
     cpus: int
     gpus: int
     memory_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
     cpu_build: str = ""
     """The package whose build for CPUs leaves GPUs of the machine unused; empty if there is none."""
 
@@ -90,12 +94,19 @@ class PlannedProcess:
     threads: int
     gpus: int
     memory_bytes: int | None
-    """Weights, optimizer and caches, without activations and libraries; None if unknown."""
+    """Weights, optimizer and caches, without activations and libraries; None if unknown. On a GPU: of its memory."""
     computes: bool = False
     """Whether it keeps its threads busy."""
     key: str = ""
     """The configuration key of `count`, or of a factor of it; `threads_key`: that of `threads`."""
     threads_key: str = ""
+    offloaded_bytes: int = 0
+    """What a process with a GPU keeps in the memory of the machine while it does not compute."""
+
+    @property
+    def host_bytes(self) -> int:
+        """The memory of the machine that is planned for a process."""
+        return self.offloaded_bytes if self.gpus else self.memory_bytes or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,16 +216,18 @@ def _processes(
     weights = None if num_parameters is None else num_parameters * _BYTES[rollout.dtype]
     cache = 0 if on_gpu else rollout.cpu_kv_cache_gib * GIB
     engine = None if weights is None else weights // rollout.tensor_parallel_size + cache
+    asleep = engine if engine and config.takes_turns and on_gpu else 0
     engines, threads = rollout.max_replicas * rollout.tensor_parallel_size, 1 if on_gpu else rollout.cpu_threads
     yield PlannedProcess("driver", 1, 1, 0, None)
     if not config.validates_only:
         yield PlannedProcess("sample queue", 1, 1, 0, None)
-        yield PlannedProcess("weight store", 1, 1, 0, None if weights is None else _STORED_VERSIONS * weights)
+        stored = None if weights is None or config.syncs_adapters else STORED_VERSIONS * weights
+        yield PlannedProcess("weight store", 1, 1, 0, stored)
     yield PlannedProcess("rollouter", 1, 1, 0, None)
     if rollout.attach is None:
         key = "rollout.autoscaling.max_replicas" if rollout.autoscaling.enable else "rollout.num_replicas"
         key = "rollout.n_gpus_per_node" if rollout.num_processes else key
-        yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, True, key, ENGINE_THREADS)
+        yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, True, key, ENGINE_THREADS, asleep)
     if lent := config.num_lent_replicas:
         # They compute only while the ranks do not, on the GPUs of these.
         count = lent * rollout.tensor_parallel_size
@@ -237,52 +250,74 @@ def _ranks(
     All models but the teacher are assumed to have the size of the policy, and so is a teacher of unknown size.
     """
     relative = teacher_parameters / num_parameters if teacher_parameters and num_parameters else 1.0
-
-    def bytes_of(name: str) -> float:
-        return _bytes_per_parameter(config, name) * (relative if name == "teacher" else 1.0)
-
-    def process(
-        name: str,
-        count: int,
-        device: Device,
-        threads: int,
-        strategy: str,
-        bytes_each: float,
-        sections: tuple[str, str] = ("trainer", "trainer"),
-    ) -> PlannedProcess:
-        gpu = on_gpus(device, has_gpus)
-        shards = 1 if strategy in _UNSHARDED else count
-        memory = None if num_parameters is None else int(num_parameters * bytes_each) // shards
-        number = "n_gpus_per_node" if sections[0] == "trainer" and config.trainer.num_processes else "num_workers"
-        keys = f"{sections[0]}.{number}", f"{sections[1]}.cpu_threads"
-        return PlannedProcess(f"{name} rank", count, 1 if gpu else threads, int(gpu), memory, True, *keys)
-
     trainer, roles = config.trainer, model_roles(config)
-    shared = {name: bytes_of(name) for name, role in roles.items() if role.placement == "actor"}
-    shared = {name: size for name, size in shared.items() if size}
-    size = bytes_of("trainer") + sum(shared.values())
-    name = " + ".join(["policy", *shared])
-    yield process(name, trainer.num_workers, trainer.device, trainer.cpu_threads, trainer.strategy, size)
+    number = "n_gpus_per_node" if trainer.num_processes else "num_workers"
+
+    def process(name: str, models: Sequence[str], role: RoleConfig | None) -> PlannedProcess:
+        own = role or RoleConfig()
+        count, gpu = own.num_workers or trainer.num_workers, on_gpus(own.device or trainer.device, has_gpus)
+        memory = offloaded = 0.0
+        for model in models:
+            each = _bytes_per_parameter(config, model, gpu=gpu) * (relative if model == "teacher" else 1.0)
+            parts = _num_parts(config, roles.get(model), count)
+            memory += each / parts
+            offloaded += _offloaded_bytes(config, model, each) / parts
+        keys = ("trainer" if own.num_workers is None else name, "trainer" if own.cpu_threads is None else name)
+        return PlannedProcess(
+            f"{name} rank",
+            count,
+            1 if gpu else own.cpu_threads or trainer.cpu_threads,
+            int(gpu),
+            None if num_parameters is None else int(num_parameters * memory),
+            True,
+            f"{keys[0]}.{number if keys[0] == 'trainer' else 'num_workers'}",
+            f"{keys[1]}.cpu_threads",
+            int((num_parameters or 0) * offloaded) if gpu else 0,
+        )
+
+    shared = [name for name, role in roles.items() if role.placement == "actor"]
+    shared = [name for name in shared if _bytes_per_parameter(config, name, gpu=False)]
+    yield process(" + ".join(["policy", *shared]), ["trainer", *shared], None)
     for name, role in roles.items():
         if role.placement == "own":
-            yield process(
-                name,
-                role.num_workers or trainer.num_workers,
-                role.device or trainer.device,
-                role.cpu_threads or trainer.cpu_threads,
-                role.strategy or trainer.strategy,
-                bytes_of(name),
-                (name if role.num_workers else "trainer", name if role.cpu_threads else "trainer"),
-            )
+            yield process(name, [name], role)
 
 
-def _bytes_per_parameter(config: Config, name: str) -> int:
-    """Return the bytes that a model needs per parameter. LoRA adapters are not counted, because they are small."""
-    lora = config.model.lora_rank > 0
-    if name == "ref" and lora and config.ref.placement == "actor":
+def _num_parts(config: Config, role: RoleConfig | None, ranks: int) -> int:
+    """Return over how many of its ranks a model is split."""
+    trainer = config.trainer
+    strategy = role.strategy if role and role.strategy else trainer.strategy
+    if strategy in _UNSHARDED:
+        return 1
+    if strategy != "fsdp2" or strategy != trainer.strategy or trainer.fsdp_size is None:
+        return ranks
+    tensor = math.gcd(trainer.tensor_parallel_size, ranks)
+    return math.gcd(trainer.fsdp_size, ranks // tensor) * tensor
+
+
+def _is_trained(config: Config, name: str) -> bool:
+    """Whether all weights of a model are trained. LoRA adapters are not counted, because they are small."""
+    return name == "critic" or (name == "trainer" and config.model.lora_rank == 0)
+
+
+def _bytes_per_parameter(config: Config, name: str, *, gpu: bool) -> int:
+    role = model_roles(config).get(name)
+    if name == "ref" and config.model.lora_rank and config.ref.placement == "actor":
         return 0
-    trained = name == "critic" or (name == "trainer" and not lora)
-    return _TRAINING_BYTES if trained else _BYTES["float32"]
+    if _is_trained(config, name):
+        return _TRAINING_BYTES
+    return _BYTES["float32" if role is None else role.dtype or ("bfloat16" if gpu else config.trainer.dtype)]
+
+
+def _offloaded_bytes(config: Config, name: str, each: float) -> float:
+    """Return how many of a model's `each` bytes per parameter are in the memory of the machine between calls."""
+    trainer, role = config.trainer, model_roles(config).get(name)
+    if config.shares_gpus:
+        return each
+    offload = trainer.param_offload if role is None or role.param_offload is None else role.param_offload
+    if not _is_trained(config, name):
+        return each if offload else 0
+    return _BYTES["float32"] * offload + _MOMENT_BYTES * trainer.optimizer_offload
 
 
 def checkpoint_bytes(config: Config, num_parameters: int) -> int:
@@ -296,7 +331,8 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
     """Yield a problem for each resource of which this machine has too little, at the key that demands most.
 
     Too few GPUs are an error: the processes would wait for them until the start fails. With too few CPUs everything is
-    slow, and the memory is an estimate, so these are warnings. `trains`: False for engines alone.
+    slow, and the memory is an estimate, so these are warnings. The memory of GPUs is compared if it is known. `trains`:
+    False for engines alone.
     """
     machine, parts = plan.machine, [part for part in plan.parts if trains or part.key.startswith("rollout.")]
     if config.rollout.device == "cuda" and not machine.gpus:
@@ -331,16 +367,61 @@ def shortages(plan: ResourcePlan, config: Config, *, trains: bool = True) -> Ite
         has = f"this machine has {machine.cpus} CPU{'s' * (machine.cpus > 1)}"
         consequence = f"{threads} threads compute at the same time ({sources}), and {has}: all are slow"
         yield warning(key, configured(config, key), consequence, fix or "use a machine with more CPUs")
-    resident = [part for part in parts if not part.gpus and part.memory_bytes]
-    needed = sum(part.count * (part.memory_bytes or 0) for part in resident)
-    if machine.memory_bytes is not None and machine.memory_bytes < needed:
-        most = max(resident, key=lambda part: part.count * (part.memory_bytes or 0))
-        each = most.memory_bytes or 1
-        fix = _smaller(config, most, (machine.memory_bytes - needed) // each + most.count)
-        key = most.key if fix else "model.path"
-        has = f"this machine has {machine.memory_bytes / GIB:.1f} GiB"
-        consequence = f"weights, optimizer and caches need {needed / GIB:.1f} GiB of memory, and {has}"
-        yield warning(key, configured(config, key), consequence, fix or "use a smaller model")
+    yield from _too_little_memory(config, machine, parts)
+    yield from _too_little_gpu_memory(config, machine, parts)
+
+
+def _too_little_memory(
+    config: Config, machine: MachineResources, parts: Sequence[PlannedProcess]
+) -> Iterator[ConfigProblem]:
+    needed = sum(part.count * part.host_bytes for part in parts)
+    if machine.memory_bytes is None or machine.memory_bytes >= needed:
+        return
+    most = max(parts, key=lambda part: part.count * part.host_bytes)
+    offloads = [one for one in ("optimizer_offload", "param_offload") if getattr(config.trainer, one)]
+    has = f"this machine has {machine.memory_bytes / GIB:.1f} GiB"
+    what = "weights, optimizer and caches"
+    key, fix = most.key, _smaller(config, most, (machine.memory_bytes - needed) // most.host_bytes + most.count)
+    if most.gpus:
+        what += " that are not on the GPUs all the time"
+        if config.takes_turns:
+            key, fix = "placement", "set it to separate, which takes more GPUs, or use a smaller model"
+        elif config.lends_gpus:
+            key, fix = "trainer.lend_after_s", "set it to null, or use a smaller model"
+        else:
+            key = f"trainer.{offloads[0]}" if offloads else "model.path"
+            fix = "set it to false, with more ranks if their GPUs need it" if offloads else ""
+    elif most.name.endswith(" rank"):
+        fix = fix if config.trainer.strategy in _UNSHARDED else ""  # fewer ranks would have larger parts
+    consequence = f"{what} need {needed / GIB:.1f} GiB of memory, and {has}"
+    key = key if fix else "model.path"
+    yield warning(key, configured(config, key), consequence, fix or "use a smaller model")
+
+
+def _too_little_gpu_memory(
+    config: Config, machine: MachineResources, parts: Sequence[PlannedProcess]
+) -> Iterator[ConfigProblem]:
+    for part in parts:
+        if not part.gpus or not part.memory_bytes or machine.gpu_memory_bytes is None:
+            continue
+        is_engine = part.threads_key == ENGINE_THREADS
+        room = machine.gpu_memory_bytes * (config.rollout.gpu_memory_utilization if is_engine else 1)
+        if part.memory_bytes <= room:
+            continue
+        times = part.memory_bytes / room
+        has = f"the smallest GPU of this machine has {machine.gpu_memory_bytes / GIB:.1f} GiB"
+        consequence = f"each process of {part.name} needs {part.memory_bytes / GIB:.1f} GiB of a GPU, and {has}"
+        if is_engine:
+            key = "rollout.tensor_parallel_size"
+            fix = f"set it to {math.ceil(times * config.rollout.tensor_parallel_size)} or more"
+            consequence += f", of which engines may use {config.rollout.gpu_memory_utilization:.0%}"
+        elif config.trainer.strategy in _UNSHARDED:
+            key, fix = "trainer.strategy", "use fsdp2, which splits the model over the ranks"
+        elif config.trainer.fsdp_size is not None:
+            key, fix = "trainer.fsdp_size", "leave it out, so that the model is split over all ranks"
+        else:
+            key, fix = part.key, f"set it to {math.ceil(times * part.count)} or more"
+        yield warning(key, configured(config, key), consequence, f"{fix}, or use a smaller model")
 
 
 def unused_gpus(config: Config, machine: MachineResources, *keys: str) -> Iterator[ConfigProblem]:

@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
-from asyncrl.config.environment import cpu_build, usable_cpus, visible_gpus
+from asyncrl.config.environment import cpu_build, gpu_memory, usable_cpus, visible_gpus
 from asyncrl.config.import_path import own_code
 from asyncrl.config.interpolation import texts
 from asyncrl.config.resources.plan import MachineResources
@@ -60,8 +60,8 @@ _RAY_SETTINGS = {
 
 
 def detect_machine() -> MachineResources:
-    """Return the CPUs this process may use, the visible NVIDIA GPUs and the memory, without loading torch: the physical
-    memory, or the limit of the container if that is lower."""
+    """Return the CPUs this process may use, the visible NVIDIA GPUs and the memory of both, without loading torch: the
+    physical memory, or the limit of the container if that is lower."""
     try:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):  # not every system has these
@@ -69,7 +69,8 @@ def detect_machine() -> MachineResources:
     with suppress(ValueError, OSError):  # "max": no limit
         limit = int(_CONTAINER_MEMORY.read_text(encoding="ascii"))
         memory_bytes = limit if memory_bytes is None else min(limit, memory_bytes)
-    return MachineResources(cpus=usable_cpus(), gpus=visible_gpus(), memory_bytes=memory_bytes, cpu_build=cpu_build())
+    gpus = visible_gpus()
+    return MachineResources(usable_cpus(), gpus, memory_bytes, gpu_memory() if gpus else None, cpu_build())
 
 
 def run_environment(config: Config, machine: MachineResources) -> dict[str, str]:

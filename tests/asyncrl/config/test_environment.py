@@ -19,7 +19,7 @@ import pytest
 from asyncrl.assets import resolve
 from asyncrl.config import environment
 from asyncrl.config.compose import check_config
-from asyncrl.config.environment import model_config, num_parameters, tensor_shapes, visible_gpus
+from asyncrl.config.environment import gpu_memory, model_config, num_parameters, tensor_shapes, visible_gpus
 from asyncrl.config.sections import engine_arguments, observe, reward, rollout, run, trainer_rules
 from asyncrl.driver.cluster import connection
 from tests.fakes.configurations import machine_problems, single
@@ -688,6 +688,36 @@ def test_builds_for_cpus_use_no_gpu(
         assert f"the installed {package} is a build for CPUs" in problem.consequence
     monkeypatch.setattr(environment, "_present_gpus", lambda: 0)
     assert (visible_gpus(), environment.cpu_build()) == (0, "")
+
+
+def test_the_memory_of_the_smallest_gpu_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [80 * 2**30, 48 * 2**30]
+
+    def count(result: Any) -> int:
+        result._obj.value = len(sizes)
+        return 0
+
+    def handle(index: Any, result: Any) -> int:
+        result._obj.value = index.value + 1
+        return 0
+
+    def memory(device: Any, result: Any) -> int:
+        result._obj[:] = [sizes[device.value - 1], 7, 9]
+        return 0
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlShutdown=lambda: 0,
+        nvmlDeviceGetCount_v2=count,
+        nvmlDeviceGetHandleByIndex_v2=handle,
+        nvmlDeviceGetMemoryInfo=memory,
+    )
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: library)
+    assert gpu_memory() == 48 * 2**30
+    monkeypatch.setattr(library, "nvmlDeviceGetMemoryInfo", lambda device, result: 3)
+    assert gpu_memory() is None
+    monkeypatch.setattr(library, "nvmlInit_v2", lambda: 9)
+    assert gpu_memory() is None
 
 
 @pytest.mark.usefixtures("here")

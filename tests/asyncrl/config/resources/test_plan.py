@@ -15,6 +15,7 @@ from asyncrl.config.environment import num_parameters as count_parameters
 from asyncrl.config.problems import ConfigProblem
 from asyncrl.config.resources.plan import (
     GIB,
+    STORED_VERSIONS,
     MachineResources,
     ResourcePlan,
     make_plan,
@@ -28,6 +29,7 @@ from asyncrl.config.resources.plan import (
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import num_prompts as count_prompts
 from asyncrl.core.failures import ConfigError
+from asyncrl.weights.object_store import NUM_KEPT_VERSIONS
 from tests.fakes.configurations import config_with, single
 
 LAPTOP = MachineResources(cpus=2, gpus=0, memory_bytes=16 * GIB)
@@ -65,6 +67,43 @@ def test_passes_over_a_lease_are_steps_on_the_same_samples() -> None:
     assert (plan.total_samples, plan.samples_per_lease, plan.total_versions) == (60, 12, 5)
     epochs = config_with({SIZE: 4, PASSES: 2, STEPS: None, "trainer.total_epochs": 3})
     assert training_steps(epochs, 8) == 3 * 2 * 2
+
+
+def rank_bytes(changes: dict[str, Any], gpus: int = 0) -> dict[str, float]:
+    """Return the bytes per parameter of each training process."""
+    plan = plan_of(config_with(changes), MachineResources(64, gpus))
+    return {part.name: (part.memory_bytes or 0) / 1000 for part in plan.parts if "rank" in part.name}
+
+
+def test_ranks_have_the_parts_into_which_their_engine_splits_a_model() -> None:
+    eight, key = {"trainer.num_workers": 8, "trainer.strategy": "fsdp2"}, "policy rank"
+    assert rank_bytes(eight)[key] == 2
+    assert rank_bytes(eight | {"trainer.fsdp_size": 2})[key] == 8
+    assert rank_bytes(eight | {"trainer.fsdp_size": 2, "trainer.tensor_parallel_size": 2})[key] == 4
+    assert rank_bytes(eight | {"trainer.strategy": "megatron_layers"})[key] == 16
+    assert rank_bytes(eight | {"trainer.strategy": "fsdp"})[key] == 2
+    reference = {"algorithm.use_kl_loss": True, "ref.strategy": "ddp"}
+    assert rank_bytes(eight | reference) == {"policy + ref rank": 2 + 4}
+    own = eight | {"algorithm.use_kl_loss": True, "ref.placement": "own", "ref.num_workers": 4, "trainer.fsdp_size": 8}
+    assert rank_bytes(own) == {"policy rank": 2, "ref rank": 1}
+
+
+def test_models_that_are_not_trained_have_half_precision_on_gpus() -> None:
+    """As `trainer.engines.torch_engine` loads them."""
+    reference = {"algorithm.use_kl_loss": True}
+    assert rank_bytes(reference) == {"policy + ref rank": 16 + 4}
+    assert rank_bytes(reference, gpus=8) == {"policy + ref rank": 16 + 2}
+    assert rank_bytes(reference | {"trainer.dtype": "bfloat16"}) == {"policy + ref rank": 16 + 2}
+    assert rank_bytes(reference | {"ref.dtype": "float32"}, gpus=8) == {"policy + ref rank": 16 + 4}
+    assert rank_bytes({"model.lora_rank": 8}, gpus=8) == {"policy rank": 4}
+
+
+def test_the_weight_store_holds_the_versions_that_the_object_store_needs_room_for() -> None:
+    assert STORED_VERSIONS == NUM_KEPT_VERSIONS + 2
+    sizes = {part.name: part.memory_bytes for part in plan_of(config_with({"rollout.dtype": "bfloat16"})).parts}
+    assert sizes["weight store"] == STORED_VERSIONS * 2000
+    adapters = {"weight_sync.lora": "adapter", "model.lora_rank": 8}
+    assert {part.name: part.memory_bytes for part in plan_of(config_with(adapters)).parts}["weight store"] is None
 
 
 def memory(overrides: list[str]) -> dict[str, tuple[int, float]]:
@@ -250,10 +289,79 @@ def test_too_few_cpus_and_too_little_memory_are_warnings() -> None:
     small = dataclasses.replace(LAPTOP, cpus=64, memory_bytes=24 * GIB)
     problem = single(lacking({"rollout.num_replicas": 4}, small, num_parameters=10**9))
     assert (problem.key, problem.value) == ("model.path", "asyncrl://quickstart")
-    assert problem.consequence.startswith("weights, optimizer and caches need 45.0 GiB of memory")
+    assert problem.consequence.startswith("weights, optimizer and caches need 48.7 GiB of memory")
     smaller = dataclasses.replace(small, memory_bytes=12 * GIB)
     problem = single(lacking({"rollout.num_replicas": 9}, smaller, num_parameters=10**8))
     assert (problem.key, problem.fix) == ("rollout.num_replicas", "set rollout.num_replicas=6")
+
+
+ON_GPUS = {"rollout.dtype": "bfloat16", "rollout.device": "cuda", "trainer.device": "cuda"}
+COLOCATED = ON_GPUS | {"mode": "sync", "placement": "colocated"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib", "key", "fix"),
+    [
+        # Per parameter, the store has 4 versions of 2 bytes, ranks at rest have 16 bytes, and engines at rest have 2.
+        (COLOCATED, 8 + 16 + 2, "placement", "set it to separate"),
+        (ON_GPUS | {"trainer.lend_after_s": 5}, 8 + 16 + 2, "trainer.lend_after_s", "set it to null"),
+        (ON_GPUS | {"trainer.param_offload": True, "trainer.optimizer_offload": True}, 8 + 12,
+         "trainer.optimizer_offload", "set it to false"),
+        (ON_GPUS | {"trainer.param_offload": True, "algorithm.use_kl_loss": True, "trainer.num_workers": 2,
+          "trainer.strategy": "fsdp2"}, 8 + 4 + 2,
+         "model.path", "use a smaller model"),
+        (ON_GPUS, 0, "", ""),
+    ],
+)  # fmt: skip
+def test_what_rests_in_the_memory_of_the_machine_between_calls_is_counted(
+    changes: dict[str, Any], gib: int, key: str, fix: str
+) -> None:
+    """Ranks and engines that take turns, and ranks with offload."""
+    machine = MachineResources(cpus=64, gpus=8, memory_bytes=9 * GIB)
+    problems = lacking(changes, machine, num_parameters=GIB)
+    assert [(one.key, one.severity) for one in problems] == ([(key, "warning")] if key else [])
+    for problem in problems:
+        assert problem.fix.startswith(fix)
+        assert f"need {gib}.0 GiB of memory, and this machine has 9.0 GiB" in problem.consequence
+    enough = dataclasses.replace(machine, memory_bytes=gib * GIB)
+    assert not key or lacking(changes, enough, num_parameters=GIB) == []
+
+
+def test_fewer_ranks_of_a_model_that_is_split_over_them_need_no_less_memory() -> None:
+    for strategy, gib, key, fix in (
+        ("fsdp2", 30, "model.path", "use a smaller model"),
+        ("ddp", 40, "trainer.num_workers", "set trainer.num_workers=1"),
+    ):
+        machine = MachineResources(cpus=64, gpus=0, memory_bytes=gib * GIB)
+        changes = {"trainer.num_workers": 2, "trainer.strategy": strategy, "rollout.dtype": "bfloat16"}
+        (problem,) = lacking(changes, machine, num_parameters=GIB * 5 // 4)
+        assert (problem.key, problem.fix) == (key, fix)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters", "key", "needs", "fix"),
+    [
+        ({"trainer.num_workers": 4}, 72, "trainer.num_workers", "288.0 GiB", "set it to 15 or more"),
+        ({"trainer.num_workers": 4, "trainer.strategy": "ddp"}, 6, "trainer.strategy", "96.0 GiB", "use fsdp2"),
+        ({"trainer.num_workers": 4, "trainer.fsdp_size": 2}, 12, "trainer.fsdp_size", "96.0 GiB", "leave it out"),
+        ({"trainer.num_workers": 4, "rollout.tensor_parallel_size": 8}, 20, "", "", ""),
+        ({"trainer.device": "cpu", "rollout.tensor_parallel_size": 2}, 72, "rollout.tensor_parallel_size", "72.0 GiB",
+         "set it to 3 or more"),
+    ],
+)  # fmt: skip
+def test_processes_that_do_not_fit_on_a_gpu_give_a_warning(
+    changes: dict[str, Any], parameters: int, key: str, needs: str, fix: str
+) -> None:
+    machine = MachineResources(cpus=64, gpus=64, gpu_memory_bytes=80 * GIB)
+    wide = {"rollout.dtype": "bfloat16", "rollout.device": "cuda", "rollout.tensor_parallel_size": 8}
+    wide |= {"trainer.strategy": "fsdp2"} | changes
+    problems = lacking(wide, machine, num_parameters=parameters * GIB)
+    assert [(one.key, one.severity) for one in problems] == ([(key, "warning")] if key else [])
+    for problem in problems:
+        assert needs in problem.consequence and "has 80.0 GiB" in problem.consequence
+        assert problem.fix.startswith(fix)
+    unknown = dataclasses.replace(machine, gpu_memory_bytes=None)
+    assert lacking(wide, unknown, num_parameters=parameters * GIB) == []
 
 
 def test_parameters_and_prompts_are_counted_without_libraries() -> None:
