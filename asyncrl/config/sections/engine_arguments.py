@@ -34,10 +34,6 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "max_model_len": "set rollout.max_model_len",
     "max_num_seqs": "set rollout.max_num_seqs",
     "tensor_parallel_size": "set rollout.tensor_parallel_size",
-    **dict.fromkeys(
-        ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
-        "set rollout.tensor_parallel_size or rollout.num_replicas: GPUs are assigned only for these",
-    ),
     "load_format": "leave it out: weights are read from safetensors, never from a pickle",
     "logprobs_mode": "leave it out: log-probs must be those the loss expects",
     "weight_transfer_config": "set weight_sync.backend",
@@ -59,12 +55,16 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "worker_extension_cls": "leave it out: weight updates need asyncrl's extension",
 }
 """Engine arguments that other keys set or that are fixed, each with the fix that the error message gives."""
+_MORE_PROCESSES = ("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "node_rank", "data_parallel_")
+"""Engine arguments, or what their names begin with, that divide an engine among more processes."""
 _OTHER_MODEL = "the engine would compute another model than the Trainer, which reads model.path alone"
 _OTHER_TOKENS = (
     "tokens would come from a changed distribution, and recorded log-probs and the loss are of the model's own"
 )
 _INEXACT: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("hf_overrides", "model_class_overrides"), (_OTHER_MODEL, "change config.json in model.path")),
+    **dict.fromkeys(
+        ("hf_overrides", "hf_config_path", "model_class_overrides"), (_OTHER_MODEL, "change config.json in model.path")
+    ),
     "enable_return_routed_experts": (
         "the Trainer routes tokens by its own weights, and nothing reads the experts that come with each answer",
         "leave it out",
@@ -84,6 +84,9 @@ def check_engine_arguments(config: Config) -> Iterator[ConfigProblem]:
     for name, value in config.rollout.engine_kwargs.items():
         if fix := _SET_ELSEWHERE.get(name):
             yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, "asyncrl sets it, and the two values could differ", fix)
+        elif name.startswith(_MORE_PROCESSES):
+            consequence = "asyncrl assigns GPUs by rollout.tensor_parallel_size and rollout.num_replicas alone"
+            yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, consequence, "set one of these")
         elif (found := _inexact(config, name, value)) is not None:
             yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, *found)
 
@@ -98,6 +101,12 @@ def _inexact(config: Config, name: str, value: Any) -> tuple[str, str] | None:
                 f"weight_sync.max_mismatch_kl = {sync.max_mismatch_kl:g}"
             )
             return consequence, "leave it out, or set weight_sync.max_mismatch_kl=null and algorithm.rollout_correction"
+        case "config_format" if value not in ("auto", "hf"):
+            return _OTHER_MODEL, "leave it out: both sides read config.json in model.path"
+        case "runner" if value not in ("auto", "generate"):
+            return "the engine would generate nothing", "leave it out"
+        case "convert" if value not in ("auto", "none"):
+            return "the engine would generate nothing", "leave it out"
         case "speculative_config" if isinstance(value, dict) and value.get("rejection_sample_method") == "synthetic":
             consequence = "it accepts drafts at a given rate, so the tokens are no samples of the policy"
             return (
@@ -109,14 +118,62 @@ def _inexact(config: Config, name: str, value: Any) -> tuple[str, str] | None:
 
 
 def check_argument_names(config: Config) -> Iterator[ConfigProblem]:
-    """Refuse arguments that vLLM does not have."""
+    """Refuse arguments that vLLM does not have, and values of another type than vLLM declares."""
     for name, value in config.rollout.engine_kwargs.items():
-        if (known := argument_names()) and name not in known:
+        key, known = f"{_ARGUMENTS}.{name}", argument_types()
+        if known and name not in known:
             close = get_close_matches(name, known, 1)
             fix = "leave it out (`vllm serve --help` lists its arguments)"
             if close:
                 fix = f"did you mean {close[0]}? {_SET_ELSEWHERE.get(close[0], '')}".rstrip()
-            yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, "vLLM has no such argument, so no engine starts", fix)
+            yield ConfigProblem(key, value, "vLLM has no such argument, so no engine starts", fix)
+        elif known and not _has_type(value, known[name]):
+            consequence = f"vLLM wants {known[name]} here, so no engine starts"
+            yield ConfigProblem(key, value, consequence, "give such a value, or leave it out")
+        elif name == "speculative_config" and isinstance(value, Mapping):
+            yield from _speculation(key, value)
+
+
+def _speculation(key: str, settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    known = _declared_types("config/speculative.py", "SpeculativeConfig")
+    for written, value in settings.items():
+        name = written.replace("-", "_")
+        if known and name not in known:
+            close = get_close_matches(name, known, 1)
+            fix = f"did you mean {close[0]}?" if close else f"leave it out; there are {', '.join(sorted(known))}"
+            yield ConfigProblem(f"{key}.{written}", value, "vLLM has no such key here, so no engine starts", fix)
+        elif known and not _has_type(value, known[name]):
+            consequence = f"vLLM wants {known[name]} here, so no engine starts"
+            yield ConfigProblem(f"{key}.{written}", value, consequence, "give such a value, or leave it out")
+
+
+_PLAIN_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "None": (type(None),),
+    "dict": (dict,),
+    "list": (list, tuple),
+    "set": (list, tuple),
+}
+"""Values in YAML of the types that vLLM declares."""
+
+
+def _has_type(value: Any, declared: str) -> bool:
+    """Whether a value may have a declared type; what is inside of lists and mappings, and types that are not plain, are
+    left to vLLM."""
+    kinds = _kinds(ast.parse(declared, mode="eval").body)
+    if not set(kinds) <= _PLAIN_TYPES.keys():
+        return True
+    return isinstance(value, tuple(one for kind in kinds for one in _PLAIN_TYPES[kind]))
+
+
+def _kinds(declared: ast.expr) -> list[str]:
+    """Return the names of a type's members, without those of the types inside of them."""
+    if isinstance(declared, ast.BinOp):
+        return [*_kinds(declared.left), *_kinds(declared.right)]
+    return [ast.unparse(declared.value if isinstance(declared, ast.Subscript) else declared)]
 
 
 def check_expert_parallel(config: Config) -> Iterator[ConfigProblem]:
@@ -130,14 +187,21 @@ def check_expert_parallel(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(f"{_ARGUMENTS}.{name}", True, consequence, "leave it out")
 
 
+def argument_types() -> Mapping[str, str]:
+    """Return the arguments and their types, as vLLM's source declares them; empty if vLLM is not installed."""
+    return _declared_types("engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
+
+
 @cache
-def argument_names() -> frozenset[str]:
-    """Return the names of the arguments, as vLLM's source declares them; empty if vLLM is not installed. An import of
-    vLLM would take seconds."""
+def _declared_types(file: str, *classes: str) -> Mapping[str, str]:
+    """Return the public fields of vLLM's classes and their types, from its source: importing vLLM takes seconds."""
     if (folder := package_folder("vllm")) is None:
-        return frozenset()
-    source = (folder / "engine" / "arg_utils.py").read_text(encoding="utf-8")
-    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    declared = (one for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs") for one in node.body)
-    fields = (one.target for one in declared if isinstance(one, ast.AnnAssign))
-    return frozenset(one.id for one in fields if isinstance(one, ast.Name) and not one.id.startswith("_"))
+        return {}
+    found = (node for node in ast.parse((folder / file).read_text(encoding="utf-8")).body)
+    declared = (one for node in found if isinstance(node, ast.ClassDef) and node.name in classes for one in node.body)
+    fields = ((one.target, one.annotation) for one in declared if isinstance(one, ast.AnnAssign))
+    return {
+        name.id: ast.unparse(annotation)
+        for name, annotation in fields
+        if isinstance(name, ast.Name) and not name.id.startswith("_")
+    }

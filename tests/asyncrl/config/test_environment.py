@@ -531,7 +531,7 @@ def test_engine_arguments_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     names = {field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")}
-    assert engine_arguments.argument_names() == names
+    assert engine_arguments.argument_types().keys() == names
     wrong = {"rollout.engine_kwargs": {"max_num_batch_tokens": 1024, "block_size": 16}}
     problem = single(machine_problems(wrong))
     assert (problem.key, problem.value) == ("rollout.engine_kwargs.max_num_batch_tokens", 1024)
@@ -539,10 +539,38 @@ def test_engine_arguments_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> 
     problem = single(machine_problems({"rollout.engine_kwargs": {"max_num_seq": 3}}))
     assert problem.fix == "did you mean max_num_seqs? set rollout.max_num_seqs", "that key, because asyncrl sets it"
     assert "leave it out" in single(machine_problems({"rollout.engine_kwargs": {"zzz": 1}})).fix
-    engine_arguments.argument_names.cache_clear()
+    engine_arguments._declared_types.cache_clear()
     hide_modules(monkeypatch, "vllm")
     assert machine_problems(wrong) == []
-    engine_arguments.argument_names.cache_clear()
+    engine_arguments._declared_types.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("max_num_batched_tokens", "abc", "vLLM wants int | None here"),
+        ("additional_config", 3, "vLLM wants dict[str, Any] here"),
+        ("enable_prefix_caching", "yes", "vLLM wants bool | None here"),
+        ("speculative_config", 5, "vLLM wants dict[str, Any] | None here"),
+        ("speculative_config.methd", {"methd": "ngram"}, "fix: did you mean method?"),
+        ("speculative_config.model", {"method": "eagle3", "model": 3}, "vLLM wants str | None here"),
+    ],
+)
+def test_engine_arguments_have_the_types_that_vllm_declares(name: str, value: Any, text: str) -> None:
+    problem = single(machine_problems({"rollout.engine_kwargs": {name.partition(".")[0]: value}}))
+    assert problem.key == f"rollout.engine_kwargs.{name}" and text in str(problem)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"speculative_config": {"method": "ngram", "num-speculative-tokens": 4, "prompt_lookup_max": 3}},
+        {"cpu_offload_gb": 1, "cpu_offload_params": ["a"], "served_model_name": "x", "max_num_batched_tokens": None},
+        {"compilation_config": 3, "kv_cache_dtype": "auto", "block_size": 16, "additional_config": {"a": 1}},
+    ],
+)
+def test_values_of_types_that_vllm_declares_are_accepted(arguments: dict[str, Any]) -> None:
+    assert machine_problems({"rollout.engine_kwargs": arguments}) == []
 
 
 # ------------------------------------------------------------------------------------------------ GPUs
