@@ -396,6 +396,8 @@ def _meshes(config: Config) -> Iterator[ConfigProblem]:
     if size is not None and ranks % tensor == 0 and ranks // tensor % size:
         divisors = [str(number) for number in range(1, ranks // tensor + 1) if ranks // tensor % number == 0]
         consequence = f"{ranks // tensor} ranks cannot be divided into groups of {size}"
+        if tensor > 1:
+            consequence += f": {ranks} (trainer.num_workers) / {tensor} (trainer.tensor_parallel_size) are left"
         yield ConfigProblem("trainer.fsdp_size", size, consequence, f"set it to {' or '.join(divisors)}")
 
 
