@@ -63,7 +63,7 @@ def test_one_gpu_is_the_engines_unless_both_use_it_in_turns(
     assert dry_run("launch fully_async", 1, monkeypatch) == 0, capsys.readouterr()
     document = json.loads(capsys.readouterr().out)
     assert document["sources"]["trainer.device"] == "the engine has the only GPU"
-    assert [one["key"] for one in document["warnings"]] == ["trainer.device"]
+    assert [one["key"] for one in document["warnings"]] == ["trainer.device", "rollout.dtype"]
     assert "placement=colocated" in document["warnings"][0]["fix"]
     assert dry_run("launch sync placement=colocated", 1, monkeypatch) == 0, "the good way is valid"
     assert json.loads(capsys.readouterr().out)["config"]["trainer"]["device"] == "auto"
