@@ -1,4 +1,4 @@
-"""Decides which HTTP requests reach the engines' OpenAI API: by host name, by API key, and by the body's form.
+"""Decides which HTTP requests reach the engines' OpenAI API: by address, host name, API key, and the body's form.
 
 Each check needs only what comes before the next one on the wire: a request with a wrong host name or key is refused
 before its body is read.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 
 import anyio
 from starlette.datastructures import Headers
@@ -34,7 +36,7 @@ class HttpAccess:
     """Which requests are answered."""
 
     api_key: str | None
-    """The key that clients must send; None lets every client that reaches the address use the API."""
+    """The key that clients must send; None: only requests that arrive at a loopback address are answered."""
     hosts: frozenset[str] | None
     """The host names that requests may be addressed to; None allows all."""
 
@@ -86,6 +88,8 @@ def checked_app(app: ASGIApp, access: HttpAccess) -> ASGIApp:
                 await app(scope, receive, send)
                 return
             _check_key(headers, access.api_key)
+            if access.api_key is None:
+                _check_address(scope)
             body = await read_body(request)
             if body and "json" in headers.get("content-type", "json").lower():
                 await parsed(body, check_json, threads)
@@ -123,6 +127,26 @@ def _check_key(headers: Headers, key: str | None) -> None:
     given = headers.get("authorization", "").encode()
     if not secrets.compare_digest(given, f"Bearer {key}".encode()):
         raise RequestError("missing or wrong API key", status=401, kind="authentication_error", code="invalid_api_key")
+
+
+def _check_address(scope: Scope) -> None:
+    """Require that the request has arrived at a loopback address: Ray Serve's own options (`http_options`), not
+    `serve.host`, decide where a deployed application listens.
+
+    The server's address is checked and not the client's, which is a proxy's claim (`X-Forwarded-For`)."""
+    host = (scope.get("server") or ("an unknown address",))[0]
+    with suppress(ValueError):
+        address = ip_address(host)
+        mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+        if (mapped or address).is_loopback:
+            return
+    raise RequestError(
+        f"this API has no key (serve.api_key_env), so it answers on loopback only, and the request has arrived at "
+        f"{host}; set serve.api_key_env, or let Ray Serve listen on 127.0.0.1 (http_options)",
+        status=403,
+        kind="authentication_error",
+        code="api_key_required",
+    )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

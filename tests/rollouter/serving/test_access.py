@@ -30,9 +30,12 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse(f"served {body.decode()}")(scope, receive, send)
 
 
-async def post(access: HttpAccess, headers: Mapping[str, str], content: str | bytes = "{}") -> httpx.Response:
+async def post(
+    access: HttpAccess, headers: Mapping[str, str], content: str | bytes = "{}", url: str = "http://127.0.0.1"
+) -> httpx.Response:
+    """Send a request that arrives at the address of `url`."""
     transport = httpx.ASGITransport(app=checked_app(echo, access))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with httpx.AsyncClient(transport=transport, base_url=url) as client:
         return await client.post("/v1/chat/completions", headers=dict(headers), content=content)
 
 
@@ -88,6 +91,30 @@ async def test_other_addresses_need_a_key_and_accept_every_host_name(monkeypatch
     assert access == HttpAccess("secret", None)
     answer = await post(access, {"host": "node-7", "authorization": "Bearer secret"})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("127.0.0.2", 200),
+        ("[::1]", 200),
+        ("[::ffff:127.0.0.1]", 200),
+        ("10.0.0.1", 403),
+        ("[::ffff:10.0.0.1]", 403),
+        ("[fe80::1%25eth0]", 403),
+    ],
+)
+async def test_without_a_key_requests_from_elsewhere_are_refused_wherever_serve_listens(
+    address: str, status: int
+) -> None:
+    headers = {"host": "localhost", "x-forwarded-for": "127.0.0.1"}
+    answer = await post(LOOPBACK, headers, url=f"http://{address}")
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert answer.json()["error"]["code"] == "api_key_required"
+    keyed = HttpAccess("secret", LOOPBACK.hosts)
+    assert (await post(keyed, headers | {"authorization": "Bearer secret"}, url=f"http://{address}")).status_code == 200
 
 
 def client_that_must_not_be_read() -> Receive:
@@ -170,5 +197,6 @@ async def test_the_app_hears_of_a_client_that_disconnects_after_its_body() -> No
     async def send(message: Message) -> None: ...
 
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    scope["server"] = ("127.0.0.1", 8000)
     await checked_app(app, OPEN)(scope, receive, send)
     assert heard == [{"type": "http.request", "body": b"[1]", "more_body": False}, {"type": "http.disconnect"}]

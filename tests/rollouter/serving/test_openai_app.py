@@ -60,7 +60,7 @@ def client(replica: Replica | None = None, fleet: Fleet | None = None, access: H
     from rollouter.serving.openai_app import openai_app
 
     app = openai_app("small", replica or Replica(), fleet or Fleet())
-    return TestClient(checked_app(app, access or HttpAccess(None, None)))
+    return TestClient(checked_app(app, access or HttpAccess(None, None)), base_url="http://127.0.0.1")
 
 
 def engine_error(message: str, status: int, param: str | None = None) -> Any:
@@ -193,7 +193,7 @@ def test_without_replicas_health_and_requests_answer_503_at_once() -> None:
 
 def test_the_official_client_understands_the_errors() -> None:
     served = client(Replica(engine_error("temperature must be finite", 400, "temperature")))
-    caller = openai.OpenAI(api_key="none", base_url="http://testserver/v1", http_client=served, max_retries=0)
+    caller = openai.OpenAI(api_key="none", base_url="http://127.0.0.1/v1", http_client=served, max_retries=0)
     with pytest.raises(openai.BadRequestError) as raised:
         caller.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}])
     assert (raised.value.param, raised.value.type) == ("temperature", "invalid_request_error")
