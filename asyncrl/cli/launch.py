@@ -137,7 +137,7 @@ def _show_plan(
             num_prompts=num_prompts(config),
             teacher_parameters=None if config.teacher.path is None else num_parameters(config.teacher.path),
         )
-        placement = None if config.ray.address is None else _placement(config)
+        placement, attached = (None, None) if config.ray.address is None else _ask_cluster(config)
         continued = _preview_resume(config)
     except AsyncRLError as error:
         if not as_json:
@@ -158,6 +158,8 @@ def _show_plan(
             answer["resume"] = list(continued)
         if placement is not None:
             answer["placement"] = placement.as_json()
+        if attached is not None:
+            answer["attached"] = {"application": config.rollout.attach, "replicas": attached}
         click.echo(json.dumps(answer, indent=2, default=str))
         return code
     values = leaves(config.public_values()) if full else changed_values(config)
@@ -166,6 +168,9 @@ def _show_plan(
     click.echo("\n" + _table(plan.quantity_rows(resources)))
     if placement is not None:
         click.echo("\n" + _table([("node", "labels", "CPUs", "GPUs", "processes"), *node_rows(placement)]))
+    if attached is not None:
+        replicas = ", ".join(f"{number} {state}" for state, number in attached.items()) or "none"
+        click.echo(f"\nengines: those of the Serve application {config.rollout.attach} (replicas: {replicas})")
     if continued:
         click.echo("\n" + "\n".join(continued))
     _warn(warnings)
@@ -174,15 +179,25 @@ def _show_plan(
     return code
 
 
-def _placement(config: Config) -> Placement:
-    """Ask the cluster at `ray.address` for its nodes, and return the plan of the run's processes on them."""
+def _ask_cluster(config: Config) -> tuple[Placement, dict[str, int] | None]:
+    """Ask the cluster at `ray.address` for its nodes, and return the plan of the run's processes on them, and how many
+    replicas the run attaches to, by their state; None without `rollout.attach`.
+
+    Raises:
+        ConfigError: the cluster does not answer, or has no such application.
+    """
     from asyncrl.driver.cluster.connection import connected
 
     assert config.ray.address is not None
     with connected(config.ray.address):
         from asyncrl.driver.cluster.state import plan_placement
 
-        return plan_placement(config)
+        attached = None
+        if config.rollout.attach is not None:
+            from rollouter.serving.app import count_replicas
+
+            attached = count_replicas(config.rollout.attach)
+        return plan_placement(config), attached
 
 
 def _preview_resume(config: Config) -> tuple[str, ...]:

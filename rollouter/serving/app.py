@@ -180,15 +180,7 @@ async def attach(config: Config, app: RolloutApp) -> None:
 
 async def _attach_all(app: RolloutApp, limit_s: float) -> None:
     """Attach every replica. If one ends meanwhile, wait for its successor. Raises as `attach`."""
-    running = await anyio.to_thread.run_sync(_applications, abandon_on_cancel=True)
-    found = running.get(app.name)
-    if found is None or DEPLOYMENT_NAME not in found.deployments:
-        others = ", ".join(sorted(name for name, one in running.items() if DEPLOYMENT_NAME in one.deployments))
-        raise ConfigError(
-            f"rollout.attach={app.name!r}: Ray Serve runs no rollout servers of this name on the cluster, so there is "
-            f"nothing to attach to (rollout servers: {others or 'none'}); deploy them with `serve deploy` "
-            "(docs/deploy.md), or leave the key out to start engines with the run"
-        )
+    await anyio.to_thread.run_sync(count_replicas, app.name, abandon_on_cancel=True)
     while True:
         await _started({app.name: "the rollout servers"}, replaced=True)
         handle = await connect(partial(serve.get_deployment_handle, DEPLOYMENT_NAME, app.name), limit_s)
@@ -202,6 +194,27 @@ async def _attach_all(app: RolloutApp, limit_s: float) -> None:
                 raise failure from error
             logger.warning("%s; it is tried again", failure.brief)
         await anyio.sleep(FIRST_BACKOFF_S)
+
+
+def count_replicas(app: str, source: str = "rollout.attach") -> dict[str, int]:
+    """Return how many replicas deployed rollout servers have, by Serve's name of their state. Blocking.
+
+    Args:
+        source: The key or option that has the application's name, for messages.
+
+    Raises:
+        ConfigError: Serve runs no rollout servers of this name.
+    """
+    servers = {name: one for name, one in _applications().items() if DEPLOYMENT_NAME in one.deployments}
+    if app not in servers:
+        alone = ", or leave the key out to start engines with the run" if source == "rollout.attach" else ""
+        raise ConfigError(
+            f"{source}={app!r}: Ray Serve runs no rollout servers of this name on the cluster, so there is nothing to "
+            f"attach to (rollout servers: {', '.join(sorted(servers)) or 'none'}); deploy them with `serve deploy` "
+            f"(docs/deploy.md){alone}"
+        )
+    states = servers[app].deployments[DEPLOYMENT_NAME].replica_states
+    return {str(state.value): number for state, number in states.items()}
 
 
 def _quiet_serve(config: Config) -> None:

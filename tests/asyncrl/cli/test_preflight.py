@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray.serve.schema import ReplicaState
 
 from asyncrl.cli.preflight import check_machine, preflight
 from asyncrl.config.compose import Mode, check_config
 from asyncrl.config.environment import num_parameters
 from asyncrl.config.problems import errors
+from asyncrl.config.resources.placement import Placement
 from asyncrl.config.resources.plan import GIB, MachineResources, checkpoint_bytes
+from asyncrl.driver.cluster import connection, state
+from rollouter.serving import app
 from tests.fakes.command_line import CommandLine
 from tests.fakes.configurations import config_with
 
@@ -167,3 +172,20 @@ def test_the_size_of_a_checkpoint() -> None:
     assert checkpoint_bytes(config_with({}), 10) == 10 * (4 + 8 + 4)
     assert checkpoint_bytes(config_with({"model.lora_rank": 4}), 10) == 10 * 4
     assert checkpoint_bytes(config_with({"algorithm.adv_estimator": "gae"}), 10) == 10 * (16 + 12)
+
+
+def test_a_dry_run_looks_up_the_rollout_servers_and_shows_them(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {ReplicaState.RUNNING: 2, ReplicaState.STARTING: 1}
+    servers = SimpleNamespace(deployments={"rollout": SimpleNamespace(replica_states=states)})
+    monkeypatch.setattr(connection, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(state, "plan_placement", lambda config: Placement((), {}, (), {}))
+    monkeypatch.setattr(app.serve, "status", lambda: SimpleNamespace(applications={"servers": servers}))
+    command = ("launch", "fully_async", "--dry-run", "ray.address=auto")
+    assert "servers (replicas: 2 RUNNING, 1 STARTING)" in cli(*command, "rollout.attach=servers").out
+    answer = cli(*command, "rollout.attach=servers", "--json").json
+    assert answer["attached"] == {"application": "servers", "replicas": {"RUNNING": 2, "STARTING": 1}}
+    err = cli(*command, "rollout.attach=nothere", code=2).err
+    assert "rollout.attach='nothere'" in err and "(rollout servers: servers)" in err
+    assert "attached" not in cli(*command, "--json").json

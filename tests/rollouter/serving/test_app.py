@@ -175,7 +175,7 @@ class DeployedApp:
         return SimpleNamespace(results_async=results_async)
 
 
-ENGINES = SimpleNamespace(message="")
+ENGINES = SimpleNamespace(message="", replica_states={})
 PREEMPTED = ray.exceptions.ActorDiedError()
 PREEMPTED._preempted = True
 
