@@ -27,7 +27,7 @@ versions. The cost of a sync to a response in flight is its longest gap at the t
 other times. --in-flight: responses `keep` their place in the engine, are ended and sent again (`abort`), or end before
 the version is loaded (`wait`).
 
-The exit code is 1 if a server answered no request.
+The exit code is 1 if a server answered no request; nothing is measured if a server does not answer the first ones.
 
 --trace FILE has JSON lines, one for each session:
 
@@ -87,7 +87,7 @@ async def measure_all(
         for target in targets:
             print_progress(f"round {number + 1}: {target.name}, {len(sessions)} sessions")
             async with target.connect() as client:
-                one = await _measure(options, target, client, sessions)
+                one = await _measure(options, target, client, sessions, is_first=number == 0)
             measured[target.name].append(one)
             if failed := [response.error for response in one.responses if response.error]:
                 print_progress(f"{target.name}: {len(failed)} requests failed, the first one with {failed[0]}")
@@ -95,10 +95,26 @@ async def measure_all(
 
 
 async def _measure(
-    options: argparse.Namespace, target: Target, client: StreamClient, sessions: Sequence[TracedSession]
+    options: argparse.Namespace,
+    target: Target,
+    client: StreamClient,
+    sessions: Sequence[TracedSession],
+    *,
+    is_first: bool,
 ) -> Round:
+    """Measure one round. `is_first`: an error of the server ends the measurement, because no results are lost yet.
+
+    Raises:
+        ConfigError: the server answers no request.
+    """
     limits: dict[str, Any] = {"vocabulary": options.vocabulary, "timeout_s": options.timeout}
-    await LoadGenerator(client, seed=options.seed + 1, **limits).run(draw_sessions(WARM_UP, None, 0), concurrency=4)
+    warm_up = LoadGenerator(client, seed=options.seed + 1, **limits)
+    await warm_up.run(draw_sessions(WARM_UP, None, 0), concurrency=4)
+    if is_first and all(response.error for response in warm_up.responses):
+        raise ConfigError(
+            f"{target.name} answers no request, so nothing is measured: {warm_up.responses[0].error}; check "
+            "the server, --model, --api and --api-key-env"
+        )
     load = LoadGenerator(client, seed=options.seed, **limits)
     windows: list[SyncWindow] = []
     concurrency = None if options.rate else options.concurrency
@@ -128,6 +144,9 @@ def _targets(options: argparse.Namespace, longest: int) -> Iterator[list[Target]
             from asyncrl.driver.cluster.connection import connected
 
             stack.enter_context(connected("auto", "RAY_ADDRESS", namespace=f"bench-stream-{os.getpid()}"))
+            from rollouter.serving.app import count_replicas
+
+            count_replicas(options.app, "--app")  # an error if there are none
             targets += _app_targets(options, options.app, None, longest)
         if options.serve:
             from benchmarks.stream.servers import server_config, started

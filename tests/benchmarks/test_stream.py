@@ -7,9 +7,10 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -23,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from asyncrl.driver.cluster import connection
 from benchmarks.stream import __main__ as program
 from benchmarks.stream import servers
 from benchmarks.stream.load import Arrived, LoadGenerator
@@ -46,6 +48,7 @@ from benchmarks.stream.workload import (
     read_trace,
     write_trace,
 )
+from rollouter.serving import app
 
 SHAPE = WorkloadShape(sessions=400, turns=3, prompt=60, output=80, longest=1000, wait_s=0.5)
 
@@ -298,6 +301,26 @@ def test_a_server_that_does_not_answer_is_an_error_in_one_line(url: str, monkeyp
     with pytest.raises(SystemExit) as ended:
         program.main()
     assert str(ended.value).startswith(f"{url}/models lists no model, so nothing is measured: ")
+
+
+def test_a_server_that_answers_no_request_is_an_error_and_no_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "http://127.0.0.1:1/v1"
+    monkeypatch.setattr("sys.argv", ["stream", "--url", url, "--model", "m", "--sessions", "2"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert str(ended.value).startswith(f"{url} answers no request, so nothing is measured: ConnectError: ")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_application_that_does_not_run_is_an_error_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "connected", lambda *names, **options: nullcontext())
+    monkeypatch.setattr(app.serve, "status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr("sys.argv", ["stream", "--app", "nothere", "--model", "asyncrl://quickstart"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert str(ended.value).startswith("--app='nothere': Ray Serve runs no rollout servers of this name")
 
 
 def test_deployed_servers_need_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
