@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import math
+import os
 import socket
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -281,6 +285,33 @@ def _api_key(config: Config) -> Iterator[ConfigProblem]:
     yield from check_api_key("serve", config.serve.api_key_env)
 
 
+def _runtime_env(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse names that Ray ignores in a `runtime_env`. They may be those of plugins if Ray has any."""
+    if not config.ray.runtime_env or "RAY_RUNTIME_ENV_PLUGINS" in os.environ or not (known := _runtime_env_names()):
+        return
+    for name in config.ray.runtime_env.keys() - known:
+        close = get_close_matches(name, known, n=1)
+        fix = f"did you mean {close[0]}? Otherwise leave it out" if close else "leave it out"
+        fix += " (for a plugin of the cluster, export RAY_RUNTIME_ENV_PLUGINS)"
+        consequence = "a runtime_env of Ray has no such field, and Ray would ignore it"
+        yield ConfigProblem(f"ray.runtime_env.{name}", config.ray.runtime_env[name], consequence, fix)
+
+
+@cache
+def _runtime_env_names() -> frozenset[str]:
+    """Return the public names that Ray's source declares; empty if Ray is not installed. An import of Ray would take a
+    second."""
+    spec = importlib.util.find_spec("ray")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    source = Path(spec.submodule_search_locations[0], "runtime_env", "runtime_env.py").read_text(encoding="utf-8")
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    for one in classes["RuntimeEnv"].body:
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.target.id == "known_fields":
+            return frozenset(ast.literal_eval(one.value))
+    return frozenset()
+
+
 def _port(config: Config) -> Iterator[ConfigProblem]:
     host, port = config.serve.host, config.serve.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as server:
@@ -516,13 +547,13 @@ RULES: tuple[RuleFunction, ...] = (
                "set trainer.checkpoint_dir to a directory that all these nodes share", "warning"),
 )  # fmt: skip
 
-SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key,)
+SERVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _runtime_env)
 """Checks for rollout servers."""
 PORT_ENVIRONMENT: tuple[RuleFunction, ...] = (_port,)
 """A check for `asyncrl serve`. An application that is deployed separately uses the port of Ray Serve."""
 
 ENVIRONMENT: tuple[RuleFunction, ...] = (_api_key, _resume, _weights_dir, _broadcast_gpus, _shared_gpus)
-DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _checkpoint_dir, _unbounded_journal_of_epochs)
+DRIVER_ENVIRONMENT: tuple[RuleFunction, ...] = (_run_dir, _checkpoint_dir, _runtime_env, _unbounded_journal_of_epochs)
 
 NO_EFFECT = (
     no_effect("serve.allowed_hosts", lambda c: c.serve.host not in LOOPBACK,

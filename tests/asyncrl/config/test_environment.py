@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.runtime_env import RuntimeEnv
 
 from asyncrl.assets import resolve
 from asyncrl.config import environment
@@ -571,6 +572,19 @@ def test_engine_arguments_have_the_types_that_vllm_declares(name: str, value: An
 )
 def test_values_of_types_that_vllm_declares_are_accepted(arguments: dict[str, Any]) -> None:
     assert machine_problems({"rollout.engine_kwargs": arguments}) == []
+
+
+@pytest.mark.usefixtures("here")
+def test_names_of_a_runtime_env_are_those_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_RUNTIME_ENV_PLUGINS", raising=False)
+    assert run._runtime_env_names() == RuntimeEnv.known_fields
+    wrong = {"ray.address": "auto", "ray.runtime_env": {"workingdir": "/x", "env_vars": {"A": "1"}}}
+    problem = single(machine_problems(wrong))
+    assert (problem.key, problem.value, problem.severity) == ("ray.runtime_env.workingdir", "/x", "error")
+    assert "Ray would ignore it" in problem.consequence and problem.fix.startswith("did you mean working_dir?")
+    assert single(machine_problems(wrong, scope="serve")).key == problem.key
+    monkeypatch.setenv("RAY_RUNTIME_ENV_PLUGINS", '[{"class": "mine.Plugin"}]')
+    assert machine_problems(wrong) == [], "plugins have names of their own"
 
 
 # ------------------------------------------------------------------------------------------------ GPUs
