@@ -34,7 +34,16 @@ from asyncrl.config.rules import UNUSED_BY_SFT, Scope, as_evaluation, as_sft, as
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import quantization
 from asyncrl.config.sections.run import check_mode
-from asyncrl.config.sources import COMMAND_LINE, DTYPE, EVALUATION, QUANTIZATION, SYNC, lines, sources_of_files
+from asyncrl.config.sources import (
+    ARGUMENT,
+    COMMAND_LINE,
+    DTYPE,
+    EVALUATION,
+    QUANTIZATION,
+    SYNC,
+    lines,
+    sources_of_files,
+)
 from asyncrl.config.tool_file import TOOL_FILE, TOOLS, add_tool_file
 from asyncrl.config.yaml_files import NamedText, read_yaml
 from asyncrl.core.failures import ConfigError
@@ -122,7 +131,11 @@ def check_config(
     mode: Mode = "fully_async",
     scope: Scope = "run",
 ) -> CheckedConfig:
-    """Return a configuration with all its problems. `scope`: what it is for."""
+    """Return a configuration with all its problems.
+
+    Args:
+        scope: what it is for; the overrides of an application (`app`) are its arguments and not a command line.
+    """
     with resolvers() as read:
         return _check(source, overrides, mode, scope, read)
 
@@ -130,9 +143,10 @@ def check_config(
 def _check(
     source: str | Path | None, overrides: Sequence[str], mode: Mode, scope: Scope, read: ReadVariables
 ) -> CheckedConfig:
+    place = ARGUMENT if scope == "app" else COMMAND_LINE
     try:
         base = _read_source(_QUICKSTART if source is None else str(source))
-        arguments, overridden, problems = _parse_overrides(overrides, base)
+        arguments, overridden, problems = _parse_overrides(overrides, base, place)
         tree, unresolved = _compose(base, arguments, read)
     except _CompositionError as refused:
         return CheckedConfig(None, (), variables=read).with_problems([refused.problem])
@@ -169,8 +183,8 @@ def _check(
     # The user's section may name a key's place although an option of the group, which comes first, sets the key.
     has_own = base.node is not None or any(text[:1] not in "+~" for text in arguments)
     places = {**base.places, **_file_sources(base, arguments)} if has_own else base.places
-    kept = {key: place for key, place in places.items() if not any(key.startswith(f"{one}.") for one in overridden)}
-    places = {**kept, **dict.fromkeys(overridden, COMMAND_LINE)}
+    kept = {key: found for key, found in places.items() if not any(key.startswith(f"{one}.") for one in overridden)}
+    places = {**kept, **dict.fromkeys(overridden, place)}
     return CheckedConfig(config, (), places, read).with_problems(problems)
 
 
@@ -408,8 +422,10 @@ def _check_default(entry: Any, folder: Path, where: str) -> None:
 # ------------------------------------------------------------------------------------------------ overrides
 
 
-def _parse_overrides(texts: Sequence[str], base: _BaseConfig) -> tuple[list[str], Tree, list[ConfigProblem]]:
-    """Return the arguments for Hydra, the overridden values by dotted key, and the problems.
+def _parse_overrides(
+    texts: Sequence[str], base: _BaseConfig, place: str = COMMAND_LINE
+) -> tuple[list[str], Tree, list[ConfigProblem]]:
+    """Return the arguments for Hydra, the overridden values by dotted key, and the problems, which are at `place`.
 
     Keys are set with Hydra's `++`, so that keys below a section that is off, or in a mapping with arbitrary keys, can
     be set like any other; unknown keys are found after composition.
@@ -427,7 +443,7 @@ def _parse_overrides(texts: Sequence[str], base: _BaseConfig) -> tuple[list[str]
                 argument, values[name] = _parse_value(name, raw)
                 arguments.append(argument)
         except _CompositionError as refused:
-            problems.append(replace(refused.problem, where=COMMAND_LINE))
+            problems.append(replace(refused.problem, where=place))
     return arguments, values, problems
 
 

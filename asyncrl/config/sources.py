@@ -12,6 +12,7 @@ import yaml
 from asyncrl.config.yaml_files import read_yaml
 
 COMMAND_LINE, DEFAULT, SYNC, EVALUATION = "command line", "default", "asyncrl launch sync", "evaluation"
+ARGUMENT = "argument of the application"
 QUANTIZATION, DTYPE = "rollout.quantization", "a dtype of 16 bits"
 
 

@@ -134,6 +134,10 @@ def test_arguments_of_a_deployment_are_keys_of_the_configuration() -> None:
 def test_a_deployment_with_wrong_arguments_is_refused_with_all_problems() -> None:
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*num_replica.*max_num_seqs"):
         app.build_app({"rollout": {"num_replica": 2, "max_num_seqs": 0}})
+    with pytest.raises(ConfigError) as raised:
+        app.build_app({"num_replica": 2, "rollout": {"max_num_seqs": 0}, "rollout.n": "["})
+    message = str(raised.value)
+    assert message.count("(argument of the application)") == 3 and "command line" not in message, message
 
 
 def test_a_deployment_has_the_replicas_and_the_api_in_front_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
