@@ -297,3 +297,6 @@ def test_a_cluster_without_room_or_without_its_token_is_refused_in_a_line(tmp_pa
             code, printed = asyncrl(*arguments)
             assert code == 2, printed
             assert "`export RAY_AUTH_MODE=token`" in " ".join(printed.split()) and "Traceback" not in printed, printed
+        stack.enter_context(environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * len(TOKEN)))
+        code, printed = asyncrl(*keys, "--dry-run")
+        assert code == 2 and "the token in RAY_AUTH_TOKEN is not the cluster's" in " ".join(printed.split()), printed

@@ -270,7 +270,15 @@ def _init(address: str | None, *, debug: bool = False, source: str = "ray.addres
         # Without `local` Ray would join a running cluster that it finds on this machine.
         ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **options)
     except Exception as error:
-        if _wants_token(error):
+        text = "".join(traceback.format_exception(error))  # Ray wraps the error several times
+        if "InvalidAuthToken" in text and os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+            names = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)]
+            place = names[0] if names else "~/.ray/auth_token"  # in the order in which Ray looks
+            raise ConfigError(
+                f"{given}: the token in {place} is not the cluster's, so nothing runs: `ray get-auth-token` prints the "
+                "cluster's on the head node"
+            ) from None
+        if "InvalidAuthToken" in text or "AuthenticationError" in text:
             raise ConfigError(
                 f"{given}: the cluster requires its token, so nothing runs: `export RAY_AUTH_MODE=token` and "
                 "`export RAY_AUTH_TOKEN=...` (or put the token into ~/.ray/auth_token, or the path of its file into "
@@ -300,11 +308,6 @@ def _check_listening(address: str) -> None:
     if host and port.isdigit() and "/" not in host:  # not `ray://` with its own port
         with suppress(TimeoutError):  # a slow network is left to Ray
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-
-
-def _wants_token(error: Exception) -> bool:
-    text = "".join(traceback.format_exception(error))  # Ray wraps the error several times
-    return "InvalidAuthToken" in text or "AuthenticationError" in text
 
 
 def _redirect_messages(ray: Any) -> None:

@@ -281,3 +281,45 @@ def test_an_address_that_does_not_answer_is_named_by_its_key_or_option(
     assert raised.value.message.startswith(f"{source}=10.0.0.9:6379: there is no Ray cluster that answers")
     assert "nothing listens there" in raised.value.message and "\n" not in str(raised.value), "without a traceback"
     assert fix in f"{raised.value.message}\n"
+
+
+class AuthenticationError(Exception):
+    """Has the name of Ray's error, which needs Ray's settings for its text."""
+
+
+@pytest.mark.parametrize(
+    ("variables", "cause", "message"),
+    [
+        ({}, "RPC error: InvalidAuthToken: it is missing or incorrect", "the cluster requires its token"),
+        ({"RAY_AUTH_MODE": "token"}, "no authentication token was found", "the cluster requires its token"),
+        (
+            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "other"},
+            "RPC error: InvalidAuthToken: it is missing or incorrect",
+            "the token in RAY_AUTH_TOKEN is not the cluster's",
+        ),
+        (
+            {"RAY_AUTH_MODE": "Token"},
+            "RPC error: InvalidAuthToken: it is missing or incorrect",
+            "the token in ~/.ray/auth_token is not the cluster's",
+        ),
+    ],
+)
+def test_a_missing_token_is_another_error_than_a_wrong_one(
+    variables: dict[str, str], cause: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("failed to connect") from AuthenticationError(cause)
+
+    monkeypatch.setattr(ray, "init", refuse)
+    for names in ("_QUIET", "_SHARED"):
+        monkeypatch.setattr(cluster_module, names, {})
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cluster_module, "_check_listening", lambda address: None)
+    with pytest.raises(ConfigError) as raised, cluster_module.connected("10.0.0.9:6379"):
+        pass
+    assert raised.value.message.startswith(f"ray.address=10.0.0.9:6379: {message}, so nothing runs: ")
