@@ -307,7 +307,7 @@ def _runtime_env_names() -> frozenset[str]:
     source = Path(spec.submodule_search_locations[0], "runtime_env", "runtime_env.py").read_text(encoding="utf-8")
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     for one in classes["RuntimeEnv"].body:
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.target.id == "known_fields":
+        if isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "known_fields" and one.value is not None:
             return frozenset(ast.literal_eval(one.value))
     return frozenset()
 
