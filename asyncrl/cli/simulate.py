@@ -79,7 +79,9 @@ def simulate(
     config_file, overrides = split_arguments(arguments)
     swept = bool(sweep or gpus)
     settings = swept_settings(config_file, overrides, sweep, gpus) if swept else _with_baseline(overrides)
-    given, *configs = configurations(config_file, overrides, [{}, *settings])
+    if swept:  # the given configuration comes last
+        settings = [*settings, {}]
+    configs = configurations(config_file, overrides, settings)
     trace, name = _trace(source)
     if save_trace is not None:
         _save(trace, save_trace)
@@ -89,11 +91,14 @@ def simulate(
             settings, configs, trace, steps=steps, seed=seed,
             progress=lambda number, total: status.update(f"simulating setting {number + 1} of {total}"),
         )  # fmt: skip
+    advice = bottleneck(done[-1])
+    if swept:
+        *done, given = done
+        advice = recommend(done, given)[1]
     if plot is not None:
         from asyncrl.simulate.plot import draw
 
         draw(done, plot)
-    advice = recommend(done, given)[1] if swept else bottleneck(done[-1])
     if as_json:
         found = {"trace": name, "seed": seed, "settings": as_rows(done), "advice": advice, "limits": limits(done)}
         click.echo(json.dumps(found, indent=2))

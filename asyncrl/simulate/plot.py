@@ -46,7 +46,12 @@ def draw(done: Sequence[SimulatedSetting], file: Path) -> None:
     axes[-1].set_xlabel("seconds since the start of the run")
     try:
         figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"--plot {file} cannot be written: {error.strerror or error}. Give a file in a folder that exists and that "
+            "you may write to"
+        ) from error
+    except ValueError as error:
         raise ConfigError(f"--plot {file} cannot be written: {error}. Give a .png, .svg or .pdf file") from error
 
 

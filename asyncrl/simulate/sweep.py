@@ -12,7 +12,7 @@ from asyncrl.config.compose import Mode, check_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import NodePool
 from asyncrl.core.failures import ConfigError
-from asyncrl.observe.formats import percent
+from asyncrl.observe.formats import count, percent
 from asyncrl.simulate.result import SimulationResult
 from asyncrl.simulate.run import simulate_run
 from asyncrl.simulate.trace import Trace
@@ -125,6 +125,11 @@ def _splits(config: Config, gpus: int) -> list[Settings]:
     Raises:
         ConfigError: the configuration needs more GPUs, or its number of replicas changes.
     """
+    if config.takes_turns:
+        raise ConfigError(
+            f"placement = colocated: both sides have all GPUs in turns, so --gpus {gpus} has nothing to split. Set it "
+            "to separate, or leave out --gpus"
+        )
     if config.rollout.autoscaling.enable:
         raise ConfigError(
             f"rollout.autoscaling.enable = true: the run would change the number of replicas, and --gpus {gpus} "
@@ -244,8 +249,9 @@ def as_rows(done: Sequence[SimulatedSetting]) -> list[dict[str, Any]]:
     ]
 
 
-def recommend(done: Sequence[SimulatedSetting], given: Config) -> tuple[SimulatedSetting, str]:
-    """Return the setting to use and a sentence with the reasons. `given`: the configuration without the settings.
+def recommend(done: Sequence[SimulatedSetting], given: SimulatedSetting) -> tuple[SimulatedSetting, str]:
+    """Return the setting to use and a sentence with the reasons. `given`: the configuration without the settings, to
+    compare with.
 
     It is the one that trains the most tokens per second. Of those that are almost as fast, it is the one with the least
     staleness, and then with the fewest replicas and ranks.
@@ -253,10 +259,13 @@ def recommend(done: Sequence[SimulatedSetting], given: Config) -> tuple[Simulate
     fastest = max(one.tokens_per_s for one in done)
     close = [one for one in done if one.tokens_per_s >= (1 - _CLOSE) * fastest]
     best = min(close, key=lambda one: (round(one.result.mean_staleness, 1), _resources(one.config)))
-    slowest = min(one.tokens_per_s for one in done)
-    text = f"use {_for_launch(best, given)}: {best.tokens_per_s:,.0f} trained tokens/s"
-    if len(done) > 1 and slowest:
-        text += f", {best.tokens_per_s / slowest:.2f} times the slowest setting"
+    text = f"use {_for_launch(best, given.config)}: {best.tokens_per_s:,.0f} trained tokens/s"
+    if best.config == given.config:
+        text += ", which is the given configuration"
+    elif given.tokens_per_s:
+        replicas, ranks = given.config.rollout.num_replicas, given.config.trainer.num_workers
+        text += f", {best.tokens_per_s / given.tokens_per_s:.2f} times the given configuration"
+        text += f" ({count(replicas, 'replica')}, {count(ranks, 'rank')})"
     equal = len(close) - 1
     if equal:
         text += f". {equal} more {'is' if equal == 1 else 'are'} as fast, with staler samples or more resources"
@@ -272,11 +281,11 @@ def _for_launch(one: SimulatedSetting, given: Config) -> str:
         ("trainer", "num_workers", 1),
     ):
         pool: NodePool = getattr(given, section)
-        per_node, count = pool.n_gpus_per_node, settings.get(f"{section}.{number}")
+        per_node, processes = pool.n_gpus_per_node, settings.get(f"{section}.{number}")
         scales = section == "rollout" and given.rollout.autoscaling.enable  # nodes limit the number of replicas only
-        if per_node is None or count is None or scales:
+        if per_node is None or processes is None or scales:
             continue
-        nodes, rest = divmod(int(count) * size, per_node)
+        nodes, rest = divmod(int(processes) * size, per_node)
         fills = not rest and max(size, per_node) % min(size, per_node) == 0
         if fills and (nodes == 1 or given.ray.address is not None):
             settings.setdefault(f"{section}.nnodes", str(nodes))
@@ -288,6 +297,11 @@ def _for_launch(one: SimulatedSetting, given: Config) -> str:
 def limits(done: Sequence[SimulatedSetting]) -> list[str]:
     """Return sentences about what the settings have and the simulation leaves out."""
     found = []
+    if any(one.config.takes_turns for one in done):
+        found.append(
+            "placement=colocated has no effect on the simulation: it leaves out the time in which engines and ranks "
+            "hand the GPUs over. Add that to trainer.lease_s and sync.pause_s of the trace"
+        )
     if len({one.config.rollout.tensor_parallel_size for one in done}) > 1:
         found.append(
             "rollout.tensor_parallel_size changes only the number of GPUs: engines of every size have the speed in the "
@@ -301,9 +315,14 @@ def bottleneck(one: SimulatedSetting) -> str:
     result, config = one.result, one.config
     waits, idle = percent(round(result.trainer_waits, 3)), percent(round(result.engines_idle, 3))
     if result.trainer_waits > _IDLE and result.engines_idle > _IDLE:
+        text = f"Both sides wait for each other (Trainer {waits}, engines {idle})"
+        if config.mode == "sync":
+            return (
+                f"{text}, because they take turns. Whether mode=fully_async is faster depends on how the GPUs are "
+                "split, which --gpus compares"
+            )
         ahead = config.async_training.staleness_threshold
-        knob = "mode=fully_async" if config.mode == "sync" else f"async_training.staleness_threshold (now {ahead:g})"
-        return f"Both sides wait for each other (Trainer {waits}, engines {idle}): {knob} lets them overlap more"
+        return f"{text}: async_training.staleness_threshold (now {ahead:g}) lets them overlap more"
     if result.trainer_waits > _IDLE:
         return f"Generation is the bottleneck (the Trainer waits {waits}): more rollout.num_replicas help"
     if result.engines_idle > _IDLE:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -151,17 +152,30 @@ def read_trace(file: Path) -> Trace:
     try:
         return Trace.model_validate(load_yaml(file))
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()  # a misspelt key may be the reason why another one is missing
+        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
         key = ".".join(map(str, first["loc"])) or "the file"
         wrong = f"{key} = {str(first['input'])[:60]} cannot be simulated: {first['msg']}"
         if first["type"] == "missing":
             wrong = f"{key} is missing, so this is no trace, or not all of one"
+        if first["type"] == "extra_forbidden":
+            wrong = f"{key} is no key of a trace{_did_you_mean([str(part) for part in first['loc']])}"
         raise ConfigError(
             f"{file}: {wrong}. Correct it; a trace with every key is written by `asyncrl simulate --trace RUN "
             "--save-trace FILE`, and docs/scaling.md explains the keys"
         ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the trace {file} cannot be read: {error}. Give a run, or a YAML file") from error
+
+
+def _did_you_mean(unknown: Sequence[str]) -> str:
+    """Return a hint at the key that the last part of this one resembles, or nothing."""
+    *sections, name = unknown
+    section: Any = Trace
+    for part in sections:
+        section = section.model_fields[part].annotation
+    close = get_close_matches(name, section.model_fields, n=1)
+    return f" (did you mean {'.'.join([*sections, close[0]])}?)" if close else ""
 
 
 def trace_yaml(trace: Trace, *, max_groups: int) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.compose import check_config
+from asyncrl.core.failures import ConfigError
+from asyncrl.simulate.trace import read_trace
 from benchmarks.synthetic_run import RunPlan, write_run
 from tests.fakes.command_line import CommandLine, in_subprocess
 
@@ -66,6 +69,63 @@ def test_gpus_are_split_between_both_sides(run: CommandLine, speeds: Path) -> No
     assert any(f"use {name}" in found["advice"] for name in names)
 
 
+def test_a_recommendation_is_compared_with_the_given_configuration(run: CommandLine, speeds: Path) -> None:
+    key = "async_training.staleness_threshold"
+    arguments = ("simulate", "--trace", speeds, "--steps", 8, "--json", "--sweep", f"{key}=1")
+    found = run(*arguments, f"{key}=0").json
+    assert len(found["settings"]) == 1
+    times = re.search(r"([\d.]+) times the given configuration \(\d replicas?, 1 rank\)", found["advice"])
+    assert times and float(times[1]) > 1
+    same = run(*arguments, f"{key}=1").json["advice"]
+    assert "trained tokens/s, which is the given configuration. " in same
+
+
+def test_advice_of_a_synchronous_run_does_not_promise_that_async_is_faster(run: CommandLine, speeds: Path) -> None:
+    advice = run("simulate", "mode=sync", "--trace", speeds, "--steps", 8, "--json").json["advice"]
+    assert "because they take turns. Whether mode=fully_async is faster depends on how the GPUs are split" in advice
+
+
+def test_shared_gpus_are_not_simulated_in_silence(run: CommandLine, speeds: Path) -> None:
+    arguments = ("simulate", "mode=sync", "placement=colocated", "--trace", speeds, "--steps", 4)
+    assert "placement=colocated has no effect on the simulation" in run(*arguments).out
+    assert "placement = colocated: both sides have all GPUs in turns" in run(*arguments, "--gpus", 4, code=2).err
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("missing/x.png", "No such file or directory. Give a file in a folder that exists"),
+        ("x.txt", "Give a .png, .svg or .pdf file"),
+    ],
+)
+def test_a_figure_that_cannot_be_written_is_an_error(
+    run: CommandLine, speeds: Path, tmp_path: Path, file: str, message: str
+) -> None:
+    error = run("simulate", "mode=sync", "--trace", speeds, "--steps", 2, "--plot", tmp_path / file, code=2).err
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (
+            "step_s: {1: 0.005",
+            "stepp_s: {1: 0.005",
+            "engine.stepp_s is no key of a trace (did you mean engine.step_s?). ",
+        ),
+        ("sync:", "synk:", "synk is no key of a trace (did you mean sync?). "),
+        ("publish_s", "colour", "sync.colour is no key of a trace. "),
+        ("step_s: {1: 0.005, 128: 0.02}", "", "engine.step_s is missing"),
+    ],
+)
+def test_wrong_keys_of_a_trace_are_named(tmp_path: Path, right: str, wrong: str, message: str) -> None:
+    file = tmp_path / "speeds.yaml"
+    file.write_text(SPEEDS.replace(right, wrong, 1))
+    with pytest.raises(ConfigError) as error:
+        read_trace(file)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("address", "ranks_per_node", "nodes"),
     [
@@ -120,7 +180,10 @@ def test_speeds_of_a_run_can_be_saved_and_simulated_again(run: CommandLine, tmp_
         (("--gpus", "4"), "trainer.strategy"),
         (("--gpus", "8", "--sweep", "rollout.num_replicas=4"), "--sweep rollout.num_replicas=4: --gpus 8 chooses"),
         (("--gpus", "8", "--sweep", "trainer.num_workers=6,60"), "--sweep trainer.num_workers=6,60: --gpus 8 chooses"),
-        (("--gpus", "8", "rollout.autoscaling.enable=true"), "rollout.autoscaling.enable = true: the run would change"),
+        (
+            ("--gpus", "8", "rollout.autoscaling.enable=true", "rollout.autoscaling.max_replicas=4"),
+            "rollout.autoscaling.enable = true: the run would change",
+        ),
         (("algorithm.adv_estimator=remax",), "greedy responses"),
     ],
 )
