@@ -119,7 +119,10 @@ def test_a_run_of_two_steps_is_too_short(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("engine: {step_s: {1: 0.01}}\ntrainer: {update_tokens_per_s: {1: -4}}", r"trainer.update_tokens_per_s.1 = -4"),
-        ("engine: {step_s: {1: 0.01}, speed: 3}\ntrainer: {update_tokens_per_s: {1: 4}}", "engine.speed is no key of a trace"),
+        (
+            "engine: {step_s: {1: 0.01}, speed: 3}\ntrainer: {update_tokens_per_s: {1: 4}}",
+            "engine.speed is no key of a trace",
+        ),
         ("trainer: {update_tokens_per_s: {1: 4}}", "engine is missing"),
         ("[1, 2", "cannot be read"),
         ("engine: {step_s: {}}\ntrainer: {update_tokens_per_s: {1: 4}}", "engine.step_s"),
