@@ -106,7 +106,9 @@ async def test_show_prints_the_newest_sample(tmp_path: Path, capsys: pytest.Capt
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("model: {path: 'asyncrl://quickstart'}\n")
     for index in (1, 2):
-        await SampleKeeper(run, 200).write(sample(index), prompt(), group(), SCORES)
+        keeper = SampleKeeper(run, 200)
+        async with keeper.running():
+            await keeper.write(sample(index), prompt(), group(), SCORES)
     assert main(shlex.split(command)) == 0
     assert "sample_0_2 · trajectory 0 of 2" in capsys.readouterr().out
 

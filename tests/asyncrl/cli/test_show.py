@@ -542,7 +542,12 @@ def keep(run_dir: Path, index: int, rewards: Sequence[float] = (1.25, 0.0), *, a
     """Keep a sample as the Rollouter does."""
     keeper = SampleKeeper(run_dir, 200, lambda: at)
     scores = [replace(score, reward=reward) for score, reward in zip(SCORES, rewards, strict=True)]
-    anyio.run(keeper.write, sample(index), prompt(), group(), scores)
+
+    async def write() -> None:
+        async with keeper.running():
+            await keeper.write(sample(index), prompt(), group(), scores)
+
+    anyio.run(write)
 
 
 @pytest.fixture
