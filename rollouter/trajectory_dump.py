@@ -156,7 +156,7 @@ class SampleKeeper:
         with profile.span("kept.write"):
             try:
                 failed = await _in_thread(self._threads, self._add, new)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  no error of these files ends a run
                 self._errors.log(str(new[0].sample.sample_id), error)
                 return
         for name, reason in failed.items():

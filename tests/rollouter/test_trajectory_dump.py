@@ -338,6 +338,20 @@ async def test_a_sample_that_cannot_be_encoded_is_the_only_one_that_is_not_kept(
     assert "no such value" in record.message
 
 
+async def test_no_error_of_kept_samples_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(directory: Path) -> None:
+        raise KeyError("a file of another version")
+
+    monkeypatch.setattr(recent_module, "list_recent", fail)
+    (files,) = make_files(Config(), tmp_path, decode)
+    async with files.running():
+        await files.write(sample(1), prompt(), group(), SCORES)
+    (record,) = caplog.records
+    assert "sample_0_1 is not kept for `asyncrl show`" in record.message and "another version" in record.message
+
+
 async def test_a_hung_disk_holds_up_neither_samples_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

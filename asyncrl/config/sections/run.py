@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import math
 import os
 import socket
@@ -20,6 +19,7 @@ from asyncrl.config.environment import (
     check_protocol,
     cpu_build,
     no_gpu,
+    package_folder,
     similar_path,
     visible_gpus,
     writable_parent,
@@ -301,10 +301,9 @@ def _runtime_env(config: Config) -> Iterator[ConfigProblem]:
 def _runtime_env_names() -> frozenset[str]:
     """Return the public names that Ray's source declares; empty if Ray is not installed. An import of Ray would take a
     second."""
-    spec = importlib.util.find_spec("ray")
-    if spec is None or not spec.submodule_search_locations:
+    if (folder := package_folder("ray")) is None:
         return frozenset()
-    source = Path(spec.submodule_search_locations[0], "runtime_env", "runtime_env.py").read_text(encoding="utf-8")
+    source = (folder / "runtime_env" / "runtime_env.py").read_text(encoding="utf-8")
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     for one in classes["RuntimeEnv"].body:
         if isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "known_fields" and one.value is not None:

@@ -717,7 +717,7 @@ def test_builds_for_cpus_use_no_gpu(
     (tmp_path / "version.py").write_text(
         f"__version__ = '2'\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n"
     )
-    torch = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    torch = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: torch)
     monkeypatch.setattr(environment, "distributions", lambda *, name: [one for one in wheels if one == name])
     monkeypatch.setattr(environment, "_present_gpus", lambda: 2)
