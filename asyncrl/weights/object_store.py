@@ -23,6 +23,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import anyio
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
@@ -304,9 +305,11 @@ async def claim_store(namespace: str, served: ServedRun, *, max_restarts: int, l
                 return await anyio.to_thread.run_sync(start, abandon_on_cancel=True)
             except ValueError:
                 is_taken = True
-            store = await anyio.to_thread.run_sync(find_store, namespace, abandon_on_cancel=True)
-            if store is not None:
-                with suppress(InfraError):  # it is ending
+            except GetTimeoutError:
+                pass  # Ray's control process is slow
+            with suppress(InfraError, GetTimeoutError):  # it is ending, or Ray's control process is slow
+                store = await anyio.to_thread.run_sync(find_store, namespace, abandon_on_cancel=True)
+                if store is not None:
                     owner = await answer_of(store.served_run.remote(), limit_s, "asking for the attached run")
             if owner is not None and owner.name != served.name and anyio.current_time() >= refuse_at:
                 raise ConfigError(

@@ -101,10 +101,13 @@ class WorkerGroup:
         """
         processes = Processes(plan)
         group = cls(processes, timeouts)
-        until = anyio.current_time() + timeouts.start_s  # one deadline for all of the following
+        limit_s = timeouts.start_s
+        until = anyio.current_time() + limit_s  # one deadline for all of the following
         try:
-            await processes.reserve(cpus=reserve_cpus, limit_s=timeouts.start_s, until=until)
-            processes.start(publisher, reserve_cpus=reserve_cpus, profiling=profiling)
+            await processes.reserve(cpus=reserve_cpus, limit_s=limit_s, until=until)
+            await processes.start(
+                publisher, reserve_cpus=reserve_cpus, limit_s=limit_s, until=until, profiling=profiling
+            )
             await group._join(until)
             await group._load(until)
         except BaseException:

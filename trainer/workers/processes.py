@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import anyio
@@ -114,9 +115,14 @@ class Processes:
             with anyio.fail_after(until - anyio.current_time()):
                 await anyio.to_thread.run_sync(_free, run, process, abandon_on_cancel=True)
                 name = f"{run}{process}/{self.plan.name}-{next(_numbers)}"
-                self._bundles = placement_group(
-                    gang.bundles, strategy=gang.strategy, name=name, bundle_label_selector=gang.label_selectors
+                place = partial(
+                    placement_group,
+                    gang.bundles,
+                    strategy=gang.strategy,
+                    name=name,
+                    bundle_label_selector=gang.label_selectors,
                 )
+                self._bundles = await anyio.to_thread.run_sync(place, abandon_on_cancel=True)
                 await self._bundles.ready()
                 table = await anyio.to_thread.run_sync(placement_group_table, self._bundles, abandon_on_cancel=True)
         except TimeoutError as error:
@@ -127,18 +133,41 @@ class Processes:
             ) from error
         self._bundle_of = bundle_of_ranks(table["bundles_to_node_id"], gang.processes)
 
-    def start(
-        self, publisher: WeightPublisher | None, *, reserve_cpus: bool, profiling: RankProfiling = NO_PROFILING
+    async def start(
+        self,
+        publisher: WeightPublisher | None,
+        *,
+        reserve_cpus: bool,
+        limit_s: float,
+        until: float,
+        profiling: RankProfiling = NO_PROFILING,
     ) -> None:
         """Start the actors.
 
+        Args:
+            until: when `limit_s` ends, by `anyio.current_time`.
+
         Raises:
             ConfigError: `profiler.tool=nsys` with ranks on CPU.
+            DeadlineError: Ray did not create them in time.
         """
         check_tool(profiling, self.plan, self.device)
+        create = partial(self._create, publisher, reserve_cpus=reserve_cpus, profiling=profiling)
+        try:
+            with anyio.fail_after(until - anyio.current_time()):
+                self.actors = await anyio.to_thread.run_sync(create, abandon_on_cancel=True)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"Ray has not created the processes of the {self.plan.name} group within {limit_s:g} s "
+                "(timeouts.start_s)"
+            ) from error
+
+    def _create(self, publisher: WeightPublisher | None, *, reserve_cpus: bool, profiling: RankProfiling) -> list[Any]:
+        """Return the new actors by rank. Blocking: Ray answers once its control process has registered each."""
         threads = str(self.plan.cpu_threads)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         actor: Any = ray.remote(RankActor)
+        actors = []
         for rank in range(self.plan.num_ranks):
             where: Any = "DEFAULT"
             if self._bundles is not None:
@@ -150,7 +179,8 @@ class Processes:
                 scheduling_strategy=where,
                 runtime_env={"env_vars": environment, **self._nsight(rank, profiling, shared=reserve_cpus)},
             )
-            self.actors.append(shell.remote(publisher, profiling, self.plan.name))
+            actors.append(shell.remote(publisher, profiling, self.plan.name))
+        return actors
 
     def _nsight(self, rank: int, profiling: RankProfiling, *, shared: bool) -> dict[str, Any]:
         """Return the `runtime_env` of a rank under Nsight Systems; empty for other ranks.

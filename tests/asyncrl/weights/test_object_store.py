@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 from ray._private.internal_api import node_stats
+from ray.exceptions import GetTimeoutError
 
 from asyncrl.core.failures import BugError, ConfigError, DeadlineError, FencedError, InfraError
 from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsVersion
@@ -425,3 +426,19 @@ async def test_claiming_a_store_ends_in_time_and_leaves_the_event_loop_free(
             await claim_store("any", ServedRun("a"), max_restarts=0, limit_s=0.1)
     finally:
         hung.set()
+
+
+async def test_claiming_a_store_asks_again_when_ray_does_not_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray reports its own limits as `GetTimeoutError`."""
+    answers = iter([GetTimeoutError("creating"), GetTimeoutError("looking up"), GetTimeoutError("creating"), None, "a"])
+
+    def answer(*_: Any, **__: Any) -> Any:
+        result = next(answers)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(object_store, "RETRY_S", 0.01)
+    monkeypatch.setattr(object_store, "start_store", answer)
+    monkeypatch.setattr(object_store, "find_store", answer)
+    assert await claim_store("any", ServedRun("a"), max_restarts=0, limit_s=10) == "a"

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -293,6 +294,18 @@ async def test_a_full_cluster_is_a_deadline_error(model: Path) -> None:
     config = configure(model, trainer={"cpu_threads": 2}, timeouts={"start_s": 1.0})
     with pytest.raises(DeadlineError, match=r"the actor group waited 1 s for 2 times \{'CPU': 2\.0\} on"):
         await WorkerGroup.start(plan_groups(config)[0], config.timeouts, reserve_cpus=True)
+
+
+async def test_a_ray_that_creates_no_processes_is_a_deadline_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the event loop serves others."""
+    hangs = threading.Event()
+    monkeypatch.setattr(Processes, "_create", lambda *args, **options: hangs.wait())
+    config = configure(model, timeouts={"start_s": 1.0})
+    with pytest.raises(DeadlineError, match="Ray has not created the processes of the actor group within 1 s"):
+        await WorkerGroup.start(plan_groups(config)[0], config.timeouts)
+    hangs.set()
 
 
 @ray.remote(num_cpus=0)

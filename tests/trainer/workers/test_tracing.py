@@ -352,7 +352,7 @@ def test_the_options_of_nsys_follow_from_the_configuration() -> None:
     assert nsight_options("actor", 2, Path("/my runs/$x/profiles"))["o"] == "rank-actor-2.%p"
 
 
-def test_chosen_ranks_are_started_under_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chosen_ranks_are_started_under_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environments: list[dict[str, Any]] = []
 
     class Actor:
@@ -367,15 +367,22 @@ def test_chosen_ranks_are_started_under_nsys(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("trainer.workers.processes._device", lambda plan: "cuda")
     plan = plan_groups(Config.model_validate({"trainer": {"num_workers": 3, "strategy": "ddp"}}))[0]
     profiling = tracing(tmp_path, 5, tool="nsys", ranks=(1,))
-    Processes(plan).start(None, reserve_cpus=False, profiling=profiling)
+
+    async def start(*, reserve_cpus: bool) -> None:
+        limit_s = 60.0
+        until = anyio.current_time() + limit_s
+        await Processes(plan).start(None, reserve_cpus=reserve_cpus, limit_s=limit_s, until=until, profiling=profiling)
+
+    await start(reserve_cpus=False)
     assert ["nsight" in environment for environment in environments] == [False, True, False]
     assert environments[1]["nsight"] == nsight_options("actor", 1, tmp_path / "profiles")
     assert (tmp_path / "profiles").is_dir()
     environments.clear()
-    Processes(plan).start(None, reserve_cpus=True, profiling=profiling)
+    await start(reserve_cpus=True)
     assert environments[1]["nsight"]["o"] == "rank-actor-1.%p"
     environments.clear()
-    Processes(plan).start(None, reserve_cpus=False, profiling=tracing(tmp_path, 5, ranks=(1,)))
+    profiling = tracing(tmp_path, 5, ranks=(1,))
+    await start(reserve_cpus=False)
     assert not any("nsight" in environment for environment in environments)
 
 
