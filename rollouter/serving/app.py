@@ -25,7 +25,7 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 
 from asyncrl.config.compose import check_config
 from asyncrl.config.environment import visible_gpus
@@ -214,7 +214,7 @@ def count_replicas(app: str, source: str = "rollout.attach") -> dict[str, int]:
             f"(docs/deploy.md){alone}"
         )
     states = servers[app].deployments[DEPLOYMENT_NAME].replica_states
-    return {str(state.value): number for state, number in states.items()}
+    return {ReplicaState(state).value: number for state, number in states.items()}  # Serve answers with their names
 
 
 def _quiet_serve(config: Config) -> None:

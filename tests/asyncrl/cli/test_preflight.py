@@ -177,7 +177,7 @@ def test_the_size_of_a_checkpoint() -> None:
 def test_a_dry_run_looks_up_the_rollout_servers_and_shows_them(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = {ReplicaState.RUNNING: 2, ReplicaState.STARTING: 1}
+    states = {"RUNNING": 2, ReplicaState.STARTING: 1}  # Serve declares the latter, and answers with the former
     servers = SimpleNamespace(deployments={"rollout": SimpleNamespace(replica_states=states)})
     monkeypatch.setattr(connection, "connected", lambda address: nullcontext())
     monkeypatch.setattr(state, "plan_placement", lambda config: Placement((), {}, (), {}))
