@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -24,6 +25,7 @@ from asyncrl.core.ports import Score
 from asyncrl.core.text import encodable
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
+from rollouter.rewards.expressions import confine
 from rollouter.user_code import LARGEST, finite, is_async, name_of, shown
 
 
@@ -98,6 +100,8 @@ def reasoning_gym(
 ) -> list[dict[str, Any]]:
     """Score the text in the last `<tag>…</tag>`, or else the whole response, with the task's `score_answer`.
 
+    Of what a task evaluates, only numbers, lists, arithmetic and, in algebra, symbols and common functions count.
+
     Raises:
         ValueError: a row has no `extra_info.entry` with the task's name in its metadata.
     """
@@ -114,14 +118,27 @@ def reasoning_gym(
             )
         extracted = extract_answer(text, tag_name=tag)
         answer = text.strip() if extracted is None else extracted
-        scores.append({"score": float(_score_answer(metadata["source_dataset"])(answer, entry)), "pred": str(answer)})
+        scores.append({"score": _score_entry(answer, entry), "pred": str(answer)})
     return scores
+
+
+def _score_entry(answer: str, entry: Any) -> float:
+    """Return the task's score of an answer: 0 if it raises for this answer, but not for the right one."""
+    score = _score_answer(entry["metadata"]["source_dataset"])
+    try:
+        return float(score(answer, entry))
+    except Exception:  # noqa: BLE001  some tasks convert answers without a check
+        score(entry.get("answer"), entry)
+        return 0.0
 
 
 @cache
 def _score_answer(task: str) -> Any:
     import reasoning_gym as gym
+    from reasoning_gym.factory import DATASETS
 
+    if task in DATASETS:
+        confine(sys.modules[DATASETS[task][0].__module__])
     return gym.get_score_answer_fn(task)
 
 

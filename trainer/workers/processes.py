@@ -122,9 +122,9 @@ class Processes:
                     name=name,
                     bundle_label_selector=gang.label_selectors,
                 )
-                self._bundles = await anyio.to_thread.run_sync(place, abandon_on_cancel=True)
-                await self._bundles.ready()
-                table = await anyio.to_thread.run_sync(placement_group_table, self._bundles, abandon_on_cancel=True)
+                bundles = self._bundles = await anyio.to_thread.run_sync(place, abandon_on_cancel=True)
+                await bundles.ready()
+                table = await anyio.to_thread.run_sync(placement_group_table, bundles, abandon_on_cancel=True)
         except TimeoutError as error:
             labels = f", on nodes with labels {dict(gang.node_labels)}" if gang.node_labels else ""
             raise DeadlineError(
