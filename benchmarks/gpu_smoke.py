@@ -1,12 +1,13 @@
 """Check on a machine with GPUs everything that needs one, and measure it.
 
-    python -m benchmarks.gpu_smoke [--minutes 10] [--gpus N] [--only NAME ...] [--json FILE]
+    python -m benchmarks.gpu_smoke [--minutes 60] [--gpus N] [--only NAME ...] [--json FILE]
 
 Each row of the table is a real run or benchmark in a process of its own: passed, with its figures; failed, with the
-error; or skipped, with the reason. A row that crashes or hangs does not affect the others: at its deadline, three times
-its share of the minutes that are left (at least a minute, at most all that is left), it is killed with all processes
-that it started. Models are random, in the shapes of real ones, so nothing is downloaded. The table at the end is
-Markdown, for docs/performance.md; FILE is written after each row.
+error; or skipped, with the reason. A row that crashes or hangs does not affect the others: after 15 minutes, or when no
+minutes are left, it is killed with all processes that it started. A row begins only if the minutes that are left
+suffice for it on a slow machine, so few minutes run the first rows and the short ones. Models are random, in the shapes
+of real ones, so nothing is downloaded. The table at the end is Markdown, for docs/performance.md; FILE is written after
+each row.
 
 On a machine without a GPU, every row is skipped, which takes a second or two.
 
@@ -35,8 +36,13 @@ from benchmarks.chaos.launches import MARK, kill_marked
 from benchmarks.report import arguments, machine, positive, write_json
 from benchmarks.running import failure_cause, print_progress, run_asyncrl
 
-SHORTEST_S = 60.0
-"""A row has at least this long, and does not begin if less is left."""
+UPDATES_S, LAUNCH_S, LARGE_S = 120.0, 240.0, 400.0
+"""Times that suffice on a slow machine: for a row that only computes; for one that starts processes, which import vLLM
+one after another; and for one with torch.compile, CUDA graphs or an engine for a model of a real shape."""
+LONGEST_S = 900.0
+"""A row has at most this long. Launches then have reported what hangs."""
+MINUTES = 60
+"""The default of `--minutes`. All rows begin if each takes 0.4 of `shortest_s`."""
 STEPS = 20
 ON_POLICY = "mode_a_on_policy"
 COLOCATED = "placement=colocated"
@@ -55,6 +61,8 @@ class SmokeRow:
     name: str
     measure: Callable[[int, Path], Figures] | None = None
     """Returns the figures, from the number of GPUs and a directory for files. Raises if the check fails."""
+    shortest_s: float = LAUNCH_S
+    """The row begins only if this long is left."""
     gpus: int = 1
     """The number of GPUs that it needs, for the reason in `gpus_for`."""
     gpus_for: str = ""
@@ -267,27 +275,30 @@ def selfcheck_figures(stdout: str, stderr: str) -> Figures:
 
 ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow("quickstart", _quickstart),
-    SmokeRow("run, 0.5B", _trained_at_size("0.5B")),
+    SmokeRow("run, 0.5B", _trained_at_size("0.5B"), LARGE_S),
     SmokeRow("bfloat16", _bfloat16),
-    SmokeRow("CUDA graphs", _graphs),
+    SmokeRow("CUDA graphs", _graphs, LARGE_S),
     SmokeRow(
         "engine with tensor parallelism",
         _right_weights("Qwen2", tensor_parallel=2),
         gpus=2,
         gpus_for="one engine uses two",
     ),
-    SmokeRow("weights: object_store", _weights("object_store")),
-    SmokeRow("weights: disk", _weights("disk")),
-    SmokeRow("weights: nccl", _weights("nccl"), gpus=2, gpus_for="one broadcasts, and the engine has the other"),
+    SmokeRow("weights: object_store", _weights("object_store"), LARGE_S),
+    SmokeRow("weights: disk", _weights("disk"), LARGE_S),
+    SmokeRow(
+        "weights: nccl", _weights("nccl"), LARGE_S, gpus=2, gpus_for="one broadcasts, and the engine has the other"
+    ),
     SmokeRow("weights: ipc", missing="weight_sync.backend has no ipc"),
     SmokeRow("sleep and wake", _in_turns),
     SmokeRow("lent GPUs", _lent, gpus=2, gpus_for="the Trainer lends one, and the engine has the other"),
-    SmokeRow("varlen attention", _updates()),
-    SmokeRow("Liger", _updates(use_liger=True), package="liger_kernel", install="asyncrl[liger]"),
-    SmokeRow("torch_compile", _updates(torch_compile=True)),
+    SmokeRow("varlen attention", _updates(), UPDATES_S),
+    SmokeRow("Liger", _updates(use_liger=True), UPDATES_S, package="liger_kernel", install="asyncrl[liger]"),
+    SmokeRow("torch_compile", _updates(torch_compile=True), LARGE_S),
     SmokeRow(
         "flash_attention_2",
         _updates(attn_implementation="flash_attention_2"),
+        UPDATES_S,
         package="flash_attn",
         install="flash-attn",
     ),
@@ -304,7 +315,7 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow("LoRA adapters", _right_weights("Llama", with_adapters=True)),
     SmokeRow("speculative decoding", _speculative),
     SmokeRow("FP8", _fp8),
-    SmokeRow("run, 1.5B", _trained_at_size("1.5B")),
+    SmokeRow("run, 1.5B", _trained_at_size("1.5B"), LARGE_S),
 )
 
 
@@ -330,11 +341,6 @@ def skip_reason(row: SmokeRow, machine: SmokeMachine) -> str:
     return ""
 
 
-def deadline_s(left_s: float, rows: int) -> float:
-    """Return how long the next of `rows` rows may take."""
-    return min(left_s, max(SHORTEST_S, 3 * left_s / rows))
-
-
 def run_rows(
     rows: Sequence[SmokeRow],
     machine: SmokeMachine,
@@ -344,17 +350,17 @@ def run_rows(
     """Run the rows one after another and yield their results. `command` returns the command of a row, which writes
     `result.json` into the directory."""
     until = time.monotonic() + 60 * minutes
-    for number, row in enumerate(rows):
+    for row in rows:
         left_s = until - time.monotonic()
         if reason := skip_reason(row, machine):
             yield RowResult(row.name, "skipped", reason=reason)
-        elif left_s < SHORTEST_S:
-            yield RowResult(row.name, "skipped", reason=f"no time is left of --minutes {minutes:g}")
+        elif left_s < row.shortest_s:
+            reason = f"it may need {row.shortest_s:.0f} s, and {max(0.0, left_s):.0f} s are left"
+            yield RowResult(row.name, "skipped", reason=f"{minutes:g} minutes are too few for it: {reason}")
         else:
-            runnable = sum(not skip_reason(one, machine) for one in rows[number:])
             with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-smoke-", ignore_cleanup_errors=True) as directory:
                 scratch = Path(directory)
-                yield run_row(row.name, command(row, scratch), scratch, deadline_s(left_s, runnable), machine.gpus)
+                yield run_row(row.name, command(row, scratch), scratch, min(left_s, LONGEST_S), machine.gpus)
 
 
 def run_row(name: str, command: Sequence[str], scratch: Path, limit_s: float, gpus: int) -> RowResult:
@@ -464,7 +470,9 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = arguments(__doc__, "gpu_smoke")
-    parser.add_argument("--minutes", type=positive, default=10, help="limit of the whole command (default 10)")
+    parser.add_argument(
+        "--minutes", type=positive, default=MINUTES, help=f"limit of the whole command (default {MINUTES})"
+    )
     parser.add_argument("--gpus", type=positive, metavar="N", help="use at most N GPUs (default: all)")
     names = [row.name for row in ROWS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"only these rows: {'; '.join(names)}")

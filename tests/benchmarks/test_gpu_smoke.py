@@ -13,8 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncrl.config.compose import check_config
 from asyncrl.config.problems import errors
@@ -51,11 +49,47 @@ def test_why_a_row_is_skipped(row: SmokeRow, machine: SmokeMachine, reason: str)
     assert reason in found and bool(reason) == bool(found)
 
 
-@given(left_s=st.floats(gpu_smoke.SHORTEST_S, 1e5), rows=st.integers(1, 100))
-def test_a_row_takes_neither_more_than_is_left_nor_less_than_the_shortest_time(left_s: float, rows: int) -> None:
-    limit = gpu_smoke.deadline_s(left_s, rows)
-    assert gpu_smoke.SHORTEST_S <= limit <= left_s
-    assert rows > 3 or limit == left_s
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The time limit of each row that runs, by its name. Each row takes 0.4 of its `shortest_s`, by a clock that only
+    rows move."""
+    found: dict[str, float] = {}
+    now = 0.0
+
+    def run_row(name: str, command: Any, scratch: Path, limit_s: float, gpus: int) -> RowResult:
+        nonlocal now
+        found[name] = limit_s
+        now += 0.4 * BY_NAME[name].shortest_s
+        return RowResult(name, "passed")
+
+    monkeypatch.setattr(gpu_smoke, "run_row", run_row)
+    monkeypatch.setattr(gpu_smoke, "is_installed", lambda package: True)
+    monkeypatch.setattr(gpu_smoke.time, "monotonic", lambda: now)
+    return found
+
+
+def run_all(minutes: float) -> list[RowResult]:
+    return list(gpu_smoke.run_rows(gpu_smoke.ROWS, SmokeMachine(8), minutes, lambda row, scratch: []))
+
+
+def test_the_default_minutes_suffice_for_all_rows(limits: dict[str, float]) -> None:
+    run_all(gpu_smoke._parser().parse_args([]).minutes)
+    assert list(limits) == [name for name, row in BY_NAME.items() if row.measure]
+    assert all(BY_NAME[name].shortest_s <= limit <= 900 for name, limit in limits.items())
+    launches, large = (BY_NAME[name].shortest_s for name in ("quickstart", "torch_compile"))
+    assert launches >= 240 and large >= 400, "imports of vLLM, the model's build and compilation take minutes"
+
+
+def test_few_minutes_run_the_rows_for_which_they_suffice(limits: dict[str, float]) -> None:
+    results = run_all(10)
+    assert list(limits)[:2] == ["quickstart", "run, 0.5B"] and len(limits) > 3
+    began = 0.0
+    for name, limit in limits.items():
+        assert BY_NAME[name].shortest_s <= limit <= 600 - began
+        began += 0.4 * BY_NAME[name].shortest_s
+    (last,) = [one for one in results if one.name == "run, 1.5B"]
+    assert last.result == "skipped"
+    assert last.reason.startswith("10 minutes are too few for it: it may need 400 s, and ")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +121,12 @@ def fake(row: SmokeRow, scratch: Path) -> list[str]:
 
 
 def test_a_row_that_crashes_or_hangs_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_smoke, "deadline_s", lambda left_s, rows: 3.0 if rows == 2 else 60.0)
+    run_row = gpu_smoke.run_row
+
+    def limited(name: str, command: list[str], scratch: Path, limit_s: float, gpus: int) -> RowResult:
+        return run_row(name, command, scratch, 3.0 if name == "hangs" else limit_s, gpus)
+
+    monkeypatch.setattr(gpu_smoke, "run_row", limited)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     names = ["fails", "crashes", "exits", "hangs", "passes"]
     rows = [SmokeRow(name, RUNS.measure) for name in names]
@@ -105,11 +144,6 @@ def test_a_row_that_crashes_or_hangs_does_not_end_the_others(monkeypatch: pytest
     child = int(found["hangs"].reason.rpartition(" ")[2])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert found["passes"].figures == {"tokens/s": 2.5, "visible": "0,1"}
-
-
-def test_no_row_begins_without_time() -> None:
-    (one,) = gpu_smoke.run_rows([RUNS], SmokeMachine(1), 0.5, fake)
-    assert (one.result, one.reason) == ("skipped", "no time is left of --minutes 0.5")
 
 
 def test_the_table_is_markdown() -> None:
