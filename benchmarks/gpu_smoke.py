@@ -47,6 +47,11 @@ STEPS = 20
 ON_POLICY = "mode_a_on_policy"
 COLOCATED = "placement=colocated"
 """Engines and training processes use the same GPUs in turns, in `asyncrl launch sync`."""
+SEVERAL = (
+    "rollout=gpu", "rollout.response_length=160",
+    "trainer=gpu", "trainer.ppo_mini_batch_size=16", "trainer.optim.lr=5e-4",
+)  # fmt: skip
+"""The quickstart with the options for GPUs: bfloat16, CUDA graphs and ranks of `fsdp2`."""
 LIMITS, MLA_LIMITS = (3e-3, 1e-2), (5e-2, 5e-2)
 """Largest KL divergences of texts and samples if engines compute with bfloat16. For these models, rounding gives up to
 1.2e-3 in transformers, and with latent attention and experts 1.6e-2; old weights after four updates 5e-3 to 4e-1."""
@@ -136,6 +141,7 @@ def _launch(gpus: int, directory: Path, *overrides: str) -> Figures:
         "engines idle": times.idle_rollouter,
         "KL of texts": max(values("weight_sync/mismatch_kl"), default=None),
         "KL of samples": max(values("rollout/mismatch_kl"), default=None) if ON_POLICY in overrides else None,
+        "broadcast share": min(values("weight_sync/broadcast"), default=None),
     }
 
 
@@ -148,8 +154,28 @@ def _bfloat16(gpus: int, directory: Path, *overrides: str) -> Figures:
     return _launch(gpus, directory, ON_POLICY, "rollout.dtype=bfloat16", *trained, *overrides)
 
 
-def _in_turns(gpus: int, directory: Path) -> Figures:
-    figures = _launch(1, directory, COLOCATED, "profiler.level=summary")
+def _several_ranks(gpus: int, directory: Path, *overrides: str) -> Figures:
+    """Launch as many ranks as engines, each with a GPU of its own: the README's command for 8 GPUs."""
+    half = gpus // 2
+    keys = (*SEVERAL, f"rollout.num_replicas={half}", f"trainer.num_workers={half}")
+    return _launch(gpus, directory, *keys, *overrides) | {"ranks": half, "engines": half}
+
+
+def _broadcast(gpus: int, directory: Path) -> Figures:
+    figures = _several_ranks(gpus, directory, "weight_sync.backend=nccl", "profiler.level=summary")
+    if figures["broadcast share"] != 1:
+        reasons = [f"version {event['version']}: {event['reason']}" for event in _events(directory, "sync.fallback")]
+        raise RuntimeError(f"engines got versions without a broadcast: {'; '.join(reasons)}")
+    return figures
+
+
+def _several_in_turns(gpus: int, directory: Path) -> Figures:
+    figures = _in_turns(gpus, directory, *SEVERAL, "rollout.num_replicas=2", "trainer.num_workers=2")
+    return figures | {"ranks": 2, "engines": 2}
+
+
+def _in_turns(gpus: int, directory: Path, *overrides: str) -> Figures:
+    figures = _launch(gpus, directory, COLOCATED, "profiler.level=summary", *overrides)
     used = [event["used_bytes"] / 1e9 for event in _events(directory, "gpu.memory")]
     if not used:
         raise RuntimeError("the ranks reported no GPU memory")
@@ -273,9 +299,11 @@ def selfcheck_figures(stdout: str, stderr: str) -> Figures:
     return {f"{name} checks": sum(one["backend"] == name for one in results) for name in backends}
 
 
+TWO_AND_TWO = "two ranks and two engines have one each"
 ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow("quickstart", _quickstart),
     SmokeRow("run, 0.5B", _trained_at_size("0.5B"), LARGE_S),
+    SmokeRow("several ranks", _several_ranks, LARGE_S, gpus=4, gpus_for=TWO_AND_TWO),
     SmokeRow("bfloat16", _bfloat16),
     SmokeRow("CUDA graphs", _graphs, LARGE_S),
     SmokeRow(
@@ -289,8 +317,12 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow(
         "weights: nccl", _weights("nccl"), LARGE_S, gpus=2, gpus_for="one broadcasts, and the engine has the other"
     ),
+    SmokeRow("several ranks, nccl", _broadcast, LARGE_S, gpus=4, gpus_for=TWO_AND_TWO),
     SmokeRow("weights: ipc", missing="weight_sync.backend has no ipc"),
     SmokeRow("sleep and wake", _in_turns),
+    SmokeRow(
+        "several ranks, colocated", _several_in_turns, LARGE_S, gpus=2, gpus_for="two ranks share them with two engines"
+    ),
     SmokeRow("lent GPUs", _lent, gpus=2, gpus_for="the Trainer lends one, and the engine has the other"),
     SmokeRow("varlen attention", _updates(), UPDATES_S),
     SmokeRow("Liger", _updates(use_liger=True), UPDATES_S, package="liger_kernel", install="asyncrl[liger]"),

@@ -16,6 +16,8 @@ import pytest
 
 from asyncrl.config.compose import check_config
 from asyncrl.config.problems import errors
+from asyncrl.config.resources.plan import GIB, MachineResources, make_plan
+from asyncrl.config.sections import run as run_rules
 from asyncrl.config.sections import trainer_rules
 from benchmarks import architectures, gpu_smoke, trainer, weight_sync
 from benchmarks.gpu_smoke import RowResult, SmokeMachine, SmokeRow
@@ -36,6 +38,7 @@ BY_NAME = {row.name: row for row in gpu_smoke.ROWS}
         ),
         (BY_NAME["weights: nccl"], SmokeMachine(1), "needs 2 GPUs (one broadcasts, and the engine has the other)"),
         (BY_NAME["weights: nccl"], SmokeMachine(2), ""),
+        (BY_NAME["several ranks"], SmokeMachine(3), "needs 4 GPUs (two ranks and two engines have one each)"),
         (
             SmokeRow("x", RUNS.measure, package="no_such_module", install="asyncrl[x]"),
             SmokeMachine(1),
@@ -208,7 +211,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         run_dir.mkdir(parents=True)
         step = {"kind": "step", "timing/step_s": 2.0, "timing/wait_samples_s": 1.0, "actor/mfu": 0.25}
         lines = [
-            {"kind": "apply", "weight_sync/mismatch_kl": 1e-6},
+            {"kind": "apply", "weight_sync/mismatch_kl": 1e-6, "weight_sync/broadcast": 1.0},
             step | {"time/monotonic_s": 12.0, "rollout/mismatch_kl": 2e-6},
             step | {"time/monotonic_s": 20.0, "rollout/mismatch_kl": 3e-6, "actor/mfu": 0.75},
         ]
@@ -223,7 +226,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (run_dir / "events" / "rank-actor-0.jsonl").write_text("\n".join(map(json.dumps, used)))
 
     monkeypatch.setattr(gpu_smoke, "run_asyncrl", run)
-    monkeypatch.setattr(trainer_rules, "visible_gpus", lambda: 8)
+    for rules in (run_rules, trainer_rules):
+        monkeypatch.setattr(rules, "visible_gpus", lambda: 8)
     return found
 
 
@@ -233,20 +237,21 @@ FROM_EVENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
+LAUNCHES = (
+    "quickstart",
+    "bfloat16",
+    "CUDA graphs",
+    "speculative decoding",
+    "FP8",
+    "run, 0.5B",
+    "run, 1.5B",
+    "sleep and wake",
+    "lent GPUs",
+)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "quickstart",
-        "bfloat16",
-        "CUDA graphs",
-        "speculative decoding",
-        "FP8",
-        "run, 0.5B",
-        "run, 1.5B",
-        "sleep and wake",
-        "lent GPUs",
-    ],
+    ("name", "gpus"), [(name, gpus) for name in LAUNCHES for gpus in (1, 8) if gpus >= BY_NAME[name].gpus]
 )
 def test_rows_launch_valid_configurations(
     name: str, gpus: int, launched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -278,9 +283,58 @@ def test_rows_launch_valid_configurations(
     assert figures == {
         "Trainer": "on the CPU" if gpus == 1 and not shared else "on a GPU",
         "tokens/s": 500.0, "MFU": 0.5, "Trainer idle": 0.5, "engines idle": 0.1, "KL of texts": 1e-6,
-        "KL of samples": on_policy, **FROM_EVENTS.get(name, {}),
+        "KL of samples": on_policy, "broadcast share": 1.0, **FROM_EVENTS.get(name, {}),
     }  # fmt: skip
     assert config.lends_gpus == (name == "lent GPUs")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "used", "ranks", "backend"),
+    [
+        ("several ranks", 4, 4, 2, "object_store"),
+        ("several ranks", 8, 8, 4, "object_store"),
+        ("several ranks, nccl", 5, 4, 2, "nccl"),
+        ("several ranks, nccl", 8, 8, 4, "nccl"),
+        ("several ranks, colocated", 2, 2, 2, "object_store"),
+        ("several ranks, colocated", 8, 2, 2, "object_store"),
+    ],
+)
+def test_rows_launch_several_ranks(
+    name: str, gpus: int, used: int, ranks: int, backend: str, launched: list[list[str]], tmp_path: Path
+) -> None:
+    row, shared = BY_NAME[name], name.endswith("colocated")
+    assert row.measure is not None
+    assert not gpu_smoke.skip_reason(row, SmokeMachine(gpus)) and gpu_smoke.skip_reason(row, SmokeMachine(row.gpus - 1))
+    figures = row.measure(gpus, tmp_path)
+    assert (figures["Trainer"], figures["ranks"], figures["engines"]) == ("on a GPU", ranks, ranks)
+    shutil.rmtree(tmp_path / "run")
+    ((_, mode, *overrides),) = launched
+    outcome = check_config(None, overrides, mode=mode)
+    config = outcome.require()
+    assert errors(outcome.problems) == [] and config.takes_turns == shared
+    assert (config.trainer.num_workers, config.rollout.num_replicas) == (ranks, ranks)
+    assert (config.trainer.strategy, config.trainer.device, config.trainer.dtype) == ("fsdp2", "cuda", "bfloat16")
+    assert (config.rollout.device, config.weight_sync.backend) == ("cuda", backend)
+    machine = MachineResources(64, gpus, 1000 * GIB)
+    assert make_plan(config, machine, num_parameters=1_000_000, num_prompts=1000).num_gpus == used
+
+
+def test_a_version_without_a_broadcast_fails_the_row(
+    launched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_launch = gpu_smoke.run_asyncrl
+
+    def run(*arguments: str) -> None:
+        fake_launch(*arguments)
+        file = tmp_path / "run" / "metrics.jsonl"
+        file.write_text(file.read_text() + '\n{"kind": "apply", "weight_sync/broadcast": 0.5}')
+        late = {"event": "sync.fallback", "version": 3, "reason": "rank 0 did not take part within 60 s"}
+        (tmp_path / "run" / "events" / "rollouter-2.jsonl").write_text(json.dumps(late))
+
+    monkeypatch.setattr(gpu_smoke, "run_asyncrl", run)
+    gpu_smoke.measure_row("several ranks, nccl", tmp_path)
+    (error,) = json.loads((tmp_path / "result.json").read_text()).values()
+    assert error == "engines got versions without a broadcast: version 3: rank 0 did not take part within 60 s"
 
 
 @pytest.mark.parametrize(
