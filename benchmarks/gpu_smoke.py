@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from asyncrl.config.environment import cpu_build, is_installed, no_gpu, visible_gpus
+from asyncrl.config.environment import cpu_build, gpu_capability, is_installed, no_gpu, visible_gpus
 from benchmarks.chaos.launches import MARK, kill_marked
 from benchmarks.report import arguments, machine, positive, write_json
 from benchmarks.running import failure_cause, print_progress, run_asyncrl
@@ -57,6 +57,9 @@ LIMITS, MLA_LIMITS = (3e-3, 1e-2), (5e-2, 5e-2)
 1.2e-3 in transformers, and with latent attention and experts 1.6e-2; old weights after four updates 5e-3 to 4e-1."""
 LONGEST_TEXT = 300
 Figures = dict[str, Any]
+Requirement = Literal["CUDA 13", "bfloat16", "FP8"]
+CAPABILITIES: Mapping[Requirement, tuple[int, int]] = {"CUDA 13": (7, 5), "bfloat16": (8, 0), "FP8": (8, 9)}
+"""The lowest compute capability of GPUs that have each of these."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class SmokeRow:
     gpus: int = 1
     """The number of GPUs that it needs, for the reason in `gpus_for`."""
     gpus_for: str = ""
+    requires: Requirement = "bfloat16"
+    """What its GPUs have to support. "CUDA 13" suffices for float32."""
     package: str = ""
     """A module that it needs."""
     install: str = ""
@@ -87,6 +92,8 @@ class SmokeMachine:
     """GPUs that the rows may use."""
     cpu_build: str = ""
     """The package whose build for CPUs leaves its GPUs unused."""
+    capability: tuple[int, int] | None = None
+    """The lowest compute capability of its GPUs, if it is known."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +308,7 @@ def selfcheck_figures(stdout: str, stderr: str) -> Figures:
 
 TWO_AND_TWO = "two ranks and two engines have one each"
 ROWS = (  # the first ones say most, in case the minutes do not suffice for all
-    SmokeRow("quickstart", _quickstart),
+    SmokeRow("quickstart", _quickstart, requires="CUDA 13"),
     SmokeRow("run, 0.5B", _trained_at_size("0.5B"), LARGE_S),
     SmokeRow("several ranks", _several_ranks, LARGE_S, gpus=4, gpus_for=TWO_AND_TWO),
     SmokeRow("bfloat16", _bfloat16),
@@ -319,11 +326,17 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     ),
     SmokeRow("several ranks, nccl", _broadcast, LARGE_S, gpus=4, gpus_for=TWO_AND_TWO),
     SmokeRow("weights: ipc", missing="weight_sync.backend has no ipc"),
-    SmokeRow("sleep and wake", _in_turns),
+    SmokeRow("sleep and wake", _in_turns, requires="CUDA 13"),
     SmokeRow(
         "several ranks, colocated", _several_in_turns, LARGE_S, gpus=2, gpus_for="two ranks share them with two engines"
     ),
-    SmokeRow("lent GPUs", _lent, gpus=2, gpus_for="the Trainer lends one, and the engine has the other"),
+    SmokeRow(
+        "lent GPUs",
+        _lent,
+        gpus=2,
+        gpus_for="the Trainer lends one, and the engine has the other",
+        requires="CUDA 13",
+    ),
     SmokeRow("varlen attention", _updates(), UPDATES_S),
     SmokeRow("Liger", _updates(use_liger=True), UPDATES_S, package="liger_kernel", install="asyncrl[liger]"),
     SmokeRow("torch_compile", _updates(torch_compile=True), LARGE_S),
@@ -346,7 +359,7 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
     SmokeRow("attention sinks (GPT-OSS)", _right_weights("GptOss")),
     SmokeRow("LoRA adapters", _right_weights("Llama", with_adapters=True)),
     SmokeRow("speculative decoding", _speculative),
-    SmokeRow("FP8", _fp8),
+    SmokeRow("FP8", _fp8, requires="FP8"),
     SmokeRow("run, 1.5B", _trained_at_size("1.5B"), LARGE_S),
 )
 
@@ -357,7 +370,7 @@ ROWS = (  # the first ones say most, in case the minutes do not suffice for all
 def find_machine(most: int | None = None) -> SmokeMachine:
     """Return this machine, with at most `most` of its GPUs."""
     gpus = visible_gpus() if most is None else min(most, visible_gpus())
-    return SmokeMachine(gpus, cpu_build())
+    return SmokeMachine(gpus, cpu_build(), gpu_capability() if gpus else None)
 
 
 def skip_reason(row: SmokeRow, machine: SmokeMachine) -> str:
@@ -368,6 +381,10 @@ def skip_reason(row: SmokeRow, machine: SmokeMachine) -> str:
         return no_gpu(machine.cpu_build)
     if machine.gpus < row.gpus:
         return f"it needs {row.gpus} GPUs ({row.gpus_for}), and may use {machine.gpus}"
+    lowest = CAPABILITIES[row.requires]
+    if machine.capability is not None and machine.capability < lowest:
+        needed, found = (".".join(map(str, one)) for one in (lowest, machine.capability))
+        return f"{row.requires} needs GPUs of compute capability {needed} or newer, and the oldest one here has {found}"
     if row.package and not is_installed(row.package):
         return f"{row.package} is not installed: pip install '{row.install}'"
     return ""

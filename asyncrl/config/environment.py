@@ -320,6 +320,14 @@ def gpu_memory() -> int | None:
     return min(filter(None, sizes), default=None)
 
 
+def gpu_capability() -> tuple[int, int] | None:
+    """Return the lowest compute capability of the machine's NVIDIA GPUs, such as (8, 9); None if it has none, or the
+    driver does not say."""
+    with _nvml() as library:
+        found = [] if library is None else [_capability_of(library, index) for index in range(_count(library))]
+    return min(filter(any, found), default=None)
+
+
 def _nvml_gpus() -> int:
     """Count GPUs by NVIDIA's management library, as Ray does: some drivers show no files, e.g. in WSL."""
     with _nvml() as library:
@@ -355,3 +363,11 @@ def _memory_of(library: ctypes.CDLL, index: int) -> int:
     failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
     failed = failed or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(sizes))
     return 0 if failed else sizes[0]
+
+
+def _capability_of(library: ctypes.CDLL, index: int) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) if it is unknown."""
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
+    failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
+    failed = failed or library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+    return (0, 0) if failed else (major.value, minor.value)

@@ -45,11 +45,28 @@ BY_NAME = {row.name: row for row in gpu_smoke.ROWS}
             "pip install 'asyncrl[x]'",
         ),
         (BY_NAME["weights: ipc"], SmokeMachine(8), "not built: "),
+        (BY_NAME["quickstart"], SmokeMachine(1, capability=(7, 0)), "CUDA 13 needs GPUs of compute capability 7.5"),
+        (BY_NAME["quickstart"], SmokeMachine(1, capability=(7, 5)), ""),
+        (
+            BY_NAME["varlen attention"],
+            SmokeMachine(1, capability=(7, 5)),
+            "bfloat16 needs GPUs of compute capability 8.0 or newer, and the oldest one here has 7.5",
+        ),
+        (BY_NAME["bfloat16"], SmokeMachine(1, capability=(8, 0)), ""),
+        (BY_NAME["FP8"], SmokeMachine(1, capability=(8, 6)), "FP8 needs GPUs of compute capability 8.9 or newer"),
+        (BY_NAME["FP8"], SmokeMachine(1, capability=(10, 0)), ""),
     ],
 )
 def test_why_a_row_is_skipped(row: SmokeRow, machine: SmokeMachine, reason: str) -> None:
     found = gpu_smoke.skip_reason(row, machine)
     assert reason in found and bool(reason) == bool(found)
+
+
+def test_the_machine_has_the_capability_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_smoke, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(gpu_smoke, "cpu_build", lambda: "")
+    monkeypatch.setattr(gpu_smoke, "gpu_capability", lambda: (7, 5))
+    assert gpu_smoke.find_machine(2) == SmokeMachine(2, capability=(7, 5))
 
 
 @pytest.fixture
@@ -279,6 +296,8 @@ def test_rows_launch_valid_configurations(
     }.get(name, (False, "bfloat16"))
     assert config.rollout.num_replicas == (7 if at_size and gpus == 8 else 1)
     assert config.rollout.quantization == ("fp8_per_channel" if name == "FP8" else None)
+    computed = "FP8" if config.rollout.quantization else config.rollout.dtype
+    assert row.requires == ("CUDA 13" if computed == "float32" else computed)
     on_policy = 3e-6 if source else None
     assert figures == {
         "Trainer": "on the CPU" if gpus == 1 and not shared else "on a GPU",

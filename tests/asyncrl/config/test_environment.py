@@ -8,7 +8,7 @@ import re
 import socket
 import struct
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,14 @@ from ray.runtime_env import RuntimeEnv
 from asyncrl.assets import resolve
 from asyncrl.config import environment
 from asyncrl.config.compose import check_config
-from asyncrl.config.environment import gpu_memory, model_config, num_parameters, tensor_shapes, visible_gpus
+from asyncrl.config.environment import (
+    gpu_capability,
+    gpu_memory,
+    model_config,
+    num_parameters,
+    tensor_shapes,
+    visible_gpus,
+)
 from asyncrl.config.sections import engine_arguments, observe, reward, rollout, run, trainer_rules
 from asyncrl.driver.cluster import connection
 from tests.fakes.configurations import machine_problems, single
@@ -732,8 +739,10 @@ def test_builds_for_cpus_use_no_gpu(
     assert (visible_gpus(), environment.cpu_build()) == (0, "")
 
 
-def test_the_memory_of_the_smallest_gpu_is_that_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [80 * 2**30, 48 * 2**30]
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """NVIDIA's management library, which has two GPUs."""
+    sizes, capabilities = [80 * 2**30, 48 * 2**30], [(10, 0), (8, 9)]
 
     def count(result: Any) -> int:
         result._obj.value = len(sizes)
@@ -747,19 +756,37 @@ def test_the_memory_of_the_smallest_gpu_is_that_of_nvml(monkeypatch: pytest.Monk
         result._obj[:] = [sizes[device.value - 1], 7, 9]
         return 0
 
-    library = SimpleNamespace(
+    def capability(device: Any, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = capabilities[device.value - 1]
+        return 0
+
+    found = SimpleNamespace(
         nvmlInit_v2=lambda: 0,
         nvmlShutdown=lambda: 0,
         nvmlDeviceGetCount_v2=count,
         nvmlDeviceGetHandleByIndex_v2=handle,
         nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetCudaComputeCapability=capability,
     )
-    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: library)
-    assert gpu_memory() == 48 * 2**30
-    monkeypatch.setattr(library, "nvmlDeviceGetMemoryInfo", lambda device, result: 3)
-    assert gpu_memory() is None
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("read", "lowest", "function"),
+    [
+        (gpu_memory, 48 * 2**30, "nvmlDeviceGetMemoryInfo"),
+        (gpu_capability, (8, 9), "nvmlDeviceGetCudaComputeCapability"),
+    ],
+)
+def test_memory_and_capability_are_the_lowest_of_nvml(
+    read: Callable[[], Any], lowest: Any, function: str, library: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read() == lowest
+    monkeypatch.setattr(library, function, lambda *arguments: 3)
+    assert read() is None
     monkeypatch.setattr(library, "nvmlInit_v2", lambda: 9)
-    assert gpu_memory() is None
+    assert read() is None
 
 
 @pytest.mark.usefixtures("here")
