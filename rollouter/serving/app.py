@@ -55,7 +55,9 @@ CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 """Start of a traceback's last line that identifies a `ConfigError` in a replica's constructor."""
 STATUS_PERIOD_S = 0.5
 """Interval of status polls. Serve has no call that waits for a deployment; Serve's client polls as well."""
-
+REPLACED_S = 10.0
+"""Time for which replicas that have failed are waited for until Serve has replaced them. If the cluster has no room for
+their successors, the run goes on with the others."""
 
 SHORT_ARGUMENTS = {"model": "model.path", "num_replicas": "rollout.num_replicas"}
 """Arguments of `build_app` with a shorter name than the configuration's key."""
@@ -161,7 +163,7 @@ async def attach(config: Config, app: RolloutApp) -> None:
     Raises:
         ConfigError: the application does not run, or its engines do not fit the run.
         InfraError: a replica refused; the message has its error.
-        DeadlineError: the replicas were not all up, or did not answer, within `timeouts.start_s`.
+        DeadlineError: no replica was up, or one did not answer, within `timeouts.start_s`.
     """
     limit_s = config.timeouts.start_s
     try:
@@ -179,10 +181,10 @@ async def attach(config: Config, app: RolloutApp) -> None:
 
 
 async def _attach_all(app: RolloutApp, limit_s: float) -> None:
-    """Attach every replica. If one ends meanwhile, wait for its successor. Raises as `attach`."""
+    """Attach every replica that runs. If one ends meanwhile, try again. Raises as `attach`."""
     await anyio.to_thread.run_sync(count_replicas, app.name, abandon_on_cancel=True)
     while True:
-        await _started({app.name: "the rollout servers"}, replaced=True)
+        await _replaced(app.name)
         handle = await connect(partial(serve.get_deployment_handle, DEPLOYMENT_NAME, app.name), limit_s)
         try:
             await handle.broadcast("attach").results_async()
@@ -194,6 +196,23 @@ async def _attach_all(app: RolloutApp, limit_s: float) -> None:
                 raise failure from error
             logger.warning("%s; it is tried again", failure.brief)
         await anyio.sleep(FIRST_BACKOFF_S)
+
+
+async def _replaced(app: str) -> None:
+    """Wait until Serve has replaced all replicas that have ended or, after `REPLACED_S`, until one runs. Those that
+    start later follow the run by themselves. Raises as `attach`."""
+    until = anyio.current_time() + REPLACED_S
+    while True:
+        found = await _status(app)
+        if found.status is ApplicationStatus.RUNNING:
+            return
+        if found.status is ApplicationStatus.DEPLOY_FAILED:
+            raise _start_error("the rollout servers", found)
+        running = found.deployments[DEPLOYMENT_NAME].replica_states.get("RUNNING", 0)
+        if running and anyio.current_time() >= until:
+            logger.warning("attaching to the replicas of %s that run (%d): %s", app, running, _messages(found))
+            return
+        await anyio.sleep(STATUS_PERIOD_S)
 
 
 def count_replicas(app: str, source: str = "rollout.attach") -> dict[str, int]:
@@ -326,12 +345,9 @@ async def replicas_up(app: str, limit_s: float) -> None:
         raise DeadlineError(f"replicas that ended were not replaced within {limit_s:g} s") from error
 
 
-async def _started(names: Mapping[str, str], *, replaced: bool = False) -> None:
-    """Wait until all these applications run, and raise as soon as one of them fails to start.
-
-    `replaced`: they have run before, so Serve replaces replicas that fail.
-    """
-    failed = {ApplicationStatus.DEPLOY_FAILED} | ({ApplicationStatus.UNHEALTHY} if not replaced else set())
+async def _started(names: Mapping[str, str]) -> None:
+    """Wait until all these applications run, and raise as soon as one of them fails to start."""
+    failed = {ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY}
     waiting = dict(names)
     while waiting:
         for name, what in tuple(waiting.items()):

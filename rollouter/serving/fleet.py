@@ -20,15 +20,12 @@ from asyncrl.profiling import profile
 from asyncrl.weights.broadcast import BroadcastMember
 from asyncrl.weights.object_store import ObjectStoreFeed, answer_of, find_store
 from rollouter.serving import client
-from rollouter.serving.app import replicas_up
+from rollouter.serving.app import REPLACED_S, replicas_up
 from rollouter.serving.handles import items, typed
 from rollouter.serving.options import DEPLOYMENT_NAME, lent_app, rollout_app
 
 logger = logging.getLogger(__name__)
 
-REPLACED_S = 10.0
-"""Time for which a version waits until Serve has replaced replicas that have failed. If the cluster has no room for
-them, the others are updated without them."""
 LEFT_S = 0.2
 """Time after which a broadcast that has met a leaving replica is repeated. Serve has taken the replica out by then."""
 

@@ -216,8 +216,23 @@ async def test_a_run_waits_for_replicas_that_are_replaced_while_it_attaches(
     assert (deployed.answers, deployed.statuses) == ([], ["RUNNING"])
 
 
-async def test_a_run_does_not_wait_for_replicas_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    DeployedApp(monkeypatch, statuses=["UNHEALTHY"], rollout=ENGINES)
+@pytest.mark.parametrize("status", ["UNHEALTHY", "DEPLOYING"])
+async def test_a_run_attaches_to_the_replicas_that_run_if_there_is_no_room_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """A node has died, or more replicas were deployed than fit."""
+    monkeypatch.setattr(app, "REPLACED_S", 0.2)
+    engines = SimpleNamespace(message="no room", replica_states={"RUNNING": 1, "STARTING": 1})
+    deployed = DeployedApp(monkeypatch, PREEMPTED, None, statuses=[status], rollout=engines)
+    began = anyio.current_time()
+    await attach(start_s=10.0)
+    assert deployed.answers == [] and anyio.current_time() - began >= 2 * 0.2, "a successor gets time to start"
+
+
+async def test_a_run_does_not_wait_without_end_until_a_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "REPLACED_S", 0.0)
+    engines = SimpleNamespace(message="", replica_states={"STARTING": 2})
+    DeployedApp(monkeypatch, statuses=["UNHEALTHY"], rollout=engines)
     with pytest.raises(DeadlineError, match=r"servers did not attach within 0\.2 s") as raised:
         await attach(start_s=0.2)
     assert "Serve says UNHEALTHY" in raised.value.cause
