@@ -25,7 +25,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from asyncrl.core.failures import InfraError
+from asyncrl.config.sections.run import LOOPBACK
+from asyncrl.core.failures import ConfigError, InfraError
 from asyncrl.weights.object_store import attached_run
 from rollouter.agent.parsing import NO_TOOLS, check_format
 from rollouter.gateway.http import TrajectoryKeyMiddleware
@@ -68,6 +69,7 @@ def endpoint_url(app: RolloutApp) -> str:
     every interface, on any node. Blocking.
 
     Raises:
+        ConfigError: Serve listens on loopback, and not on this node.
         InfraError: the application cannot be reached over HTTP.
     """
     if (address := ray_internals.http_address()) is None:
@@ -76,16 +78,29 @@ def endpoint_url(app: RolloutApp) -> str:
             "(rollout.agent). Shut Serve down there, or start a separate cluster for the run: ray.address=null"
         )
     host, port = address
+    proxies = _proxy_addresses()
     if host in _ANYWHERE:
-        host = _proxy_address() or _ANYWHERE[host]
+        host = next(iter(proxies), _ANYWHERE[host])
+    elif host in LOOPBACK and (node := ray.util.get_node_ip_address()) not in proxies:
+        fix = (
+            "http_options: {host: 0.0.0.0} of the Serve file, and serve: {api_key_env: NAME} in its args"
+            if app.attached
+            else "serve.host=0.0.0.0 serve.api_key_env=NAME, after `serve shutdown` if Serve runs already"
+        )
+        raise ConfigError(
+            f"rollout.agent: Ray Serve listens on {host} of {', '.join(proxies) or 'no node'}, and the Rollouter is on "
+            f"{node}, so its agents would not reach the run. Serve has proxies on the head node and, unless "
+            "proxy_location is HeadOnly, on nodes with replicas: launch on one of these, or let Serve listen on all "
+            f"addresses ({fix})"
+        )
     host = f"[{host}]" if ":" in host else host
     return f"http://{host}:{port}{ray_internals.route_prefix_of(app.name)}/v1"
 
 
-def _proxy_address() -> str:
-    """Return the address of a node with a proxy, or an empty string if Serve knows none."""
+def _proxy_addresses() -> list[str]:
+    """Return the addresses of the nodes on which Serve has a proxy."""
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    return next((nodes[node] for node in serve.status().proxies if node in nodes), "")
+    return [nodes[node] for node in serve.status().proxies if node in nodes]
 
 
 class RolloutCalls:

@@ -12,10 +12,11 @@ import anyio
 import pytest
 import ray
 
-from asyncrl.core.failures import InfraError
+from asyncrl.core.failures import ConfigError, InfraError
 from asyncrl.weights.object_store import ServedRun
 from rollouter.gateway.protocol import GatewayResponse, RequestError
 from rollouter.serving import http
+from rollouter.serving.options import RolloutApp
 
 
 def key(incarnation: int) -> str:
@@ -132,3 +133,37 @@ async def test_requests_end_although_ray_or_the_rollouter_does_not_answer(monkey
         with pytest.raises(RequestError, match="could not be generated"):
             await anext(items)
     assert len(cancelled) == 2
+
+
+def endpoint(monkeypatch: pytest.MonkeyPatch, host: str, here: str, *, attached: bool = False) -> str:
+    """Return the endpoint for agents on the node `here` if Serve has a proxy on the head only."""
+    nodes = {"head": "10.0.0.1", "worker": "10.0.0.2", "beside the head": "10.0.0.1"}
+    found = [{"NodeID": node, "NodeManagerAddress": address} for node, address in nodes.items()]
+    monkeypatch.setattr(http.ray, "nodes", lambda: found)
+    monkeypatch.setattr(http.ray.util, "get_node_ip_address", lambda: nodes[here])
+    monkeypatch.setattr(http.serve, "status", lambda: SimpleNamespace(proxies={"head": "HEALTHY"}))
+    monkeypatch.setattr(http.ray_internals, "http_address", lambda: (host, 8000))
+    monkeypatch.setattr(http.ray_internals, "route_prefix_of", lambda app: f"/{app}")
+    return http.endpoint_url(RolloutApp("servers", "servers", attached))
+
+
+@pytest.mark.parametrize(
+    ("host", "here", "reached"),
+    [
+        ("127.0.0.1", "head", "127.0.0.1"),
+        ("localhost", "beside the head", "localhost"),
+        ("::1", "head", "[::1]"),
+        ("0.0.0.0", "worker", "10.0.0.1"),
+    ],
+)
+def test_agents_reach_the_proxy(monkeypatch: pytest.MonkeyPatch, host: str, here: str, reached: str) -> None:
+    assert endpoint(monkeypatch, host, here) == f"http://{reached}:8000/servers/v1"
+
+
+@pytest.mark.parametrize(("attached", "fix"), [(False, r"\(serve\.host=0\.0\.0\.0 "), (True, r"\(http_options: ")])
+def test_a_proxy_on_the_loopback_of_another_node_is_refused(
+    monkeypatch: pytest.MonkeyPatch, attached: bool, fix: str
+) -> None:
+    """Nothing listens there on the node of the agents, which may be any with `ray job submit`."""
+    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1 of 10\.0\.0\.1, .* on 10\.0\.0\.2, .*{fix}"):
+        endpoint(monkeypatch, "127.0.0.1", "worker", attached=attached)
