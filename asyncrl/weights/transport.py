@@ -101,6 +101,24 @@ def _transport(backend: str) -> WeightTransport:
     return transport
 
 
+@cache
+def check_importable(backend: str) -> None:
+    """Import the user's class in this process, which is one of those that read versions. Blocking.
+
+    Raises:
+        ConfigError: this is not possible. A repetition would fail alike.
+    """
+    try:
+        load_function(backend, KEY, {})
+    except AsyncRLError as error:
+        raise ConfigError(
+            f"{error.message}, so a replica cannot load {backend}. Replicas that were deployed separately "
+            "(rollout.attach) have only the code of their deployment: add this file or module to the runtime_env of "
+            "the application in the Serve file, or install it on its nodes",
+            error.cause,
+        ) from error
+
+
 def _call(backend: str, method: str, argument: Any) -> Any:
     transport = _transport(backend)
     try:

@@ -24,6 +24,7 @@ from asyncrl.config.environment import (
     visible_gpus,
     writable_parent,
 )
+from asyncrl.config.import_path import is_own
 from asyncrl.config.problems import (
     ConfigProblem,
     ConfigRule,
@@ -512,6 +513,11 @@ RULES: tuple[RuleFunction, ...] = (
                "all engines would stand still until the last response in flight has ended "
                "(async_training.partial_rollout=false)",
                "set async_training.partial_rollout=true, or weight_sync.backend=object_store"),
+    ConfigRule("weight_sync.backend", lambda c: is_own(c.weight_sync.backend) and c.rollout.attach is not None,
+               "the replicas of {c.rollout.attach} have only the code of their own deployment, so the run ends at its "
+               "first version if they cannot import this class",
+               "add its file or module to the runtime_env of the application in the Serve file, or install it on the "
+               "nodes of the replicas", "warning"),
     ConfigRule("weight_sync.max_deltas", lambda c: c.weight_sync.max_deltas > 0 and c.weight_sync.backend != "disk",
                "only files in weight_sync.dir are sent as changes, and weight_sync.backend is {c.weight_sync.backend}",
                "set weight_sync.backend=disk, or weight_sync.max_deltas=0"),

@@ -37,13 +37,13 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.config.sections.run import PROBE_LIMIT_S, TimeoutsConfig
-from asyncrl.core.failures import BugError, InfraError
+from asyncrl.core.failures import BugError, ConfigError, InfraError
 from asyncrl.core.ports import ApplyReport, Publication, WeightsProbe, WeightsVersion
 from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.broadcast import BroadcastMember
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME, ServedRun, find_store
-from asyncrl.weights.transport import StoredChunk
+from asyncrl.weights.transport import OwnChunk, StoredChunk, check_importable
 from rollouter.serving.replica.adapters import (
     LEFTOVER_S,
     delete_files,
@@ -185,6 +185,7 @@ class WeightUpdates:
             InfraError: the version could not be applied; the message names the version that the replica serves now. Or
                 the replica follows another run meanwhile, whose store may have another version of the same number.
             BugError: the engine's weights differ from the published ones, or it computes other log-probs with them.
+            ConfigError: the class of `weight_sync.backend` cannot be imported here.
         """
         health, weights_version = self._health, publication.weights_version
         async with self._exclusive() as until:
@@ -352,6 +353,10 @@ class WeightUpdates:
 
         The deadline for the store is `until` (by the loop's clock). Each call to the engine may take
         `timeouts.engine_s`: these calls need almost no time, so an unanswered one shows that the engine hangs.
+
+        Raises:
+            ConfigError: the class of `weight_sync.backend` cannot be imported here.
+            InfraError: the version could not be fetched.
         """
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
@@ -361,6 +366,9 @@ class WeightUpdates:
                 raise InfraError(f"no weight store in Ray namespace {self._namespace!r}")
             async with asyncio.timeout_at(until):
                 refs = await self._store.tensors.remote(weights_version)
+                for backend in {ref.backend for ref in refs if isinstance(ref, OwnChunk)}:
+                    # Here, because the engine's processes report errors as text only.
+                    await asyncio.to_thread(check_importable, backend)
                 if adapter is not None:
                     await asyncio.to_thread(write_adapter, adapter, refs, max(0.0, until - loop.time()))
                     return time.perf_counter() - started
@@ -376,6 +384,8 @@ class WeightUpdates:
                     limit_s = self.timeouts.apply_s
                     raise TimeoutError(f"the workers have not mapped it after {limit_s:g} s (timeouts.apply_s)")
                 await asyncio.sleep(FETCH_SLICE_S)
+        except ConfigError:
+            raise
         except Exception as error:
             state = self._health.describe_state()
             raise InfraError.wrap(f"{state}: fetching version {weights_version.version} failed", error) from error

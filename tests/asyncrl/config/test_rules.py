@@ -256,6 +256,7 @@ BROKEN: list[tuple[str, Changes, str]] = [
 
 SURPRISING: list[tuple[str, Changes]] = [
     ("trainer.nnodes", TWO_NODES),
+    ("weight_sync.backend", {"weight_sync.backend": "mine:Folder", "rollout.attach": "servers", "ray.address": "auto"}),
     ("rollout.sampling.top_p", {"rollout.sampling.top_p": 0.9}),
     ("rollout.sampling.top_k", {"rollout.sampling.top_k": 20}),
     ("rollout.sampling.min_p", {"rollout.sampling.min_p": 0.1}),

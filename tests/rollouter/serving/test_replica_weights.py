@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.core.failures import ConfigError, InfraError
 from asyncrl.core.ports import Publication, WeightsVersion
 from asyncrl.weights.object_store import STORE_NAME, ServedRun
+from asyncrl.weights.transport import OwnChunk
+from rollouter.serving.handles import typed
 from rollouter.serving.options import ReplicaFacts, serving_options
 from rollouter.serving.replica import server, weights
 from rollouter.serving.replica.deployment import METHODS, RolloutReplica
@@ -193,6 +196,29 @@ async def test_a_replica_that_attaches_to_a_run_takes_every_version_of_it() -> N
     assert updates.health.weights_version < WeightsVersion(0, 0)
     await updates.start()
     assert updates.health.weights_version == WeightsVersion(0, 2)
+
+
+@pytest.fixture(params=[None, "import missing_on_the_nodes_of_the_replicas"])
+def own_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Return the name of a class whose file, if there is one, cannot be imported."""
+    monkeypatch.chdir(tmp_path)
+    if request.param is not None:
+        (tmp_path / "folder.py").write_text(request.param)
+    return "folder.py:Folder"
+
+
+async def test_a_backend_that_replicas_cannot_import_ends_the_run_at_once(own_backend: str) -> None:
+    """Deployed replicas belong to another Ray job, which has none of the run's files."""
+    updates = Updates(Store())
+
+    async def remote(version: WeightsVersion) -> list[OwnChunk]:
+        return [OwnChunk(own_backend, "handle")]
+
+    updates._store.tensors = SimpleNamespace(remote=remote)
+    with pytest.raises(ConfigError, match=r"folder\.py.* cannot load folder\.py:Folder\. .* runtime_env") as raised:
+        await WeightUpdates.apply(updates, Publication(2, 1, 0, {}), "abort", True)
+    failure = ray.exceptions.RayTaskError("apply_version", "traceback", raised.value)
+    assert isinstance(typed(failure, "applying a version"), ConfigError), "the Rollouter tries only InfraErrors again"
 
 
 @pytest.mark.usefixtures("without_ray")
