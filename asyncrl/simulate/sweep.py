@@ -135,7 +135,7 @@ def _splits(config: Config, gpus: int) -> list[Settings]:
             f"rollout.autoscaling.enable = true: the run would change the number of replicas, and --gpus {gpus} "
             "compares fixed splits. Set it to false, or leave out --gpus"
         )
-    engine, ranks = config.rollout.tensor_parallel_size, config.trainer.ulysses_sequence_parallel_size
+    engine, ranks = config.rollout.tensor_parallel_size, config.trainer.fewest_ranks
     found = [
         (replicas, gpus - replicas * engine)
         for replicas in range(1, (gpus - 1) // engine + 1)
@@ -144,7 +144,8 @@ def _splits(config: Config, gpus: int) -> list[Settings]:
     if not found:
         raise ConfigError(
             f"--gpus {gpus} cannot be split: a replica needs {engine} (rollout.tensor_parallel_size), and training a "
-            f"multiple of {ranks} (trainer.ulysses_sequence_parallel_size). Give more GPUs"
+            f"multiple of {ranks} (trainer.ulysses_sequence_parallel_size, trainer.tensor_parallel_size and "
+            "trainer.fsdp_size). Give more GPUs"
         )
     every = math.ceil(len(found) / MAX_SPLITS)
     return [

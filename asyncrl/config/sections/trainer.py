@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -94,6 +95,11 @@ class EngineConfig(ConfigSection):
     def ranks_per_row(self) -> int:
         """Number of ranks that compute the same rows."""
         return self.ulysses_sequence_parallel_size * self.tensor_parallel_size
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest number of ranks that the sizes of groups allow; the others are its multiples."""
+        return math.lcm(self.ulysses_sequence_parallel_size, self.tensor_parallel_size * (self.fsdp_size or 1))
 
 
 class RoleConfig(ConfigSection):

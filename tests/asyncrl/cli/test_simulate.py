@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.compose import check_config
+from asyncrl.config.sections.trainer_rules import DRIVER_ENVIRONMENT, RULES
 from asyncrl.core.failures import ConfigError
+from asyncrl.simulate.sweep import swept_settings
 from asyncrl.simulate.trace import read_trace
 from benchmarks.synthetic_run import RunPlan, write_run
 from tests.fakes.command_line import CommandLine, in_subprocess
+from tests.fakes.configurations import config_with
 
 SPEEDS = """
 lengths: {mean_tokens: 40, sigma: 0.5}
@@ -67,6 +70,26 @@ def test_gpus_are_split_between_both_sides(run: CommandLine, speeds: Path) -> No
     splits = [f"rollout.num_replicas={replicas}, trainer.num_workers={8 - 2 * replicas}" for replicas in (1, 2, 3)]
     assert names == [f"{split}, async_training={mode}" for mode in ("mode_a", "mode_d") for split in splits]
     assert any(f"use {name}" in found["advice"] for name in names)
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "tensor", "fsdp"), [(4, 1, 1), (1, 4, 1), (1, 1, 4), (1, 2, 4), (2, 1, 4), (4, 1, 6)]
+)
+def test_all_splits_whose_ranks_a_launch_accepts_are_offered(ulysses: int, tensor: int, fsdp: int) -> None:
+    given = {
+        "trainer.strategy": "fsdp2", "trainer.ulysses_sequence_parallel_size": ulysses,
+        "trainer.tensor_parallel_size": tensor, "trainer.fsdp_size": fsdp,
+    }  # fmt: skip
+
+    def accepted(ranks: int) -> bool:
+        config = config_with({**given, "trainer.num_workers": ranks})
+        problems = (problem for rule in (*RULES, *DRIVER_ENVIRONMENT) for problem in rule(config))
+        return not any("cannot be divided" in problem.consequence for problem in problems)
+
+    expected = [ranks for ranks in range(15, 0, -1) if accepted(ranks)]
+    arguments = [f"{key}={value}" for key, value in {**given, "trainer.num_workers": expected[0]}.items()]
+    settings = swept_settings(None, arguments, [], 16)
+    assert [int(one["trainer.num_workers"]) for one in settings] == expected
 
 
 def test_a_recommendation_is_compared_with_the_given_configuration(run: CommandLine, speeds: Path) -> None:
@@ -177,6 +200,10 @@ def test_speeds_of_a_run_can_be_saved_and_simulated_again(run: CommandLine, tmp_
         (("--sweep", "seed=" + ",".join(map(str, range(300)))), "300 combinations"),
         (("rollout.num_replicas=0",), "rollout.num_replicas"),
         (("--gpus", "4", "rollout.tensor_parallel_size=8"), "--gpus 4 cannot be split"),
+        (
+            ("--gpus", "4", "trainer.strategy=fsdp2", "trainer.tensor_parallel_size=4"),
+            "training a multiple of 4 (trainer.ulysses_sequence_parallel_size, trainer.tensor_parallel_size and",
+        ),
         (("--gpus", "4"), "trainer.strategy"),
         (("--gpus", "8", "--sweep", "rollout.num_replicas=4"), "--sweep rollout.num_replicas=4: --gpus 8 chooses"),
         (("--gpus", "8", "--sweep", "trainer.num_workers=6,60"), "--sweep trainer.num_workers=6,60: --gpus 8 chooses"),
