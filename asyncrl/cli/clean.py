@@ -7,6 +7,8 @@ import logging
 
 import click
 
+from asyncrl.config.sections.run import TimeoutsConfig
+
 
 @click.command()
 @click.option("--address", default="auto", show_default=True, help="Address of the Ray cluster, as in ray.address.")
@@ -23,13 +25,17 @@ def clean(address: str, dry_run: bool, as_json: bool) -> int:
       asyncrl clean --dry-run
       asyncrl clean --address 10.0.0.1:6379
     """
-    from asyncrl.driver.cluster.connection import connected
+    from asyncrl.driver.cluster.connection import ask, connected
 
+    limits = TimeoutsConfig()
     with connected(address, "--address"):
-        from asyncrl.driver.cluster.leftovers import find_leftovers, remove_leftovers
+        from asyncrl.driver.cluster.leftovers import find_leftovers
+        from rollouter.serving.app import delete_apps
 
         logging.getLogger("ray.serve").setLevel("ERROR")  # its import has set another level
-        apps = find_leftovers() if dry_run else remove_leftovers()
+        apps = ask(find_leftovers, limit_s=limits.call_s)
+        if not dry_run:
+            ask(delete_apps, apps, limit_s=limits.start_s)
     if as_json:
         click.echo(json.dumps({"applications": list(apps), "removed": not dry_run}, indent=2))
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,11 @@ def _ask_cluster(config: Config) -> tuple[Placement, dict[str, int] | None]:
 
     Raises:
         ConfigError: the cluster does not answer, or has no such application.
+        DeadlineError: the cluster, or Ray Serve on it, did not answer a question within `timeouts.call_s`.
     """
-    from asyncrl.driver.cluster.connection import connected
+    from asyncrl.driver.cluster.connection import ask, connected
 
+    in_time = partial(ask, limit_s=config.timeouts.call_s, key="timeouts.call_s")
     assert config.ray.address is not None
     with connected(config.ray.address):
         from asyncrl.driver.cluster.state import plan_placement
@@ -196,8 +199,8 @@ def _ask_cluster(config: Config) -> tuple[Placement, dict[str, int] | None]:
         if config.rollout.attach is not None:
             from rollouter.serving.app import count_replicas
 
-            attached = count_replicas(config.rollout.attach)
-        return plan_placement(config), attached
+            attached = in_time(count_replicas, config.rollout.attach)
+        return in_time(plan_placement, config), attached
 
 
 def _preview_resume(config: Config) -> tuple[str, ...]:

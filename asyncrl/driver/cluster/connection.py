@@ -10,11 +10,11 @@ import socket
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from anyio import to_thread
@@ -26,10 +26,12 @@ from asyncrl.config.resources.plan import MachineResources
 from asyncrl.config.resources.threads import share_cpus
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
+from asyncrl.core.tasks import in_background
 from asyncrl.driver.cluster import processes
 from asyncrl.storage.run_dir import RAY_LOGS
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 CONNECT_S = 5.0
 """Time limit of the connection that shows whether something listens at an address."""
@@ -98,10 +100,30 @@ def connected(address: str, source: str = "ray.address", **options: Any) -> Iter
     import ray
 
     _init(address, source=source, **options)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    yield
+    # Not after an error: a thread of `ask` may still be inside a Ray call. This process is about to exit, which Ray
+    # notices.
+    ray.shutdown()
+
+
+def ask(function: Callable[..., Result], *args: Any, limit_s: float, key: str = "") -> Result:
+    """Return the result of `function`, which calls Ray or Serve in a thread: their clients wait without a limit for a
+    Serve controller that is stopped or restarts. Blocking.
+
+    Args:
+        key: The configuration key of the limit, for the message.
+
+    Raises:
+        DeadlineError: there is no answer within `limit_s`.
+    """
+    answer = in_background(function, *args)
+    if not wait([answer], limit_s).done:
+        raise DeadlineError(
+            f"the Ray cluster did not answer within {limit_s:g} s{key and f' ({key})'}: Ray Serve's controller may be "
+            "restarting or hung. Check it (`serve status`), and try again"
+        )
+    result: Result = answer.result()
+    return result
 
 
 @asynccontextmanager

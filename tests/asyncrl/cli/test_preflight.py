@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,3 +190,19 @@ def test_a_dry_run_looks_up_the_rollout_servers_and_shows_them(
     err = cli(*command, "rollout.attach=nothere", code=2).err
     assert "rollout.attach='nothere'" in err and "(rollout servers: servers)" in err
     assert "attached" not in cli(*command, "--json").json
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("hanging", ["plan_placement", "status"])
+def test_a_dry_run_ends_although_the_cluster_does_not_answer(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, hanging: str
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(connection, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(state if hanging == "plan_placement" else app.serve, hanging, lambda *_: answer.wait(60))
+    attach = ("rollout.attach=servers",) if hanging == "status" else ()
+    try:
+        command = ("launch", "fully_async", "--dry-run", "ray.address=auto", "timeouts.call_s=0.3", *attach)
+        assert "did not answer within 0.3 s (timeouts.call_s)" in cli(*command, code=1).err
+    finally:
+        answer.set()
