@@ -142,7 +142,7 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
     Raises:
         ConfigError: the cluster at `ray.address` does not answer, or requires its token.
         InfraError: Ray cannot start.
-        DeadlineError: leftovers were not removed within `timeouts.start_s`.
+        DeadlineError: the removal of leftovers took longer than `timeouts.start_s`.
     """
     processes.adopt_orphans()
     namespace = f"asyncrl-{name}-{secrets.token_hex(3)}"
@@ -160,12 +160,22 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
 
 
 def _remove_leftovers(stale: str) -> None:
-    from asyncrl.driver.cluster.leftovers import remove_leftovers
+    """Remove what drivers that have ended left. An application that stays is only logged: it may be any user's, and
+    this run may have room without its GPUs, which `check_room` reports."""
+    from asyncrl.driver.cluster.leftovers import find_leftovers
+    from rollouter.serving.app import delete_apps
 
     if stale:  # Ray may not have noticed yet that this driver has ended
-        _leave_shared(stale)
-    for app in remove_leftovers():  # the user sees warnings, and has to know what ended on a cluster of several users
-        logger.warning("removed the Serve application %s: its driver has ended, and its engines kept their GPUs", app)
+        _try_to_leave(False, stale)
+    for app in find_leftovers():  # the user sees warnings, and has to know what ended on a cluster of several users
+        try:
+            delete_apps([app])
+        except DeadlineError as error:
+            logger.warning("%s. This launch goes on", error.message)
+        else:
+            logger.warning(
+                "removed the Serve application %s: its driver has ended, and its engines kept their GPUs", app
+            )
 
 
 async def _clean(stale: str, limit_s: float) -> None:

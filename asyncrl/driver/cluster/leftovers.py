@@ -1,4 +1,4 @@
-"""What a killed driver leaves in a shared cluster, and its removal.
+"""What a killed driver leaves in a shared cluster.
 
 Ray ends the actors of a dead driver, and frees its placement groups and objects. Serve's applications stay, and with
 them the engines and their GPUs. Each of them is marked with the job id of its driver, so an application that a user has
@@ -7,7 +7,7 @@ deployed is never taken for one, whatever its name is. All functions block, and 
 
 from __future__ import annotations
 
-from rollouter.serving.app import delete_apps, marked_apps
+from rollouter.serving.app import marked_apps
 from rollouter.serving.ray_internals import living_drivers
 
 
@@ -16,10 +16,3 @@ def find_leftovers() -> tuple[str, ...]:
     drivers = marked_apps()
     living = living_drivers()
     return tuple(sorted(app for app, driver in drivers.items() if driver not in living))
-
-
-def remove_leftovers() -> tuple[str, ...]:
-    """Delete the applications that `find_leftovers` finds, and return them once their replicas have ended."""
-    found = find_leftovers()
-    delete_apps(found)
-    return found

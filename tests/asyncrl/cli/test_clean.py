@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -58,3 +59,11 @@ def test_a_controller_that_does_not_answer_ends_the_command(
     monkeypatch.setattr(clean, "TimeoutsConfig", lambda: TimeoutsConfig(call_s=0.3, start_s=0.3))
     assert "the Ray cluster did not answer within 0.3 s: Ray Serve's controller" in cli("clean", code=1).err
     shutdown.assert_not_called()  # a thread still calls Ray
+
+
+def test_an_application_that_serve_does_not_delete_is_an_error(
+    cli: CommandLine, shutdown: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.serve, "status", lambda: SimpleNamespace(applications={"old-rollout": None}))
+    monkeypatch.setattr(app.serve, "delete", Mock(side_effect=TimeoutError))
+    assert "Ray Serve has not deleted old-rollout within 60 s" in cli("clean", code=1).err

@@ -35,6 +35,7 @@ from asyncrl.driver.cluster.processes import end_known
 from asyncrl.queue.actor import start_queue
 from asyncrl.queue.sample_queue import QueueOptions
 from rollouter.actor import start_rollouter
+from rollouter.serving import app
 from trainer.actor import start_trainer
 
 
@@ -174,12 +175,39 @@ async def test_a_launch_removes_what_killed_drivers_have_left_and_says_so(
         monkeypatch.setattr(cluster_module, name, lambda *_: None)
     monkeypatch.setattr(leftovers, "marked_apps", lambda: {"asyncrl-old-1-rollout": "01", "asyncrl-new-rollout": "02"})
     monkeypatch.setattr(leftovers, "living_drivers", lambda: {"02"})
-    monkeypatch.setattr(leftovers, "delete_apps", deleted.extend)
+    monkeypatch.setattr(app, "delete_apps", deleted.extend)
     with caplog.at_level(logging.WARNING):
         async with cluster_module.cluster(Config.model_validate({"ray": {"address": "auto"}}), "run"):
             assert deleted == ["asyncrl-old-1-rollout"]
     assert "removed the Serve application asyncrl-old-1-rollout: its driver has ended" in caplog.text
     assert "asyncrl-new" not in caplog.text
+
+
+async def test_a_launch_goes_on_although_serve_does_not_delete_the_applications_of_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Replicas on a lost node may keep them for hours, and the cluster may have room for this run."""
+    names = ("asyncrl-stuck-rollout", "asyncrl-old-rollout", "asyncrl-mine-rollout")
+    served = SimpleNamespace(applications=dict.fromkeys(names))
+    for name in ("_start", "_stop"):
+        monkeypatch.setattr(cluster_module, name, lambda *_: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(leftovers, "marked_apps", lambda: {name: "01" for name in names[:2]})
+    monkeypatch.setattr(leftovers, "living_drivers", lambda: {"02"})
+
+    def delete(name: str) -> None:
+        if name != "asyncrl-old-rollout":
+            raise TimeoutError
+
+    monkeypatch.setattr(app.serve, "status", lambda: served)
+    monkeypatch.setattr(app.serve, "delete", delete)
+    started = False
+    async with cluster_module.cluster(Config.model_validate({"ray": {"address": "auto"}}), "run", stale="asyncrl-mine"):
+        started = True
+    assert started
+    for name in ("mine", "stuck"):
+        assert f"Ray Serve has not deleted asyncrl-{name}-rollout within 60 s" in caplog.text
+    assert "removed the Serve application asyncrl-old-rollout: its driver has ended" in caplog.text
 
 
 @pytest.mark.parametrize("fails", [False, True])
