@@ -344,6 +344,7 @@ class Run:
 
     async def _on_rewind(self, resumed: ResumePoint) -> None:
         self._status.resumed_at = resumed
+        profile.set_position(step=resumed.step + 1, version=resumed.version)
         await self._recorder.rewind(resumed)
         self._trainer_changed.set()
         self._trainer_changed = anyio.Event()

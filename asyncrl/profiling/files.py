@@ -103,6 +103,9 @@ class EventFiles:
 
     def _append(self, key: tuple[int, str], data: bytes) -> None:
         descriptor = self._open.get(key)
+        if descriptor is not None and not os.fstat(descriptor).st_nlink:  # its step was folded and is now repeated
+            os.close(self._open.pop(key))
+            descriptor = None
         if descriptor is None:
             descriptor = self._open_file(key)
         else:

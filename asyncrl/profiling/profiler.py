@@ -351,7 +351,7 @@ class _EventWriter:
         pause_s = WRITE_EVERY_S
         while not self._ended.wait(pause_s):
             self._write()
-            has_more = self._rotation is not None and self._rotation.work()
+            has_more = self._rotation is not None and self._rotation.work(self._profiler.place[0])
             pause_s = ROTATE_EVERY_S if has_more else WRITE_EVERY_S
         self._write()
         with self._writing:

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ PIECE_BYTES = 1 << 20
 """Bytes of events that one call reads, from as many files as it takes."""
 SCAN_EVERY_S = 5.0
 NEWEST_STEPS = 16
-"""Steps whose events are never folded. A process may have files of its last steps open
-(`asyncrl.profiling.files.MAX_OPEN_FILES`)."""
+"""Steps up to the current one whose events are never folded. A process may have files of its last steps open
+(`asyncrl.profiling.files.MAX_OPEN_FILES`). So many steps after the current one are not folded either."""
 MAX_GAP = 128
 """Largest number of consecutive steps without events after which newer ones are still found before the next launch."""
 MAX_STEPS = 64
@@ -172,16 +172,29 @@ class EventRotation:
         self._clock = clock
         self._next_scan = 0.0
         self._sizes: dict[int, int] = {}
-        """Bytes by step, in ascending order. Only the first look lists the directory, which may have 100,000 steps."""
+        """Bytes by step. Only the first look, and the first after training has gone back, lists the directory, which
+        may have 100,000 steps."""
+        self._listed_to = 0
+        """The largest step that the last list had. Those after the current one are abandoned: training went back."""
+        self._step = 0
+        """The current step at the last look, or a smaller one to which training has gone back since."""
         self._folding: Iterator[bool] | None = None
         self._summary: EventSummary | None = None
         self._warned = False
 
-    def work(self) -> bool:
-        """Do a bounded part of the work: read `PIECE_BYTES`, or look for the next step. Return whether more is left."""
+    def work(self, step: int | None = None) -> bool:
+        """Do a bounded part of the work: read `PIECE_BYTES`, or look for the next step. Return whether more is left.
+
+        Args:
+            step: the current step, which is smaller than before once training has gone back; None: the newest one that
+                has events.
+        """
+        if step is not None and step < self._step:
+            self._sizes.clear()
+            self._step = step
         try:
             if self._folding is None:
-                self._folding = self._next_fold()
+                self._folding = self._next_fold(step)
             if self._folding is None:
                 return False
             if not next(self._folding, False):
@@ -196,38 +209,50 @@ class EventRotation:
             return False
         return True
 
-    def _next_fold(self) -> Iterator[bool] | None:
+    def _next_fold(self, step: int | None) -> Iterator[bool] | None:
         if self._clock() < self._next_scan:
             return None
         if not self._sizes:
             if leftover := _numbered(self._directory, "folding_"):
                 return self._fold(self._directory / leftover[0])
-            known = (_number_of(name) for name in _numbered(self._directory, "step_"))
-            self._measure([step for step in known if step_dir(self._directory, step).is_dir()])
+            listed = (_number_of(name) for name in _numbered(self._directory, "step_"))
+            self._measure(each for each in listed if step_dir(self._directory, each).is_dir())
+            self._listed_to = max(self._sizes, default=0)
         else:
-            self._measure([*islice(reversed(self._sizes), NEWEST_STEPS), *self._new_steps()])
+            self._measure(self._steps_since(self._step, step))
+        self._step = max(self._sizes, default=0) if step is None else step
         excess = sum(self._sizes.values()) - self._keep_bytes
-        num_foldable = len(self._sizes) - NEWEST_STEPS
-        if excess <= 0 or num_foldable <= 0:
+        foldable = self._foldable() if excess > 0 else []
+        if not foldable:
             self._next_scan = self._clock() + SCAN_EVERY_S
             return None
         folding = self._directory / f"folding_{self._summary_so_far().folds + 1}"
         folding.mkdir()
-        for step in list(islice(self._sizes, min(MAX_STEPS, num_foldable))):
-            directory = step_dir(self._directory, step)
+        for each in foldable[:MAX_STEPS]:
+            directory = step_dir(self._directory, each)
             os.rename(directory, folding / directory.name)
-            excess -= self._sizes.pop(step)
+            excess -= self._sizes.pop(each)
             if excess <= 0:
                 break
         return self._fold(folding)
 
-    def _new_steps(self) -> Iterator[int]:
-        newest = next(reversed(self._sizes))
-        for step in count(newest + 1):
-            if step_dir(self._directory, step).is_dir():
-                newest = step
-                yield step
-            elif step - newest >= MAX_GAP:
+    def _foldable(self) -> list[int]:
+        """Return the steps that may be folded: the abandoned ones first, then the oldest."""
+        known = sorted(self._sizes)
+        abandoned = [each for each in known if self._step + NEWEST_STEPS < each <= self._listed_to]
+        return abandoned + [each for each in known if each <= self._step][:-NEWEST_STEPS]
+
+    def _steps_since(self, before: int, step: int | None) -> Iterator[int]:
+        """Yield the steps whose events may have grown since the current step was `before`."""
+        yield from sorted(each for each in self._sizes if each <= before)[-NEWEST_STEPS:]
+        newest = current = before if step is None else step
+        for each in count(before + 1):
+            if current + NEWEST_STEPS < each <= self._listed_to:
+                return
+            if step_dir(self._directory, each).is_dir():
+                newest = max(newest, each)
+                yield each
+            elif each - newest >= MAX_GAP:
                 return
 
     def _measure(self, steps: Iterable[int]) -> None:

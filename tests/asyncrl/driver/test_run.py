@@ -25,6 +25,7 @@ from asyncrl.observe.recorder import ROWS_FILE, Recorder, TemporaryRows
 from asyncrl.observe.status.run_status import read_state
 from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View
+from asyncrl.profiling import profile
 from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.storage.run_dir import RunDir
 from rollouter.group_workers.pool import LostWorker
@@ -146,6 +147,7 @@ async def test_the_next_rollouter_knows_which_version_is_validated(tmp_path: Pat
         await driver.run._put(ValidationRecord(version, 10 * version, {"reward/mean": 0.5}, ()))
     assert driver.run._rollout_start() == RolloutStart(False, WeightsVersion(0, 8), 80)
     await driver.run._on_rewind(ResumePoint(70, 7, "", 1))
+    assert profile.place == (71, 7), "the driver's events belong to the step that is repeated"
     assert driver.run._rollout_start() == RolloutStart(False, WeightsVersion(0, 8), 50)
     await driver.run._put(ValidationRecord(7, 70, {"reward/mean": 0.5}, (), 1))
     assert driver.run._rollout_start() == RolloutStart(False, WeightsVersion(1, 7), 70)

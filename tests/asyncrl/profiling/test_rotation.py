@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.profiling import Profiler, ProfilerSettings
 from asyncrl.profiling import rotation as module
@@ -124,6 +127,111 @@ def test_the_directory_is_listed_once(tmp_path: Path, monkeypatch: pytest.Monkey
     fold_all(rotation)
     assert min(step_sizes(tmp_path)) > 100 and sum(step_sizes(tmp_path).values()) <= 40_000
     assert {directory.parent.name for directory in listed[num_listed:]} == {"events"}, "only those that are folded"
+
+
+class LongRun:
+    """A run that writes an event of nearly 1 kB a step, and whose events are rotated meanwhile."""
+
+    def __init__(self, run_dir: Path, keep_bytes: int) -> None:
+        self.run_dir = run_dir
+        self.num_lines = 0
+        now = count(0, 10)
+        self._rotation = EventRotation(run_dir / "events", keep_bytes, clock=lambda: next(now))
+        self._files = EventFiles(run_dir / "events")
+
+    def train(self, steps: range, max_calls: int = 10_000) -> None:
+        """Write the events of steps, and call `work` up to `max_calls` times after each."""
+        for step in steps:
+            self.write(step, text="x" * 880)
+            self.rotate(step, max_calls)
+
+    def write(self, step: int, **fields: Any) -> None:
+        assert self._files.write([line("trainer", step, "request", **fields)]) == []
+        self.num_lines += 1
+
+    def rotate(self, step: int, max_calls: int = 10_000) -> None:
+        for _ in range(max_calls):
+            if not self._rotation.work(step):
+                return
+
+    def size(self) -> int:
+        return sum(step_sizes(self.run_dir).values())
+
+    def num_found(self) -> int:
+        """Return the number of events in files and in sums."""
+        summary = read_event_summary(self.run_dir)
+        folded = summary.events["request"].count if summary is not None else 0
+        files = [*event_files(self.run_dir), *unfolded_files(self.run_dir, summary)]
+        return folded + sum(len(file.read_bytes().splitlines()) for file in files)
+
+
+def test_events_stay_below_the_size_after_training_goes_back(tmp_path: Path) -> None:
+    """Steps 21 to 30 have been folded when they are repeated, and steps 31 to 70 have events of the first time."""
+    run = LongRun(tmp_path, 40_000)
+    for first in (1, 21, 21, 21):
+        for step in range(first, 71):
+            run.train(range(step, step + 1))
+            assert run.size() <= 40_000
+    assert set(step_sizes(tmp_path)) >= set(range(71 - NEWEST_STEPS, 71))
+    assert run.num_found() == run.num_lines
+
+
+def test_the_steps_around_the_current_one_are_kept_after_training_goes_back(tmp_path: Path) -> None:
+    LongRun(tmp_path, 10**9).train(range(1, 81))
+    run = LongRun(tmp_path, 1)  # a launch that resumes at step 40
+    run.train(range(41, 42))
+    around = range(42 - NEWEST_STEPS, 42 + NEWEST_STEPS)
+    assert list(step_sizes(tmp_path)) == list(around)
+    run.train(range(42, 43))
+    assert list(step_sizes(tmp_path)) == list(around)[1:]
+
+
+def test_abandoned_steps_are_replaced_before_those_that_training_continues_from(tmp_path: Path) -> None:
+    run = LongRun(tmp_path, 60_000)
+    run.train(range(1, 61))
+    run.train(range(21, 31))
+    replaced = set(range(1, 61)) - set(step_sizes(tmp_path))
+    assert replaced and replaced <= set(range(38, 48))
+
+
+def test_a_part_that_rarely_writes_loses_no_events_of_a_step_that_is_repeated(tmp_path: Path) -> None:
+    """The driver still has its file of step 40 open when training is there again."""
+    run, driver = LongRun(tmp_path, 1), EventFiles(tmp_path / "events")
+    run.train(range(21, 41))
+    for _ in range(2):
+        assert driver.write([line("driver", 40, "request")]) == []
+        run.num_lines += 1
+        run.train(range(41, 61))
+        run.train(range(21, 41))
+    assert run.num_found() == run.num_lines
+
+
+@settings(max_examples=20)
+@given(
+    data=st.data(),
+    keep_bytes=st.integers(1, 50_000),
+    launches=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=1, max_size=2),
+)
+def test_events_are_bounded_and_complete_wherever_training_goes_back(
+    data: st.DataObject, keep_bytes: int, launches: list[list[int]]
+) -> None:
+    """Training goes back within a launch and between launches, while folds are under way."""
+    with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "PIECE_BYTES", 500)
+        run_dir, step, num_lines = Path(directory), 0, 0
+        for legs in launches:
+            run = LongRun(run_dir, keep_bytes)
+            run.num_lines = num_lines
+            for num_steps in legs:
+                first = data.draw(st.integers(0, step)) + 1
+                step = first + num_steps - 1
+                run.train(range(first, step + 1), data.draw(st.integers(1, 3)))
+                assert run.num_found() == run.num_lines
+            num_lines = run.num_lines
+            run.rotate(step)
+            assert run.num_found() == num_lines
+            around = range(step + 1 - NEWEST_STEPS, step + 1 + NEWEST_STEPS)
+            assert run.size() <= keep_bytes or set(step_sizes(run_dir)) <= set(around)
 
 
 def test_a_killed_process_folds_each_step_exactly_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +366,22 @@ def test_the_process_that_rotates_deletes_old_events_while_it_records(
     assert list(step_sizes(tmp_path)) == list(range(41 - NEWEST_STEPS, 41))
     [last] = (tmp_path / "events" / "step_000040" / "driver.jsonl").read_text().splitlines()
     assert json.loads(last)["event"] == "part.restarted"
+
+
+def test_the_process_that_rotates_follows_training_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.01)
+    monkeypatch.setattr("asyncrl.profiling.profiler.ROTATE_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "SCAN_EVERY_S", 0.0)
+    write_steps(tmp_path, range(1, 101))
+    keep = sum(step_sizes(tmp_path).values())
+    profiler = Profiler()
+    profiler.configure("driver", ProfilerSettings("summary", tmp_path / "events", keep_bytes=keep))
+    profiler.set_position(step=101)
+    profiler.flush()
+    profiler.set_position(step=41)
+    write_steps(tmp_path, range(41, 42))
+    deadline = module.time.monotonic() + 30
+    while (tmp_path / "events" / "step_000058").exists() and module.time.monotonic() < deadline:
+        module.time.sleep(0.01)
+    profiler.close()
+    assert step_sizes(tmp_path).keys() == set(range(1, 101)) - {58}
