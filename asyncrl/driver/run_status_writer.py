@@ -90,7 +90,7 @@ class RunStatus:
         if not self._run_dir.journal.exists():
             return None
         try:
-            return read_counts(self._run_dir.path)
+            return read_counts(self._run_dir.path, is_own=True)
         except (AsyncRLError, OSError) as error:
             logger.warning(
                 "the final counts are the queue's last answer, because its journal cannot be read: %s", error

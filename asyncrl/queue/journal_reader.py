@@ -240,16 +240,17 @@ def _operations_after(
 
 
 @contextmanager
-def _sqlite_errors(path: Path) -> Iterator[None]:
-    """Convert SQLite's errors about an unreadable file to `JournalDamage` or `InfraError`."""
+def _sqlite_errors(path: Path, max_row_bytes: int | None = None) -> Iterator[None]:
+    """Convert SQLite's errors about an unreadable file to `JournalDamage` or `InfraError`, and about a row above the
+    limit of an inspection, `max_row_bytes`, to `ConfigError`."""
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _NOT_DAMAGE:
             raise InfraError.wrap(f"cannot read {path}: {error}", error) from error
-        if code == sqlite3.SQLITE_TOOBIG:
-            raise JournalDamage(f"a row has more than {MAX_INSPECTED_ROW_BYTES} bytes") from None
+        if code == sqlite3.SQLITE_TOOBIG and max_row_bytes is not None:
+            raise _too_large(path, f"a row of more than {max_row_bytes} bytes, and no larger one is read") from None
         raise JournalDamage(f"SQLite says: {error}") from None
 
 
@@ -435,14 +436,17 @@ class JournalCounts(NamedTuple):
     """Tokens that the steps of the surviving model have trained, counted once per pass."""
 
 
-def read_counts(run_dir: Path) -> JournalCounts:
-    """Return the counts of a live or a dead run. Blocking. Costs and raises the same as `read_queue_state`."""
-    seq, state = _read_newest_state(run_dir)
+def read_counts(run_dir: Path, *, is_own: bool = False) -> JournalCounts:
+    """Return the counts of a live or a dead run. Blocking. Costs and raises the same as `read_queue_state`.
+
+    `is_own`: this process's own run has written the journal, which may then have any size.
+    """
+    seq, state = _read_newest_state(run_dir, is_own=is_own)
     return JournalCounts(seq, state.counts(), state.trained_tokens)
 
 
-def _read_newest_state(run_dir: Path) -> tuple[int, QueueState]:
-    with _consistent_view(run_dir) as connection:
+def _read_newest_state(run_dir: Path, *, is_own: bool = False) -> tuple[int, QueueState]:
+    with _consistent_view(run_dir, is_own=is_own) as connection:
         num_prompts, _ = _read_meta(connection)
         seq, _, state = _newest_state(connection, num_prompts)
         return seq, state
@@ -488,23 +492,28 @@ def _read_history(connection: sqlite3.Connection) -> tuple[QueueState, Iterator[
 
 
 @contextmanager
-def _consistent_view(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open one read transaction, which is consistent even while the journal is being written."""
+def _consistent_view(run_dir: Path, *, is_own: bool = False) -> Iterator[sqlite3.Connection]:
+    """Open one read transaction, which is consistent even while the journal is being written. The limits of an
+    inspection do not apply to the journal of this process's own run."""
     path = run_dir / JOURNAL
     if not path.exists():
         raise ConfigError(
             f"there is no {path}: the run has no journal (journal=off), or does not exist. Check the path."
         )
     size = sum(file.stat().st_size for file in map(path.with_name, JOURNAL_FILES) if file.exists())
-    if size > MAX_INSPECTED_BYTES:
-        raise ConfigError(
-            f"{path} has {size} bytes with its log, and at most {MAX_INSPECTED_BYTES} are read to inspect a run, so "
-            "its samples are not shown. A run with checkpoints (trainer.save_freq) does not write that much; "
-            f"resume={run_dir} continues it without this limit."
-        )
+    if size > MAX_INSPECTED_BYTES and not is_own:
+        raise _too_large(path, f"{size} bytes with its log, and at most {MAX_INSPECTED_BYTES} are read")
+    max_row_bytes = None if is_own else MAX_INSPECTED_ROW_BYTES
     try:
-        with _sqlite_errors(path), closing(_open_read_only(path, MAX_INSPECTED_ROW_BYTES)) as connection:
+        with _sqlite_errors(path, max_row_bytes), closing(_open_read_only(path, max_row_bytes)) as connection:
             connection.execute("BEGIN")
             yield connection
     except JournalDamage as error:
         raise ConfigError(f"{path} is damaged: {error}. Launch with resume={run_dir} to recover the run.") from None
+
+
+def _too_large(path: Path, size: str) -> ConfigError:
+    return ConfigError(
+        f"{path} has {size} to inspect a run, so its samples are not shown. A run with checkpoints (trainer.save_freq) "
+        f"does not write that much; resume={path.parent} continues it without this limit."
+    )

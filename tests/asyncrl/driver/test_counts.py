@@ -35,6 +35,7 @@ from asyncrl.driver import run as run_module
 from asyncrl.driver.stall_watchdog import StallError, Watchdog
 from asyncrl.observe.status import run_status
 from asyncrl.observe.status.run_files import read_run, status_report
+from asyncrl.queue import journal_reader
 from asyncrl.queue.actor import QueueActor, QueueClient
 from asyncrl.queue.journal_reader import read_counts
 from asyncrl.storage.checkpoint_manifest import (
@@ -350,6 +351,19 @@ def test_all_records_have_the_counts_of_the_journal(
     assert counts == counts_of(journal.samples, generated=parts.tokens, trained=journal.trained_tokens)
     assert counts.generated > 0
     assert counts.trained == counts.samples["trained"] * TRAINED
+
+
+def test_the_counts_of_a_journal_of_any_size_are_read_at_the_end(
+    parts: Parts, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands that inspect a run refuse a snapshot of more than 600,000 samples; the run itself has to read it."""
+    monkeypatch.setattr(journal_reader, "MAX_INSPECTED_BYTES", 100)
+    monkeypatch.setattr(journal_reader, "MAX_INSPECTED_ROW_BYTES", 100)
+    the_queue_is_gone(parts)
+    _, counts = end_of(config_of(tmp_path), capsys)
+    journal = read_counts(tmp_path / "run", is_own=True)
+    assert counts == counts_of(journal.samples, generated=parts.tokens, trained=journal.trained_tokens)
+    assert counts.samples["trained"] == STEPS * SAMPLES
 
 
 @pytest.mark.parametrize(
