@@ -2,8 +2,8 @@
 
 ${oc.env:NAME}    is resolved when the configuration is composed; `Config.public_values` has it unresolved
 ${secret:NAME}    stays a reference in the configuration; `reveal` reads the variable where a process needs the value
-plain text        is a secret by the name of its key, or as a part of a URL (`secret_parts`); `Config.public_values` has
-                  `HIDDEN` in its place
+plain text        is a secret by the name of its key, as a number is, too, or as a part of a URL (`secret_parts`);
+                  `Config.public_values` has `HIDDEN` in its place
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def hide_secrets(value: Any) -> None:
 
 
 def texts(value: Any, path: ValuePath = ()) -> Iterator[tuple[ValuePath, str]]:
-    """Yield the texts in `value` (JSON types) with their paths."""
+    """Yield the texts in `value` (JSON types), and its numbers that are secrets as texts, with their paths."""
+    value = _as_text(value, secret_name(path))
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):
@@ -132,7 +133,8 @@ def texts(value: Any, path: ValuePath = ()) -> Iterator[tuple[ValuePath, str]]:
 
 
 def without_secrets(value: Any, name: str = "", *, digests: bool = False) -> Any:
-    """Return `value` (JSON types) with `HIDDEN` in place of each secret in plain text (`secret_parts`).
+    """Return `value` (JSON types) with `HIDDEN` in place of each secret in plain text (`secret_parts`) and each number
+    at or below a key with the name of a secret.
 
     Args:
         name: the name by which the value may be a secret; the keys inside have names of their own.
@@ -145,12 +147,19 @@ def without_secrets(value: Any, name: str = "", *, digests: bool = False) -> Any
         }
     if isinstance(value, list | tuple):
         return [without_secrets(item, name, digests=digests) for item in value]
+    value = _as_text(value, name)
     if not isinstance(value, str):
         return value
     shown = value
     for part in reversed(secret_parts(value, name)):
         shown = f"{shown[: part.start]}{HIDDEN}{shown[part.stop :]}"
     return with_digest(shown, value) if digests and shown != value else shown
+
+
+def _as_text(value: Any, name: str) -> Any:
+    """Return a number that is a secret by the key `name`, such as a PIN, as its text; other values as they are."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number and looks_secret(name) else value
 
 
 def with_digest(shown: str, text: str) -> str:

@@ -233,6 +233,28 @@ def test_plain_secrets_are_shown_nowhere_and_stay_in_the_configuration(
     assert check_config(tmp_path / "again.yaml").config == config
 
 
+def test_numbers_that_are_secrets_are_shown_nowhere_and_stay_numbers(tmp_path: Path, cli: CommandLine) -> None:
+    secrets = {"password": 73519264, "pins": {"api_key": [-5926.53589]}}
+    file = write(tmp_path, {"reward": {"kwargs": {**secrets, "verify_auth": True, "retries": 48151623}}})
+    outcome = check_config(file)
+    assert suspected(outcome.problems) == {
+        "reward.kwargs.password": ("warning", "…"), "reward.kwargs.pins.api_key.0": ("warning", "…"),
+    }  # fmt: skip
+    config = outcome.config
+    assert config is not None
+    others = {"verify_auth": True, "retries": 48151623}
+    assert config.saved_values()["reward"]["kwargs"] == {**secrets, **others}
+    assert config.public_values()["reward"]["kwargs"] == {"password": "…", "pins": {"api_key": ["…"]}, **others}
+    identity = config.identity_values()["reward"]["kwargs"]
+    assert identity["password"].startswith("… (sha256:") and identity["pins"]["api_key"][0].startswith("… (sha256:")
+    error = UserCodeError.wrap("401 for 73519264", ValueError("at -5926.53589"))
+    printed = [cli("launch", "fully_async", file, "--dry-run", *options) for options in ((), ("--json",))]
+    shown = f"{identity} {error} {error.cause} {[one.out + one.err for one in printed]}"
+    assert "73519264" not in shown and "5926.5" not in shown and "48151623" in shown
+    (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "again.yaml") == config
+
+
 def test_secrets_from_the_environment_give_no_warning_and_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, (value, _) in enumerate(PLAIN.values()):
         monkeypatch.setenv(f"PLAIN_{number}", value)
