@@ -259,7 +259,7 @@ class OneRank(Processes):
 
     async def reserve(self, **limits: Any) -> None: ...
 
-    def start(self, publisher: Any, *, profiling: Any, **options: Any) -> None:
+    async def start(self, publisher: Any, *, profiling: Any, **options: Any) -> None:
         self.actors = [LocalActor(RankActor(publisher, profiling, self.plan.name))]
 
     async def kill(self, places: Sequence[Any]) -> None:

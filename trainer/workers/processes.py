@@ -122,7 +122,8 @@ class Processes:
                     name=name,
                     bundle_label_selector=gang.label_selectors,
                 )
-                bundles = self._bundles = await anyio.to_thread.run_sync(place, abandon_on_cancel=True)
+                bundles: Any = await anyio.to_thread.run_sync(place, abandon_on_cancel=True)
+                self._bundles = bundles
                 await bundles.ready()
                 table = await anyio.to_thread.run_sync(placement_group_table, bundles, abandon_on_cancel=True)
         except TimeoutError as error:
