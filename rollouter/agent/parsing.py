@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,8 @@ class ToolCallParser:
         reasoning, content = _split_reasoning(text)
         if self._vllm is None or not content.strip():
             return ParsedTurn(content, reasoning=reasoning, text=text)
+        if _repeats_too_much(content):
+            return ParsedTurn(content, malformed=True, reasoning=reasoning, text=text)
         try:
             rest, calls = self._vllm.extract(content)
         except Exception as error:  # noqa: BLE001  # parsers may raise anything on a model's text
@@ -134,6 +137,13 @@ class ToolCallParser:
         else:
             reasoning, content = "", text
         return reasoning, content if self._vllm is None else self._vllm.before_calls(content).rstrip()
+
+
+def _repeats_too_much(text: str) -> bool:
+    """Whether a parser may need minutes for the text: the patterns of some, such as `deepseek_v3`, try all pairs of
+    marks, or all ways to divide blanks. Linear."""
+    marks = Counter(_MARK.findall(text))
+    return max(marks.values(), default=0) > MAX_REPEATS or _LONG_BLANK.search(text) is not None
 
 
 class _VllmParser:
@@ -200,6 +210,10 @@ def before_any(text: str, needles: Sequence[str]) -> str:
     return text[:end]
 
 
+MAX_REPEATS = 64
+"""How often a turn may contain the same mark of a call."""
+_MARK = re.compile(r"<[|｜][^\s<>]{1,40}[|｜]>|<dots_\w{1,40}>")
+_LONG_BLANK = re.compile(r"\s{1001}")
 _BEGINS = re.compile(r"^(?!response|think|arg).*(?:start|begin|bot)\w*_token$|^bot_token$|^tc_start$")
 _JSON_CALL = r"\A\s*\{\s*\"(?:name|type|function|arguments|parameters)\""
 _PYTHON_CALL = r"\A\s*\[\s*[A-Za-z_][\w.]*\("
