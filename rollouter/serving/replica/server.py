@@ -136,7 +136,7 @@ class RolloutServer(LLMServer):
             self._knows_run = True
 
     async def _follow(self, store: Any, run: ServedRun) -> None:
-        if run != self._weights.run:
+        if not self._weights.follows(store):
             if problem := self._misfit(run):
                 raise ConfigError(f"rollout.attach: {problem}")
             self._forwarder.take_all()  # events of an earlier run

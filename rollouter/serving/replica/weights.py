@@ -113,6 +113,10 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         self._joining: asyncio.Task[None] | None = None
 
+    def follows(self, store: Any) -> bool:
+        """Return whether the versions come from this store. Each run that attaches has its own."""
+        return bool(store == self._store)
+
     async def follow(self, store: Any, run: ServedRun, *, serves_initial: bool) -> None:
         """Take versions from the store of this run from now on, once an update to an earlier run's version has ended.
 

@@ -7,9 +7,11 @@ import os
 import threading
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
 import pytest
@@ -260,6 +262,30 @@ async def test_a_server_reports_to_the_run_that_has_attached(monkeypatch: pytest
     runs.attached = None
     with pytest.raises(InfraError, match="no run is attached any more: Ray namespace servers has no weight store"):
         await replica.attach()
+
+
+@pytest.mark.usefixtures("without_ray")
+async def test_the_versions_of_the_second_of_two_equal_runs_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only their weight stores differ, and the versions of both begin at 1."""
+    updates, runs = Updates(None), RunsOnServers(monkeypatch)
+    swap = weights._Swap(drain_s=0.0, pause_s=0.1, load_s=0.1, in_flight=0)
+
+    async def load(weights_version: WeightsVersion, *args: Any) -> weights._Swap:
+        updates.health.weights_version = weights_version
+        return swap
+
+    monkeypatch.setattr(updates, "apply", partial(WeightUpdates.apply, updates))
+    monkeypatch.setattr(updates, "_fetch", AsyncMock(return_value=0.0))
+    monkeypatch.setattr(updates, "_swap", load)
+    replica = server_of(updates)
+    for _ in range(2):
+        runs.attached = Store(), ServedRun("b", "run-b", verify="off")
+        await replica.attach()
+        reports = [
+            await replica.apply_version(Publication(number, 1, 0, {}), "keep", True, False, "run-b")
+            for number in (1, 2, 2)
+        ]
+        assert [report.load_s for report in reports] == [0.1, 0.1, 0.0]
 
 
 @pytest.mark.usefixtures("without_ray")
