@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -150,7 +151,7 @@ def _engine_arguments(config: Config) -> dict[str, Any]:
     return {
         name: value
         for name, value in options.llm_config["engine_kwargs"].items()
-        if name not in ("worker_extension_cls", "logprobs_mode")
+        if name not in ("worker_extension_cls", "weight_transfer_config", "logprobs_mode")
     }
 
 
@@ -210,14 +211,18 @@ def read_weights(model: Path) -> dict[str, NDArray[Any]]:
 class VersionPublisher:
     """Publishes the same weights again and again, each time as a new version. The servers keep the last one."""
 
-    def __init__(self, config: Config, publisher: ObjectStorePublisher, weights: dict[str, NDArray[Any]]) -> None:
+    def __init__(self, fleet: ServeFleet, publisher: ObjectStorePublisher, weights: dict[str, NDArray[Any]]) -> None:
         self._publisher = publisher
         self._weights = weights
-        self._fleet = ServeFleet(config, namespace=NAMESPACE)
+        self._fleet = fleet
         self._version = 0
 
     async def publish_every(self, seconds: float, now: Callable[[], float], windows: list[SyncWindow]) -> None:
-        """Publish a version every so many seconds, or as soon as the previous one is applied, until cancelled."""
+        """Publish a version every so many seconds, or as soon as the previous one is applied, until cancelled.
+
+        Raises:
+            RuntimeError: no replica had to load a version, so nothing was measured.
+        """
         due = now()
         while True:
             due = max(due + seconds, now())
@@ -225,24 +230,28 @@ class VersionPublisher:
             begin = now()
             self._version += 1
             publication = await publish_tensors(self._publisher, self._version, self._version, self._weights)
-            await self._fleet.apply(publication)
+            if not any(report.load_s for report in await self._fleet.apply(publication)):
+                raise RuntimeError(f"no replica has loaded version {self._version}, so its sync cannot be measured")
             windows.append(SyncWindow(self._version, begin, now()))
 
 
 @asynccontextmanager
 async def attached(config: Config) -> AsyncIterator[VersionPublisher]:
-    """Claim the store of the application `rollout.attach` and attach to its replicas, until the block ends.
+    """Claim the store of the application `rollout.attach` and attach to its replicas as a run of its own, until the
+    block ends.
 
     Raises:
         ConfigError: a run is attached, or there is no such application.
     """
-    app = rollout_app(config, NAMESPACE)
+    namespace = f"{NAMESPACE}-{secrets.token_hex(3)}"
+    app = rollout_app(config, namespace)
     name = f"benchmarks.stream on {socket.gethostname()}"
-    served = ServedRun.of(config, name=name, namespace=NAMESPACE, engines=ReplicaFacts.wanted(config))
+    served = ServedRun.of(config, name=name, namespace=namespace, engines=ReplicaFacts.wanted(config))
     store = await claim_store(app.store_namespace, served, max_restarts=0, limit_s=config.timeouts.start_s)
     try:
         await attach(config, app)
         publisher = ObjectStorePublisher(store, call_s=config.timeouts.call_s)
-        yield VersionPublisher(config, publisher, read_weights(Path(resolve(config.model.path))))
+        fleet = ServeFleet(config, namespace=namespace)
+        yield VersionPublisher(fleet, publisher, read_weights(Path(resolve(config.model.path))))
     finally:
         ray.kill(store)

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
 import numpy as np
@@ -24,7 +25,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from asyncrl.core.ports import ApplyReport
 from asyncrl.driver.cluster import connection
+from asyncrl.weights.object_store import ServedRun
 from benchmarks.stream import __main__ as program
 from benchmarks.stream import servers
 from benchmarks.stream.load import Arrived, LoadGenerator
@@ -49,6 +52,7 @@ from benchmarks.stream.workload import (
     write_trace,
 )
 from rollouter.serving import app
+from rollouter.serving.options import WEIGHT_TRANSFER, WORKER_EXTENSION
 
 SHAPE = WorkloadShape(sessions=400, turns=3, prompt=60, output=80, longest=1000, wait_s=0.5)
 
@@ -346,27 +350,70 @@ def test_options_that_make_no_sense_are_refused(
     assert why in capsys.readouterr().err
 
 
-async def test_a_version_is_published_in_every_period_whatever_the_clock_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes on between any two lines, and an application may take longer than a period."""
-    clock, windows, published = count(0.0, 0.004), list[SyncWindow](), list[int]()
+class LoadingFleet:
+    """Replicas that load every version for `load_s` seconds."""
 
-    class Fleet:
-        def __init__(self, config: Any, *, namespace: str) -> None:
-            pass
+    def __init__(self, load_s: float) -> None:
+        self.load_s = load_s
+        self.applied: list[int] = []
 
-        async def apply(self, publication: int) -> None:
-            published.append(publication)
+    async def apply(self, publication: int) -> list[ApplyReport]:
+        self.applied.append(publication)
+        return [ApplyReport("one", publication, 0.0, 0.0, self.load_s, 0, True)]
 
+
+@pytest.fixture
+def publishes_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def publish(publisher: Any, version: int, step: int, tensors: Any) -> int:
         return version
 
-    monkeypatch.setattr(servers, "ServeFleet", Fleet)
     monkeypatch.setattr(servers, "publish_tensors", publish)
-    publisher = servers.VersionPublisher(server_config("model", 64), None, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("publishes_numbers")
+async def test_a_version_is_published_in_every_period_whatever_the_clock_does() -> None:
+    """The clock goes on between any two lines, and an application may take longer than a period."""
+    clock, windows, fleet = count(0.0, 0.004), list[SyncWindow](), LoadingFleet(load_s=0.1)
+    publisher = servers.VersionPublisher(fleet, None, {})  # type: ignore[arg-type]
     with anyio.move_on_after(0.5):
         await publisher.publish_every(0.01, lambda: next(clock), windows)
-    assert published[:4] == [1, 2, 3, 4]
+    assert fleet.applied[:4] == [1, 2, 3, 4]
     assert [one.version for one in windows[:4]] == [1, 2, 3, 4] and all(one.end > one.begin for one in windows)
+
+
+@pytest.mark.usefixtures("publishes_numbers")
+async def test_a_version_that_no_replica_loads_is_no_measured_sync() -> None:
+    windows: list[SyncWindow] = []
+    publisher = servers.VersionPublisher(LoadingFleet(load_s=0.0), None, {})  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no replica has loaded version 1"):
+        await publisher.publish_every(0.01, time.monotonic, windows)
+    assert windows == []
+
+
+async def test_each_attachment_is_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas refuse the versions of a run that they do not follow, by its namespace."""
+    served: list[str] = []
+    calling: list[str] = []
+
+    async def claim(namespace: str, run: ServedRun, **limits: Any) -> str:
+        served.append(run.namespace)
+        return f"store in {namespace}"
+
+    monkeypatch.setattr(servers, "claim_store", claim)
+    monkeypatch.setattr(servers, "attach", AsyncMock())
+    monkeypatch.setattr(servers, "ServeFleet", lambda config, namespace: calling.append(namespace))
+    monkeypatch.setattr(servers, "ObjectStorePublisher", lambda store, call_s: None)
+    monkeypatch.setattr(servers, "ray", SimpleNamespace(kill=lambda store: None))
+    for _ in range(2):
+        async with servers.attached(server_config("asyncrl://quickstart", 64, "rollout")):
+            pass
+    assert served == calling and len(set(served)) == 2
+
+
+def test_other_servers_get_no_argument_of_asyncrls_own_code() -> None:
+    arguments = " ".join(flags(servers._engine_arguments(server_config("asyncrl://quickstart", 64))))
+    assert "--max-model-len 64" in arguments
+    assert WORKER_EXTENSION not in arguments and json.dumps({"backend": WEIGHT_TRANSFER}) not in arguments
 
 
 @pytest.mark.parametrize(("in_flight", "partial"), [("keep", True), ("abort", True), ("wait", False)])
