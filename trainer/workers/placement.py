@@ -47,6 +47,11 @@ class GroupPlan:
     gpu_share: float = 1.0
     """Share of a GPU that each rank on GPUs reserves."""
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether engines have the other shares."""
+        return self.gpu_share < 1
+
     def gang(self, *, cpus: bool, gpu: bool) -> Gang:
         """Return the resources of the ranks and the nodes that may have them.
 

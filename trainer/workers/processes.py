@@ -23,6 +23,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from asyncrl.config.resources.placement import Gang
 from asyncrl.config.sections.base import Dtype, on_gpus
 from asyncrl.core.failures import ConfigError, DeadlineError
 from asyncrl.core.ports import WeightPublisher
@@ -98,7 +99,9 @@ class Processes:
         reserved.
 
         Reservations of an earlier Trainer of this run are freed. Otherwise Ray would keep them as long as the driver
-        lives, and on a full cluster the new Trainer would wait for them forever.
+        lives, and on a full cluster the new Trainer would wait for them forever. Ranks that share their GPUs with
+        engines take over the earlier reservation instead: between the two, Ray could place an engine that is replaced
+        on the GPU of another engine, and then one GPU would have no room for a rank.
 
         Args:
             until: when `limit_s` ends, by `anyio.current_time`.
@@ -113,15 +116,11 @@ class Processes:
         run, process = f"{context.namespace}/ranks/", context.get_worker_id()
         try:
             with anyio.fail_after(until - anyio.current_time()):
-                await anyio.to_thread.run_sync(_free, run, process, abandon_on_cancel=True)
-                name = f"{run}{process}/{self.plan.name}-{next(_numbers)}"
-                place = partial(
-                    placement_group,
-                    gang.bundles,
-                    strategy=gang.strategy,
-                    name=name,
-                    bundle_label_selector=gang.label_selectors,
-                )
+                if self.plan.shares_gpus:
+                    place = partial(_find_or_place, gang, f"{run}{self.plan.name}")
+                else:
+                    await anyio.to_thread.run_sync(_free, run, process, abandon_on_cancel=True)
+                    place = partial(_place, gang, f"{run}{process}/{self.plan.name}-{next(_numbers)}")
                 bundles: Any = await anyio.to_thread.run_sync(place, abandon_on_cancel=True)
                 self._bundles = bundles
                 await bundles.ready()
@@ -198,9 +197,12 @@ class Processes:
 
     async def kill(self, places: Sequence[RankLocation]) -> None:
         """Kill every rank, because a rank that waits in a collective operation ignores other signals. Wait for at most
-        `CLOSE_S` until those on this machine have ended."""
+        `CLOSE_S` until those on this machine have ended. Shares of GPUs stay reserved (`reserve`) until the run ends,
+        and with it Ray."""
         actors, self.actors = self.actors, []
         bundles, self._bundles = self._bundles, None
+        if self.plan.shares_gpus:
+            bundles = None
         if not ray.is_initialized():
             return
         with anyio.move_on_after(CLOSE_S):
@@ -258,6 +260,20 @@ def check_tool(profiling: RankProfiling, plan: GroupPlan, device: Literal["cpu",
 def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
     """Return the device of a group's ranks. If it has fewer GPUs than ranks, `reserve` waits for others."""
     return "cuda" if on_gpus(plan.device, ray.cluster_resources().get("GPU", 0) > 0) else "cpu"
+
+
+def _place(gang: Gang, name: str) -> PlacementGroup:
+    """Request the bundles of a gang. Blocking."""
+    selectors = gang.label_selectors
+    return placement_group(gang.bundles, strategy=gang.strategy, name=name, bundle_label_selector=selectors)
+
+
+def _find_or_place(gang: Gang, name: str) -> PlacementGroup:
+    """Return the placement group of this name; if there is none, request it. Blocking."""
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return _place(gang, name)
 
 
 def _free(run: str, process: str) -> None:
