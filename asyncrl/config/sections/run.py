@@ -430,6 +430,11 @@ def _sharing_gpus(config: Config) -> Iterator[ConfigProblem]:
     key, off = _sharing(config)
     one_machine = "both sides share the GPUs of this machine"
     no_room = "a GPU has one training process and one engine, and this would need another GPU"
+    bucketed = ("ddp", "megatron_layers")
+    buckets = (
+        "engines would get less memory: torch's DistributedDataParallel keeps a copy of the gradient on each GPU, "
+        "4 bytes per trained parameter (28 GB for 7B)"
+    )
     refused = {
         "ray.address": (config.ray.address is not None, one_machine, "set it to null"),
         "trainer.nnodes": (trainer.nnodes is not None, one_machine, "leave it out, with trainer.n_gpus_per_node"),
@@ -448,6 +453,8 @@ def _sharing_gpus(config: Config) -> Iterator[ConfigProblem]:
             f"{name}.placement": (role.placement == "own", no_room, "set it to actor")
             for name, role in model_roles(config).items()
         },
+        "trainer.strategy": (trainer.strategy in bucketed and not config.model.lora_rank, buckets, "set it to fsdp2"),
+        "critic.strategy": (config.needs_critic and config.critic.strategy in bucketed, buckets, "set it to fsdp2"),
     }  # fmt: skip
     for name, (applies, consequence, fix) in refused.items():
         if applies:

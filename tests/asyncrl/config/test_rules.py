@@ -86,6 +86,9 @@ BROKEN: list[tuple[str, Changes, str]] = [
     ("weight_sync.backend", COLOCATED | NCCL, "NCCL sends between different ones only"),
     ("reward_model.placement", COLOCATED | SERVED, "this would need another GPU"),
     ("ref.placement", COLOCATED | REFERENCE | {"ref.placement": "own"}, "this would need another GPU"),
+    ("trainer.strategy", COLOCATED | {"trainer.strategy": "ddp"}, "28 GB for 7B"),
+    ("trainer.strategy", LENT | {"trainer.strategy": "megatron_layers"}, "28 GB for 7B"),
+    ("critic.strategy", COLOCATED | GAE | {"critic.strategy": "ddp"}, "28 GB for 7B"),
     ("ray.address", LENT | {"ray.address": "auto"}, "with trainer.lend_after_s=5.0 both sides share the GPUs"),
     (
         "rollout.autoscaling.enable",
@@ -382,6 +385,7 @@ WITHOUT_EFFECT: list[tuple[str, Any, Changes]] = [
 
 VALID: list[Changes] = [
     COLOCATED,
+    COLOCATED | {"trainer.strategy": "ddp", "model.lora_rank": 4},
     COLOCATED
     | ADAPTERS
     | {"trainer.num_workers": 4, "rollout.num_replicas": 2, "rollout.tensor_parallel_size": 2}
