@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -46,8 +46,8 @@ class RewardClassifier:
         """The number of tokens of the longest conversation that the model accepts."""
 
     @classmethod
-    def load(cls, config: RewardModelConfig) -> RewardClassifier:
-        """Load and check the model: in the dtype of its files on a GPU, or in float32 on CPU if there is no GPU.
+    def load(cls, config: RewardModelConfig, *, device: Literal["cpu", "cuda"] = "cpu") -> RewardClassifier:
+        """Load and check the model: in the dtype of its files on a GPU, or in float32 on CPU.
 
         Raises:
             ConfigError: the path is null, or has no model, no tokenizer or no safetensors, or the model has several
@@ -57,7 +57,6 @@ class RewardClassifier:
 
         if config.path is None:
             raise ConfigError(f"{KEY}: null, and reward_model.placement is {config.placement}: {FIX}")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         trust = config.trust_remote_code
         try:
             path = resolve(config.path)

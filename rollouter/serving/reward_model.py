@@ -6,7 +6,8 @@ The driver binds the deployment without importing torch; only the replicas load 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import anyio
 from anyio import to_thread
@@ -28,15 +29,15 @@ BATCH_WAIT_S = 0.01
 class RewardReplica:
     """A replica of the reward model."""
 
-    async def __init__(self, config: RewardModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Load the model.
+    async def __init__(self, config: RewardModelConfig, device: Literal["cpu", "cuda"]) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Load the model. Without a reserved GPU, Ray does not hide those that others use.
 
         Raises:
             ConfigError: see `RewardClassifier.load`.
         """
         from rollouter.rewards.classifier import RewardClassifier
 
-        self._classifier = await to_thread.run_sync(RewardClassifier.load, config)
+        self._classifier = await to_thread.run_sync(partial(RewardClassifier.load, config, device=device))
         self.score.set_max_batch_size(config.max_batch_size)
 
     @serve.batch(batch_wait_timeout_s=BATCH_WAIT_S)
@@ -51,7 +52,7 @@ def build_reward_app(config: Config, *, gpus: bool, driver: str) -> serve.Applic
         name=REWARD_DEPLOYMENT_NAME,
         **reward_deployment_options(config.reward_model, probe_s=config.timeouts.probe_s, gpus=gpus, driver=driver),
     )(RewardReplica)
-    return deployment.bind(config.reward_model)
+    return deployment.bind(config.reward_model, "cuda" if gpus else "cpu")
 
 
 class ServedRewardModel:

@@ -17,6 +17,7 @@ from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraEr
 from rollouter.rewards.classifier import RewardClassifier
 from rollouter.rewards.conversation import ScoredConversation
 from rollouter.serving.handles import connect
+from rollouter.serving.reward_model import RewardReplica, build_reward_app
 from tests.fakes.reward_model import CONTEXT, QUICKSTART, make_classifier, make_pair_classifier
 
 torch.set_num_threads(1)
@@ -46,6 +47,18 @@ def reference(path: str, ids: list[int]) -> float:
     with torch.no_grad():
         hidden = model.model(input_ids=torch.tensor([ids])).last_hidden_state
         return float((hidden[0, -1] @ model.score.weight[0]).item())
+
+
+@pytest.mark.asyncio
+async def test_a_replica_without_a_reserved_gpu_takes_none(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray does not hide GPUs from a process that has reserved none."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = Config.model_validate({"reward_model": {"placement": "serve", "path": path}})
+    app = build_reward_app(config, gpus=False, driver="")
+    replica = RewardReplica.__new__(RewardReplica)
+    await replica.__init__(*app._bound_deployment.init_args)  # type: ignore[misc]  # as Serve does
+    assert replica._classifier._model.device.type == "cpu"
+    assert build_reward_app(config, gpus=True, driver="")._bound_deployment.init_args[1] == "cuda"
 
 
 @pytest.mark.parametrize("pad_token_id", [None, 0])
