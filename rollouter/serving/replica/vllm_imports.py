@@ -1,12 +1,15 @@
 """Imports vLLM into a replica, and into its engine core, which is a process of its own and begins with this module.
+Workers of the engine that are no actors of Ray begin with it, too.
 
 Importing vLLM takes 8 s of CPU time in each of the two, one after the other: most of the time until the first sample.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +18,22 @@ from importlib.machinery import ModuleSpec
 from asyncrl.core.imports import collection_paused
 
 _LOWERING = "torch._inductor.lowering"
+_PR_SET_PDEATHSIG = 1
+_PARENT = "ASYNCRL_ENGINE_PARENT"
+"""Environment variable with the id of the process that starts others with this module."""
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent process ends.
+
+    A replica that is killed cannot end its engine, and an engine that is stopped, or still loading, does not notice.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # `multiprocessing` knows the parent only after this module is imported.
+    if os.environ.get(_PARENT) not in (None, str(os.getppid())):
+        os._exit(1)
+    os.environ[_PARENT] = str(os.getpid())  # for workers that this process starts
 
 
 @contextmanager
@@ -37,15 +56,19 @@ def first_module_of_processes() -> Iterator[None]:
     main = sys.modules["__main__"]
     before = main.__spec__
     main.__spec__ = ModuleSpec(NAME, None)
+    os.environ[_PARENT] = str(os.getpid())
     try:
         yield
     finally:
         main.__spec__ = before
+        os.environ.pop(_PARENT, None)
 
 
 NAME = "rollouter.serving.replica.vllm_imports"
 """The name of this module, which is `__mp_main__` in a process that begins with it."""
 
+if __name__ != NAME:  # before vLLM is imported, which takes long
+    _die_with_parent()
 with collection_paused():
     with _without_compiler():
         import vllm

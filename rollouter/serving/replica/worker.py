@@ -14,12 +14,7 @@ and empty their weights, and an update in place would fail or, through a reload,
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import os
 import random
-import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,7 +70,6 @@ if current_platform.is_cpu():
     # the time of decoding with a model of 1M parameters. Without it, parameters load and compute as before.
     del BasevLLMParameter.__torch_function__
 
-_PR_SET_PDEATHSIG = 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SINKS = (".sinks", ".sink", ".attention_sink_bias")
 """Ends of names of attention sinks. Each rank has those of its heads."""
@@ -86,22 +80,6 @@ _PER_RANK = {"get_tensor_model_parallel_rank", "sharded_weight_loader"}
 _CONNECTING = threading.Lock()
 """Held while a thread joins the cluster. At a replica's start, two threads may try to join at the same time."""
 WeightChunk = Mapping[str, NDArray[Any]]
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent process ends.
-
-    A replica that is killed cannot end its engine, and an engine that is stopped, or still loading, does not notice.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if not parent.is_alive():
-        os._exit(1)
-
-
-die_with_parent()
 
 
 @dataclass
