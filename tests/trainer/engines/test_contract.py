@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fakes.selfcheck import ROOT, SELFCHECK_S, selfcheck, selfcheck_document
+from tests.fakes.selfcheck import ROOT, SELFCHECK_S, selfcheck, selfcheck_document, torchrun
 from trainer.engines import dist
 from trainer.engines.registry import BUILT_IN
 from trainer.selfcheck.__main__ import _table, main, run
@@ -30,6 +30,16 @@ CASES = [
     if ranks == 1 or backend != "local"
     for check in checks_of(backend, "cpu", ranks)
 ]
+ON_SEVERAL_GPUS = (
+    "policy_steps_equal_the_reference",
+    "groups_of_ranks_with_copies_equal_the_reference",
+    "ranks_that_share_layers_give_the_same_values",
+    "balanced_experts_equal_the_reference",
+    "sequence_parallel_ranks_give_the_same_step",
+    "rows_without_a_gradient_may_skip_the_backward_pass",
+    "gradients_in_bfloat16_add_up_in_float32",
+    "a_pass_that_fails_leaves_no_gradient",
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +82,17 @@ def test_four_ranks_meet_the_contract(backend: str) -> None:
     assert not [one for one in results if not one["passed"]]
     only_fsdp2 = {"ranks_that_share_layers_equal_the_reference", "groups_of_ranks_with_copies_equal_the_reference"}
     assert only_fsdp2 & {one["check"] for one in results} == (only_fsdp2 if backend == "fsdp2" else set())
+
+
+@pytest.mark.timeout(2 * SELFCHECK_S + 30)
+@pytest.mark.parametrize(
+    ("ranks", "names"), [(2, ON_SEVERAL_GPUS), pytest.param(4, (), marks=pytest.mark.slow)], ids=("2", "4")
+)
+def test_fsdp2_meets_the_contract_as_it_runs_on_several_gpus(ranks: int, names: tuple[str, ...]) -> None:
+    run = torchrun("-m", "tests.trainer.engines.frugal_ranks", *names, ranks=ranks)
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr[-4000:]}"
+    count = len(names or checks_of("fsdp2", "cpu", ranks))
+    assert f"{count} passed, 0 failed, on {ranks} rank(s)" in run.stdout
 
 
 @pytest.mark.timeout(SELFCHECK_S + 30)
