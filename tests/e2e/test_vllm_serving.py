@@ -148,9 +148,12 @@ async def test_a_replica_reports_its_load_and_health(engine: EngineProcess) -> N
 
 
 async def test_generation_ends_at_a_stop_string(engine: EngineProcess) -> None:
-    (turn,) = await finished_turns(fleet_of(engine).generate(requests(1, 300, stop=["!"]), session="s"))
-    assert turn.finish_reason is FinishReason.STOP
-    assert turn.response_ids[-1] == 4  # "!" is the first character after the special tokens in the vocabulary
+    turns = await finished_turns(fleet_of(engine).generate(requests(8, 300, stop=["!"]), session="s"))
+    # A random model samples 300 tokens without "!" in one of a hundred responses.
+    assert FinishReason.STOP in [turn.finish_reason for turn in turns]
+    for turn in turns:  # "!" is the first character after the special tokens in the vocabulary
+        is_end = [*(turn.response_ids == 4)]
+        assert not any(is_end[:-1]) and is_end[-1] == (turn.finish_reason is FinishReason.STOP)
 
 
 async def test_kept_requests_continue_under_the_new_weights(engine: EngineProcess) -> None:
