@@ -208,7 +208,8 @@ async def _replaced(app: str) -> None:
             return
         if found.status is ApplicationStatus.DEPLOY_FAILED:
             raise _start_error("the rollout servers", found)
-        running = found.deployments[DEPLOYMENT_NAME].replica_states.get("RUNNING", 0)
+        servers = found.deployments.get(DEPLOYMENT_NAME)  # none once the application is deleted
+        running = 0 if servers is None else servers.replica_states.get("RUNNING", 0)
         if running and anyio.current_time() >= until:
             logger.warning("attaching to the replicas of %s that run (%d): %s", app, running, _messages(found))
             return

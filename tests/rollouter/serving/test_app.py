@@ -165,8 +165,9 @@ class DeployedApp:
 
     def _status(self) -> Any:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        deployments = {} if status == "DELETING" else self.deployments
         running = SimpleNamespace(
-            status=app.ApplicationStatus(status), deployments=self.deployments, message=f"Serve says {status}"
+            status=app.ApplicationStatus(status), deployments=deployments, message=f"Serve says {status}"
         )
         return SimpleNamespace(applications={"servers": running})
 
@@ -232,10 +233,11 @@ async def test_a_run_attaches_to_the_replicas_that_run_if_there_is_no_room_for_t
 async def test_a_run_does_not_wait_without_end_until_a_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "REPLACED_S", 0.0)
     engines = SimpleNamespace(message="", replica_states={"STARTING": 2})
-    DeployedApp(monkeypatch, statuses=["UNHEALTHY"], rollout=engines)
-    with pytest.raises(DeadlineError, match=r"servers did not attach within 0\.2 s") as raised:
-        await attach(start_s=0.2)
-    assert "Serve says UNHEALTHY" in raised.value.cause
+    for statuses in (["UNHEALTHY"], ["RUNNING", "DELETING"]):
+        DeployedApp(monkeypatch, statuses=statuses, rollout=engines)
+        with pytest.raises(DeadlineError, match=r"servers did not attach within 0\.2 s") as raised:
+            await attach(start_s=0.2)
+        assert f"Serve says {statuses[-1]}" in raised.value.cause
 
 
 @pytest.mark.parametrize(
