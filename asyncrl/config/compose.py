@@ -441,6 +441,9 @@ def _parse_overrides(
             else:
                 _check_list_index(name, raw)
                 argument, values[name] = _parse_value(name, raw)
+                key = all_keys().get(name)
+                if key is not None and key.open_ended and values[name] == {}:
+                    arguments.append(f"++{name}=null")  # Hydra merges mappings, so {} alone would remove nothing
                 arguments.append(argument)
         except _CompositionError as refused:
             problems.append(replace(refused.problem, where=place))

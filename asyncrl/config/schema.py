@@ -5,6 +5,7 @@ Key names follow verl's where verl has the concept. docs/config.md is generated 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
@@ -140,6 +141,12 @@ class Config(ConfigSection):
         return self.samples_per_lease * self.async_training.trigger_parameter_sync_step
 
     @property
+    def max_unconsumed_samples(self) -> int:
+        """Maximum number of samples that are generated and not yet trained."""
+        # An admission needs fed - dropped < bound, so a fractional bound rounds up.
+        return math.ceil((1 + self.async_training.staleness_threshold) * self.samples_per_version)
+
+    @property
     def steps_per_lease(self) -> int:
         """Optimizer steps of the policy per lease."""
         return self.async_training.require_batches * self.trainer.ppo_epochs
@@ -201,7 +208,7 @@ class Config(ConfigSection):
     @property
     def num_lent_replicas(self) -> int:
         """Replicas on the Trainer's GPUs, besides `rollout.num_replicas`."""
-        return self.trainer.num_workers // self.rollout.tensor_parallel_size if self.lends_gpus else 0
+        return self.trainer.num_workers // self.rollout.replica_size if self.lends_gpus else 0
 
     @property
     def longest_trajectory(self) -> int:

@@ -150,22 +150,36 @@ def check_weights(model: ForeignModel, source: PreTrainedModel, backend: str) ->
         )
 
 
-def check_ready(spec: EngineSpec, backend: str, package: str, module: str) -> None:
-    """Check the library and the options before anything is loaded.
+def check_ready(spec: EngineSpec, backend: str, package: str, module: str, install: str = "") -> None:
+    """Check the library and the options before anything is loaded. Arguments are those of `check_library`.
 
     Raises:
         ConfigError: the library is missing or broken, or the configuration asks for kernels that only fit
             transformers' models.
     """
-    try:
-        import_module(module)
-    except Exception as error:  # noqa: BLE001 - a broken library fails with an OSError, a RuntimeError, …
-        raise ConfigError(
-            f"trainer.strategy={backend}: it needs {package}, which cannot be imported here ({error}); "
-            f"pip install 'asyncrl[{module.partition('.')[0]}]', or use trainer.strategy=fsdp2"
-        ) from None
+    check_library(backend, package, module, install)
     if spec.engine.use_liger:
         raise ConfigError(
             f"trainer.use_liger=true with trainer.strategy={backend}: Liger kernels replace parts of transformers' "
             "models, which this one is not; set trainer.use_liger=false"
         )
+
+
+def check_library(backend: str, package: str, module: str, install: str = "") -> None:
+    """Check that the library of a backend can be imported.
+
+    Args:
+        module: the module to import.
+        install: what to install, for the message; empty: the extra of this project with the library's name.
+
+    Raises:
+        ConfigError: the library is missing or broken.
+    """
+    wanted = install or f"'asyncrl[{module.partition('.')[0]}]'"
+    try:
+        import_module(module)
+    except Exception as error:  # noqa: BLE001 - a broken library fails with an OSError, a RuntimeError, …
+        raise ConfigError(
+            f"trainer.strategy={backend}: it needs {package}, which cannot be imported here ({error}); "
+            f"pip install {wanted}, or use trainer.strategy=fsdp2"
+        ) from None

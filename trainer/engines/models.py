@@ -73,7 +73,7 @@ def load_model(
         source = resolve(path)
         with quiet():
             kind, settings = _kind_and_settings(source, model_type, trust_remote_code)
-            placement = {} if layout_of is None else {"distributed_config": DistributedConfig()}
+            placement = {} if layout_of is None else {"distributed_config": DistributedConfig(tp_size=1)}
             model, report = (kind if layout_of is None else placed_like(layout_of)).from_pretrained(
                 source,
                 config=settings,

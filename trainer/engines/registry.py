@@ -19,8 +19,10 @@ BUILT_IN = {
 LIBRARY_ENGINES = {
     "torchtitan": "trainer.engines.torchtitan:TorchtitanEngine",
     "megatron_layers": "trainer.engines.megatron:MegatronEngine",
+    "nemo_automodel": "trainer.engines.automodel:AutomodelEngine",
+    "veomni": "trainer.engines.veomni:VeomniEngine",
 }
-"""Engines that run another library's models, which has to be installed."""
+"""Engines with the models or the sharding of another library, which has to be installed."""
 ENTRY_POINTS = "asyncrl.engines"
 """Group of the entry points of other packages, each `name = module:Class`."""
 

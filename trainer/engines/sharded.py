@@ -137,6 +137,18 @@ class Fsdp2Engine(TorchEngine):
 
     def _split(self, model: nn.Module) -> DeviceMesh:
         """Share layers over the ranks of tensor parallelism. Return the mesh over which the rest is sharded."""
+        shape, names = self._sizes(), ("dp_replicate", "fsdp", "tp")
+        used = [number for number, name in enumerate(names) if shape[number] > 1 or name == "fsdp"]
+        sizes = {names[number]: shape[number] for number in used}
+        mesh = dist.make_mesh(self.device, sizes, timeout_s=self.spec.collective_s)
+        if "tp" not in sizes:
+            return mesh
+        self._share_layers(model, mesh["tp"])
+        return mesh[tuple(name for name in sizes if name != "tp")]
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Return the number of copies of the model, the number of ranks that split what a rank has, and the number that
+        share layers."""
         engine, ranks = self.spec.engine, self.layout.world_size
         tensor, size = engine.tensor_parallel_size, engine.fsdp_size
         if tensor > 1 and engine.ulysses_sequence_parallel_size > 1:
@@ -155,14 +167,10 @@ class Fsdp2Engine(TorchEngine):
                 f"trainer.fsdp_size={size} does not divide {ranks // tensor}: {ranks} ranks with "
                 f"trainer.tensor_parallel_size={tensor} leave so many; set it to a divisor of {ranks // tensor}"
             )
-        shape, names = (ranks // tensor // size, size, tensor), ("replicate", "shard", "tensor")
-        used = [number for number, name in enumerate(names) if shape[number] > 1 or name == "shard"]
-        sizes = {names[number]: shape[number] for number in used}
-        mesh = dist.make_mesh(self.device, sizes, timeout_s=self.spec.collective_s)
-        if tensor > 1:
-            self._partial, self._tensor_group = share_layers(model, mesh["tensor"]), mesh["tensor"].get_group()
-        over = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
-        return mesh[over] if tensor > 1 else mesh
+        return ranks // tensor // size, size, tensor
+
+    def _share_layers(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._partial, self._tensor_group = share_layers(model, mesh), mesh.get_group()
 
     def _complete_gradients(self) -> None:
         for name in self._partial:

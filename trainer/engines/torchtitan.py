@@ -1,18 +1,23 @@
-"""torchtitan's Llama 3 and Qwen 3 (https://github.com/pytorch/torchtitan), sharded by torchtitan's own FSDP2 recipe."""
+"""torchtitan's Llama 3 and Qwen 3 (https://github.com/pytorch/torchtitan), sharded by torchtitan's own FSDP2
+recipe, and shared by its own plans of tensor parallelism."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.core.failures import ConfigError
-from trainer.engines import dist
 from trainer.engines.base import EngineSpec, ModelType
+from trainer.engines.compute.tensor_parallel import check_divides
 from trainer.engines.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
 from trainer.engines.sharded import Fsdp2Engine, sum_gradients
 from trainer.engines.torch_engine import TorchEngine
@@ -31,7 +36,6 @@ class TorchtitanEngine(Fsdp2Engine):
 
     model_types: ClassVar[tuple[ModelType, ...]] = ("language_model",)
     balances_experts: ClassVar[bool] = False
-    has_meshes: ClassVar[bool] = False
 
     def __init__(self, spec: EngineSpec) -> None:
         check_ready(spec, BACKEND, "torchtitan", "torchtitan.models.common.decoder")
@@ -43,8 +47,7 @@ class TorchtitanEngine(Fsdp2Engine):
     def _wrap(self, model: nn.Module) -> nn.Module:
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
-        dtype = self._compute_dtype() or self._master_dtype
-        mesh = dist.make_mesh(self.device, {"fsdp": self.layout.world_size}, timeout_s=self.spec.collective_s)
+        mesh, dtype = self._split(model), self._compute_dtype() or self._master_dtype
         assert isinstance(model, TitanModel)
         apply_fsdp_to_decoder(
             model.inner,
@@ -57,6 +60,16 @@ class TorchtitanEngine(Fsdp2Engine):
         fully_shard(model, mesh=mesh)
         sum_gradients(model)
         return model
+
+    def _share_layers(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        assert isinstance(model, TitanModel)
+        check_divides(model.config, mesh.size(), with_experts=False)
+        if self.spec.model.lora_rank:
+            raise ConfigError(
+                f"trainer.tensor_parallel_size={mesh.size()}: torchtitan's layers cannot be shared with adapters in "
+                "them (model.lora_rank); set it to 1"
+            )
+        model.share_layers(mesh)
 
 
 class TitanModel(ForeignModel):
@@ -88,7 +101,35 @@ class TitanModel(ForeignModel):
         return self.inner.tok_embeddings
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.inner(input_ids, positions=position_ids)
+        hidden = self.inner(input_ids, positions=position_ids)
+        return hidden.to_local() if isinstance(hidden, DTensor) else hidden
+
+    def share_layers(self, mesh: DeviceMesh) -> None:
+        """Share the layers over the ranks of `mesh`, by torchtitan's plan for the architecture. Hidden states and
+        logits are the same on all of them."""
+        from torchtitan.distributed import ParallelDims
+
+        inner, size = self.inner, mesh.size()
+        inner.parallelize(
+            ParallelDims(
+                dp_replicate=1,
+                dp_shard=1,
+                cp=1,
+                tp=size,
+                pp=1,
+                ep=1,
+                world_size=size,
+                spmd_backend="partial_dtensor",  # weights are DTensors of this mesh, which FSDP2 splits further
+                _single_axis_meshes={"tp": mesh},
+            )
+        )
+        if inner.enable_weight_tying:
+            inner.tok_embeddings.weight = self.head.weight
+        embedding, whole = inner.tok_embeddings, self.head.forward
+        if embedding.padding_idx is not None:  # it is looked up in this rank's rows
+            row = embedding.padding_idx - mesh.get_local_rank() * math.ceil(embedding.num_embeddings / size)
+            embedding.padding_idx = row if 0 <= row < len(embedding.weight.to_local()) else None
+        self.head.forward = lambda hidden: whole(hidden).full_tensor()
 
     def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._adapter.to_hf(dict(weights))
@@ -98,7 +139,11 @@ class _InnerAttention(Attention):
     """A replacement of torchtitan's attention, whose causal mask needs a GPU."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        """Compute attention. Arguments and result are `[B, T, heads, head_dim]`."""
+        """Compute attention. Arguments and result are `[B, T, heads, head_dim]`, of which a rank of tensor parallelism
+        has some heads."""
+        if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
+            output = self(query.to_local(), key.to_local(), value.to_local())
+            return DTensor.from_local(output, query.device_mesh, query.placements, run_check=False)
         return self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
 
 
@@ -109,6 +154,8 @@ class _ModelClasses(NamedTuple):
     block: Any
     rope: Any
     adapter: Any
+    set_sharding: Any
+    """A function that adds torchtitan's plan of tensor parallelism to the settings of a decoder."""
 
 
 def _parts(config: PretrainedConfig) -> _ModelClasses:
@@ -117,13 +164,16 @@ def _parts(config: PretrainedConfig) -> _ModelClasses:
     check_settings(config, BACKEND, MODELS)
     if config.model_type == "llama":
         from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+        from torchtitan.models.llama3.sharding import set_llama3_sharding_config as share
         from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-        return _ModelClasses(Llama3Model, Llama3TransformerBlock, ComplexRoPE, Llama3StateDictAdapter)
+        return _ModelClasses(Llama3Model, Llama3TransformerBlock, ComplexRoPE, Llama3StateDictAdapter, share)
     from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-    return _ModelClasses(Qwen3Model, Qwen3TransformerBlock, CosSinRoPE, Qwen3StateDictAdapter)
+    share = partial(set_qwen3_sharding_config, enable_ep=False)
+    return _ModelClasses(Qwen3Model, Qwen3TransformerBlock, CosSinRoPE, Qwen3StateDictAdapter, share)
 
 
 def _decoder_settings(config: PretrainedConfig, parts: _ModelClasses) -> Any:
@@ -154,7 +204,7 @@ def _decoder_settings(config: PretrainedConfig, parts: _ModelClasses) -> Any:
             dim=size, hidden_dim=config.intermediate_size, w1_param_init={}, w2w3_param_init={}
         ),
     )
-    return parts.model.Config(
+    settings = parts.model.Config(
         dim=size,
         vocab_size=vocab,
         enable_weight_tying=config.tie_word_embeddings,
@@ -163,6 +213,8 @@ def _decoder_settings(config: PretrainedConfig, parts: _ModelClasses) -> Any:
         lm_head=Linear.Config(in_features=size, out_features=vocab),
         layers=[block] * config.num_hidden_layers,
     )
+    parts.set_sharding(settings, enable_sp=False)  # rows of any length are shared, so no rank has a part of a row
+    return settings
 
 
 def _rope_settings(config: PretrainedConfig, kind: Any) -> Any:

@@ -75,12 +75,13 @@ FEW_EXPERTS = {
 def write_models(directory: Path) -> dict[ModelType, Path]:
     """Write two-layer Llamas of a few thousand parameters; a Qwen 3, which has norms of attention heads, as
     `with_norms`; and mixtures of experts, as in `EXPERTS` and `FEW_EXPERTS`. A value model starts from the language
-    model's files."""
+    model's files. The padding token of `with_norms` is in the middle of the vocabulary, and in batches as any other."""
     torch.manual_seed(0)
     language, reward = directory / "language_model", directory / "reward_model"
     with quiet():
         LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(language)
-        Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).save_pretrained(directory / "with_norms")
+        norms = Qwen3Config(**SHAPE, head_dim=8, pad_token_id=VOCAB // 2)
+        Qwen3ForCausalLM(norms).save_pretrained(directory / "with_norms")
         LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)).save_pretrained(reward)
         for name, (model, config) in EXPERTS.items():
             model(config).save_pretrained(directory / name)

@@ -255,8 +255,11 @@ def _strategy(run: VerlRun, name: str, value: Any) -> dict[str, Any]:
             value = "fsdp2"  # asyncrl's megatron_layers has the whole model on each rank
     elif name != f"{ACTOR}.fsdp_config.strategy" and f"{ACTOR}.fsdp_config.strategy" in run.given:
         value = run.given[f"{ACTOR}.fsdp_config.strategy"]
-    if value not in ("fsdp", "fsdp2", "megatron_layers", "torchtitan"):
-        raise NoCounterpart("trainer.strategy is fsdp2, fsdp, ddp, local, torchtitan or megatron_layers")
+    value = "nemo_automodel" if value == "automodel" else value
+    if value not in ("fsdp", "fsdp2", "megatron_layers", "torchtitan", "nemo_automodel", "veomni"):
+        raise NoCounterpart(
+            "trainer.strategy is fsdp2, fsdp, ddp, local, torchtitan, megatron_layers, nemo_automodel or veomni"
+        )
     return {_to(name): value}
 
 

@@ -127,7 +127,7 @@ def replica_gang(config: Config, *, gpus: bool, lent: bool = False) -> Gang:
         lent: those on the Trainer's GPUs (`trainer.lend_after_s`) instead of the run's own.
     """
     rollout = config.rollout
-    size, count = rollout.tensor_parallel_size, config.num_lent_replicas if lent else rollout.num_replicas
+    size, count = rollout.replica_size, config.num_lent_replicas if lent else rollout.num_replicas
     if not gpus:  # its processes share one bundle
         cpus = float(size * rollout.cpu_threads)
         return Gang("engine replica", "rollout", count, 1, cpus, 0.0, "STRICT_PACK", rollout.node_labels)
@@ -156,9 +156,12 @@ def count_processes(tree: dict[str, Any], user_values: Mapping[str, Any]) -> Non
         if isinstance(scaling, dict) and scaling.get("enable") is True:
             target, path, key = scaling, f"{section}.autoscaling.max_replicas", "max_replicas"
         # A rank has one GPU.
-        match values.get("nnodes"), values.get("n_gpus_per_node"), values.get("tensor_parallel_size", 1):
-            case int(nodes), int(per_node), int(each) if each > 0 and path not in user_values:
-                target[key] = max(1, nodes * per_node // each)
+        parallel = [values.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline") if section == "rollout"]
+        if not all(isinstance(size, int) and size > 0 for size in parallel) or path in user_values:
+            continue
+        match values.get("nnodes"), values.get("n_gpus_per_node"):
+            case int(nodes), int(per_node):
+                target[key] = max(1, nodes * per_node // math.prod(parallel))
 
 
 def gangs(config: Config, *, gpus: bool, trains: bool = True) -> tuple[Gang, ...]:
@@ -198,6 +201,17 @@ def gangs(config: Config, *, gpus: bool, trains: bool = True) -> tuple[Gang, ...
         number = config.reward_model.num_replicas
         found.append(Gang("reward model replica", "reward_model", number, 1, 1.0, 1.0, "PACK", {}))
     return tuple(found)
+
+
+def ranks_come_first(config: Config) -> bool:
+    """Whether engines may start only after the ranks, because they could take the ranks' GPUs.
+
+    Ray places each replica where most GPUs are free. Without labels that keep both sides apart, replicas that are
+    placed first leave no node with `trainer.n_gpus_per_node` free GPUs.
+    """
+    labelled = bool(config.trainer.node_labels and config.rollout.node_labels)
+    competes = config.ray.address is not None and config.rollout.attach is None and not labelled
+    return config.shares_gpus or (competes and config.trainer.n_gpus_per_node is not None)
 
 
 @dataclass(frozen=True, slots=True)

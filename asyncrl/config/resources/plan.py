@@ -12,7 +12,13 @@ from asyncrl.config.problems import ConfigProblem, configured, errors, format_pr
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.base import on_gpus
 from asyncrl.config.sections.trainer import RoleConfig
-from asyncrl.config.sections.trainer_rules import check_length, epoch_samples, epoch_steps, model_roles
+from asyncrl.config.sections.trainer_rules import (
+    STRATEGIES_WITH_MESHES,
+    check_length,
+    epoch_samples,
+    epoch_steps,
+    model_roles,
+)
 from asyncrl.core.failures import ConfigError
 
 GIB = 1024**3
@@ -156,8 +162,7 @@ def make_plan(
     if total_steps is None and num_prompts is not None:
         total_steps = training_steps(config, num_prompts)
     steps_per_version = config.steps_per_lease * config.async_training.trigger_parameter_sync_step
-    # An admission needs fed - dropped < bound, so a fractional bound rounds up.
-    unconsumed = math.ceil((1 + config.async_training.staleness_threshold) * config.samples_per_version)
+    unconsumed = config.max_unconsumed_samples
     surplus = math.ceil(config.rollout.over_sample.samples * config.samples_per_version)
     generating = min(unconsumed + surplus, config.rollout.max_concurrent_samples)
     parts = tuple(_processes(config, machine, num_parameters, teacher_parameters))
@@ -215,9 +220,9 @@ def _processes(
     on_gpu = on_gpus(rollout.device, machine.gpus > 0)
     weights = None if num_parameters is None else num_parameters * _BYTES[rollout.dtype]
     cache = 0 if on_gpu else rollout.cpu_kv_cache_gib * GIB
-    engine = None if weights is None else weights // rollout.tensor_parallel_size + cache
+    engine = None if weights is None else weights // rollout.replica_size + cache
     asleep = engine if engine and config.takes_turns and on_gpu else 0
-    engines, threads = rollout.max_replicas * rollout.tensor_parallel_size, 1 if on_gpu else rollout.cpu_threads
+    engines, threads = rollout.max_replicas * rollout.replica_size, 1 if on_gpu else rollout.cpu_threads
     yield PlannedProcess("driver", 1, 1, 0, None)
     if not config.validates_only:
         yield PlannedProcess("sample queue", 1, 1, 0, None)
@@ -230,7 +235,7 @@ def _processes(
         yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, True, key, ENGINE_THREADS, asleep)
     if lent := config.num_lent_replicas:
         # They compute only while the ranks do not, on the GPUs of these.
-        count = lent * rollout.tensor_parallel_size
+        count = lent * rollout.replica_size
         yield PlannedProcess("lent engine (vLLM)", count, threads, 0, engine, False, "trainer.num_workers")
     if config.reward_model.placement == "serve":
         replicas = config.reward_model.num_replicas
@@ -289,7 +294,7 @@ def _num_parts(config: Config, role: RoleConfig | None, ranks: int) -> int:
     strategy = role.strategy if role and role.strategy else trainer.strategy
     if strategy in _UNSHARDED:
         return 1
-    if strategy != "fsdp2" or strategy != trainer.strategy or trainer.fsdp_size is None:
+    if strategy not in STRATEGIES_WITH_MESHES or strategy != trainer.strategy or trainer.fsdp_size is None:
         return ranks
     tensor = math.gcd(trainer.tensor_parallel_size, ranks)
     return math.gcd(trainer.fsdp_size, ranks // tensor) * tensor
@@ -443,8 +448,8 @@ def _smaller(config: Config, part: PlannedProcess, most: int) -> str:
     value = configured(config, part.key) if part.key else None
     if not isinstance(value, int) or most >= part.count or (number := most * value // part.count) < 1:
         return ""
-    if part.key == "rollout.n_gpus_per_node" and number % config.rollout.tensor_parallel_size:
-        number -= number % config.rollout.tensor_parallel_size  # whole replicas
+    if part.key == "rollout.n_gpus_per_node" and number % config.rollout.replica_size:
+        number -= number % config.rollout.replica_size  # whole replicas
     return f"set {part.key}={number}" if number else ""
 
 

@@ -34,6 +34,7 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "max_model_len": "set rollout.max_model_len",
     "max_num_seqs": "set rollout.max_num_seqs",
     "tensor_parallel_size": "set rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "set rollout.pipeline_parallel_size",
     "load_format": "leave it out: weights are read from safetensors, never from a pickle",
     "logprobs_mode": "leave it out: log-probs must be those the loss expects",
     "weight_transfer_config": "set weight_sync.backend",
@@ -55,7 +56,7 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "worker_extension_cls": "leave it out: weight updates need asyncrl's extension",
 }
 """Engine arguments that other keys set or that are fixed, each with the fix that the error message gives."""
-_MORE_PROCESSES = ("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "node_rank", "data_parallel_")
+_MORE_PROCESSES = ("prefill_context_parallel_size", "nnodes", "node_rank", "data_parallel_")
 """Engine arguments, or what their names begin with, that divide an engine among more processes."""
 _OTHER_MODEL = "the engine would compute another model than the Trainer, which reads model.path alone"
 _OTHER_TOKENS = (
@@ -85,7 +86,7 @@ def check_engine_arguments(config: Config) -> Iterator[ConfigProblem]:
         if fix := _SET_ELSEWHERE.get(name):
             yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, "asyncrl sets it, and the two values could differ", fix)
         elif name.startswith(_MORE_PROCESSES):
-            consequence = "asyncrl assigns GPUs by rollout.tensor_parallel_size and rollout.num_replicas alone"
+            consequence = "asyncrl assigns GPUs by the parallel sizes of rollout and rollout.num_replicas alone"
             yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, consequence, "set one of these")
         elif (found := _inexact(config, name, value)) is not None:
             yield ConfigProblem(f"{_ARGUMENTS}.{name}", value, *found)
@@ -185,6 +186,15 @@ def check_expert_parallel(config: Config) -> Iterator[ConfigProblem]:
             "engines have no GPU (rollout.device), and vLLM's workers die with it on CPUs, at their first requests"
         )
         yield ConfigProblem(f"{_ARGUMENTS}.{name}", True, consequence, "leave it out")
+
+
+def check_pipeline_parallel(config: Config) -> Iterator[ConfigProblem]:
+    """Refuse pipeline stages on CPUs, where the first request of vLLM (0.32) ends with `assert
+    self.intermediate_tensors is not None` in the second stage."""
+    size = config.rollout.pipeline_parallel_size
+    if size > 1 and not on_gpus(config.rollout.device, config.ray.address is not None or visible_gpus() > 0):
+        consequence = "engines have no GPU (rollout.device), and vLLM's pipeline parallelism fails on CPUs"
+        yield ConfigProblem("rollout.pipeline_parallel_size", size, consequence, "set it to 1")
 
 
 def argument_types() -> Mapping[str, str]:

@@ -27,6 +27,7 @@ from asyncrl.config.sections.engine_arguments import (
     check_argument_names,
     check_engine_arguments,
     check_expert_parallel,
+    check_pipeline_parallel,
 )
 from asyncrl.config.sections.trainer_rules import check_pool, shared_parts
 from asyncrl.core.autoscaling import AutoscalingPolicy
@@ -252,7 +253,10 @@ class RolloutConfig(NodePool):
     """Number of vLLM engines behind Ray Serve."""
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     tensor_parallel_size: Positive = 1
-    """Number of GPUs (or CPU processes) of one engine."""
+    """Number of GPUs (or CPU processes) of one engine that share each layer."""
+    pipeline_parallel_size: Positive = 1
+    """Number of stages of one engine, each with some of the layers and `tensor_parallel_size` GPUs of its own. GPUs
+    only."""
     num_workers: NonNegative = 0
     """Number of worker processes, on any node, that hold the conversations, run tools, your code and rewards, and call
     the engines. 0: all of this runs in the Rollouter's process, and its event loop limits the responses per second.
@@ -305,31 +309,38 @@ class RolloutConfig(NodePool):
         return self.autoscaling.max_replicas if self.autoscaling.enable else self.num_replicas
 
     @property
+    def replica_size(self) -> int:
+        """The number of GPUs (or CPU processes) of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def spans_nodes(self) -> bool:
         """Whether a replica has more GPUs than a node of the pool."""
-        return self.n_gpus_per_node is not None and self.tensor_parallel_size > self.n_gpus_per_node
+        return self.n_gpus_per_node is not None and self.replica_size > self.n_gpus_per_node
 
 
 def _pool(config: Config) -> Iterator[ConfigProblem]:
     rollout = config.rollout
-    per_replica, per_node, size = rollout.tensor_parallel_size, rollout.n_gpus_per_node, rollout.num_processes
+    per_replica, per_node, size = rollout.replica_size, rollout.n_gpus_per_node, rollout.num_processes
     yield from check_pool(config, "rollout")
     if per_node is None or size is None:
         return
-    if max(per_replica, per_node) % min(per_replica, per_node) or size % per_replica:
+    sizes = (per_replica, rollout.tensor_parallel_size)  # the GPUs of a stage are on one node, or have whole nodes
+    if any(max(each, per_node) % min(each, per_node) for each in sizes) or size % per_replica:
         yield ConfigProblem(
             "rollout.tensor_parallel_size",
-            per_replica,
+            rollout.tensor_parallel_size,
             f"replicas of {per_replica} GPUs do not fill {rollout.nnodes} nodes with {per_node} GPUs each "
             "(rollout.nnodes, rollout.n_gpus_per_node)",
-            "set it to a divisor or, for replicas that span nodes, to a multiple of rollout.n_gpus_per_node",
+            "set it, times rollout.pipeline_parallel_size, to a divisor or, if replicas span nodes, to a multiple "
+            "of rollout.n_gpus_per_node",
         )
     elif rollout.max_replicas * per_replica != size:
         yield ConfigProblem(
             f"rollout.{'autoscaling.max_replicas' if rollout.autoscaling.enable else 'num_replicas'}",
             rollout.max_replicas,
             f"rollout.nnodes x rollout.n_gpus_per_node is {size} GPUs, enough for {size // per_replica} replicas of "
-            f"{per_replica} (rollout.tensor_parallel_size)",
+            f"{per_replica} (rollout.tensor_parallel_size x rollout.pipeline_parallel_size)",
             f"leave it out, or set it to {size // per_replica}",
         )
 
@@ -530,6 +541,7 @@ ENGINE_ENVIRONMENT: tuple[RuleFunction, ...] = (check_argument_names, _shared_he
 ENVIRONMENT: tuple[RuleFunction, ...] = (
     *ENGINE_ENVIRONMENT,
     check_expert_parallel,
+    check_pipeline_parallel,
     quantized.check_kernels,
     _conversations,
 )
@@ -542,8 +554,9 @@ _LOOP_KEYS = " ".join(
 """Keys that only the built-in loop reads; the other keys also apply to an agent of the user's own."""
 
 _ENGINE_KEYS = (
-    "num_replicas autoscaling* nnodes n_gpus_per_node node_labels* tensor_parallel_size max_num_seqs "
-    "enforce_eager gpu_memory_utilization cpu_kv_cache_gib cpu_threads engine_kwargs*"
+    "num_replicas autoscaling* nnodes n_gpus_per_node node_labels* tensor_parallel_size "
+    "pipeline_parallel_size max_num_seqs enforce_eager "
+    "gpu_memory_utilization cpu_kv_cache_gib cpu_threads engine_kwargs*"
 )
 """Keys of `rollout` that only the start of engines reads."""
 

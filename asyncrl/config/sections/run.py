@@ -158,7 +158,9 @@ class TimeoutsConfig(ConfigSection):
     """A run without progress for this long stops and reports its blockers. Calls to the training processes
     (bounded by `train_s`) and calls to the replicas to load a version (`apply_s`, `engine_s`) count as progress."""
     stop_s: Seconds = 15.0
-    """Deadline for a clean stop: write the checkpoint and the summary, and shut Ray and Serve down."""
+    """Deadline for a clean stop: the step in progress ends, and the checkpoint and the summary are written; then, for
+    shutting Ray and Serve down. If steps took longer than a third of it, the step in progress and the checkpoint have
+    three times as long as a step took. A run that needs still longer loses the steps since its last checkpoint."""
 
     @property
     def apply_call_s(self) -> float:
@@ -464,14 +466,16 @@ def _sharing_gpus(config: Config) -> Iterator[ConfigProblem]:
 
 def _number_of_ranks(config: Config) -> tuple[bool, str, str]:
     """Return whether the number of ranks does not fit that of engines, why, and how to mend it."""
-    each, number = config.rollout.tensor_parallel_size, config.trainer.num_workers
+    each, number = config.rollout.replica_size, config.trainer.num_workers
     if config.lends_gpus:
-        consequence = f"an engine has {each} GPUs of the ranks (rollout.tensor_parallel_size)"
+        consequence = (
+            f"an engine has {each} GPUs of the ranks (rollout.tensor_parallel_size x rollout.pipeline_parallel_size)"
+        )
         return number % each > 0, consequence, f"set it to a multiple of {each}"
     parts = config.rollout.num_replicas * each
     consequence = (
         "each GPU has one training process and one part of an engine, and the engines have rollout.num_replicas x "
-        f"rollout.tensor_parallel_size = {config.rollout.num_replicas} x {each} parts"
+        f"rollout.tensor_parallel_size x rollout.pipeline_parallel_size = {config.rollout.num_replicas} x {each} parts"
     )
     return number != parts, consequence, f"set it to {parts}"
 
@@ -493,6 +497,13 @@ RULES: tuple[RuleFunction, ...] = (
                "use `asyncrl launch sync`, or set placement=separate; trainer.lend_after_s lends the Trainer's GPUs to "
                "generation while it waits"),
     _sharing_gpus,
+    ConfigRule("trainer.lend_after_s",
+               lambda c: c.lends_gpus and c.rollout.max_concurrent_samples >= c.max_unconsumed_samples,
+               "all {c.max_unconsumed_samples} samples that async_training.staleness_threshold permits are in "
+               "generation at once (rollout.max_concurrent_samples={c.rollout.max_concurrent_samples}), so none is "
+               "left for further engines when the Trainer waits, and only the start of the run lends GPUs",
+               "raise async_training.staleness_threshold, or set rollout.max_concurrent_samples below "
+               "{c.max_unconsumed_samples}", "warning"),
     ConfigRule("async_training.max_staleness", lambda c: c.async_training.max_staleness is not None
                and c.async_training.stale_action == "drop"
                and c.async_training.max_staleness < c.async_training.staleness_threshold,
@@ -549,6 +560,10 @@ RULES: tuple[RuleFunction, ...] = (
                "an engine on several nodes (rollout.tensor_parallel_size={c.rollout.tensor_parallel_size}) cannot read "
                "the adapters, which are files in the memory of one node",
                "set weight_sync.lora=merged, or lower rollout.tensor_parallel_size"),
+    ConfigRule("rollout.pipeline_parallel_size",
+               lambda c: c.weight_sync.lora == "adapter" and c.rollout.pipeline_parallel_size > 1,
+               "whether each stage loads its layers' parts of an adapter has not been checked",
+               "set it to 1, or weight_sync.lora=merged"),
     ConfigRule("trainer.checkpoint_dir", lambda c: c.trainer.checkpoint_dir is not None and c.trainer.save_freq == -1,
                "a run writes its only checkpoint at the end (trainer.save_freq=-1), so a lost machine loses everything",
                "set trainer.save_freq to the number of steps that may be lost", "warning"),

@@ -45,8 +45,9 @@ class EngineConfig(ConfigSection):
     """How a model runs in the Trainer's processes."""
 
     strategy: str = "fsdp2"
-    """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), `torchtitan`, `megatron_layers`, the name of an
-    entry point of the group `asyncrl.engines`, or your own, `module:Class` or `path/file.py:Class`."""
+    """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), `torchtitan`, `megatron_layers`, `nemo_automodel`,
+    `veomni`, the name of an entry point of the group `asyncrl.engines`, or your own, `module:Class` or
+    `path/file.py:Class`."""
     num_workers: Positive = 1
     """Number of processes (ranks) in the group; on GPUs, each has one GPU."""
     device: Device = "auto"
@@ -80,13 +81,13 @@ class EngineConfig(ConfigSection):
     use_liger: bool = False
     """Use Liger kernels on GPUs; needs the package liger-kernel."""
     fsdp_size: Positive | None = None
-    """Number of ranks over which fsdp2 splits a model, which must divide num_workers; null: all. Each group of this
-    size has the whole model, so that weights are exchanged within the group, for example a node, and only gradients
-    between groups (HSDP)."""
+    """Number of ranks over which fsdp2, torchtitan or nemo_automodel splits a model, which must divide num_workers;
+    null: all. Each group of this size has the whole model, so that weights are exchanged within the group, for example
+    a node, and only gradients between groups (HSDP)."""
     tensor_parallel_size: Positive = 1
-    """Number of ranks that share each layer's matrices, attention heads and experts (fsdp2). They compute the same
-    rows. It must divide num_workers and the numbers of attention heads, of key-value heads and of experts. fsdp2 splits
-    what each of them has over the other ranks."""
+    """Number of ranks that share each layer's matrices, attention heads and experts (fsdp2, torchtitan,
+    nemo_automodel). They compute the same rows. It must divide num_workers and the numbers of attention heads, of
+    key-value heads and of experts. What each of them has is split over the other ranks."""
     ulysses_sequence_parallel_size: Positive = 1
     """Number of ranks that share one sequence (https://arxiv.org/abs/2309.14509). It must divide num_workers and the
     number of attention heads."""

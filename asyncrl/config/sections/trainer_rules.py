@@ -39,8 +39,15 @@ if TYPE_CHECKING:
 
 BUILTIN_STRATEGIES = ("local", "ddp", "fsdp", "fsdp2")
 STRATEGY_ENTRY_POINTS = "asyncrl.engines"
-_ENGINE_LIBRARIES = {"torchtitan": "torchtitan", "megatron_layers": "megatron.core"}
-"""Libraries of the engine backends that asyncrl adapts; the extra of pyproject.toml is the first part of the name."""
+STRATEGIES_WITH_MESHES = ("fsdp2", "torchtitan", "nemo_automodel")
+"""Strategies that have `trainer.fsdp_size` and `trainer.tensor_parallel_size`."""
+_EXTRAS = {"torchtitan": "torchtitan", "megatron_layers": "megatron.core"}
+"""Libraries of engine backends with attention of their own; the extra of pyproject.toml is the first part of the
+name."""
+_ENGINE_LIBRARIES = _EXTRAS | {"nemo_automodel": "nemo_automodel", "veomni": "veomni"}
+"""Libraries of all engine backends that asyncrl adapts. Those without an extra do not fit its other requirements."""
+_UNBALANCED = ("torchtitan", "megatron_layers", "veomni")
+"""Backends without the load-balancing loss of experts."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _CLASSIFIER_HEADS = {"score", "classifier"}
 """Hugging Face's names of the head of a sequence classifier."""
@@ -292,8 +299,12 @@ def _engine_libraries(config: Config) -> Iterator[ConfigProblem]:
             yield from check_code(key, strategy, (), "engine")
         module = _ENGINE_LIBRARIES.get(strategy, modules.get(strategy))
         if module is not None and not is_installed(module):
-            extra = f"pip install 'asyncrl[{module.partition('.')[0]}]'"
-            fix = extra if strategy in _ENGINE_LIBRARIES else f"install the package of {module}"
+            if strategy in _EXTRAS:
+                fix = f"pip install 'asyncrl[{module.partition('.')[0]}]'"
+            elif strategy in _ENGINE_LIBRARIES:
+                fix = "install it in an environment of its own (docs/training.md)"
+            else:
+                fix = f"install the package of {module}"
             consequence = f"it needs {module}, which is not installed here"
             yield ConfigProblem(key, strategy, consequence, f"{fix}, or use fsdp2 or fsdp")
     if config.trainer.use_liger and not is_installed("liger_kernel"):
@@ -347,7 +358,7 @@ def _groups(config: Config) -> Iterator[ConfigProblem]:
     parts = shared_parts(config.model.path)
     heads = {name: number for name, number in parts.items() if name == "attention heads"}
     yield from _group_size(config, "trainer.ulysses_sequence_parallel_size", heads)
-    if config.trainer.strategy == "fsdp2":
+    if config.trainer.strategy in STRATEGIES_WITH_MESHES:
         yield from _group_size(config, "trainer.tensor_parallel_size", parts)
 
 
@@ -386,12 +397,13 @@ def _experts(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _meshes(config: Config) -> Iterator[ConfigProblem]:
-    """Check the sizes of the groups among which fsdp2 divides the ranks."""
+    """Check the sizes of the groups among which the ranks are divided."""
     trainer = config.trainer
     ranks, tensor, size = trainer.num_workers, trainer.tensor_parallel_size, trainer.fsdp_size
     for key, value, default in (("tensor_parallel_size", tensor, 1), ("fsdp_size", size, None)):
-        if value != default and trainer.strategy != "fsdp2":
-            consequence = f"trainer.strategy is {trainer.strategy}, and only fsdp2 has it"
+        if value != default and trainer.strategy not in STRATEGIES_WITH_MESHES:
+            able = ", ".join(STRATEGIES_WITH_MESHES)
+            consequence = f"trainer.strategy is {trainer.strategy}, and only {able} have it"
             yield ConfigProblem(f"trainer.{key}", value, consequence, "leave this key out, or use fsdp2")
     if size is not None and ranks % tensor == 0 and ranks // tensor % size:
         divisors = [str(number) for number in range(1, ranks // tensor + 1) if ranks // tensor % number == 0]
@@ -470,7 +482,7 @@ RULES: tuple[RuleFunction, ...] = (
                "a run keeps what is faster, so the last bits depend on timing (async_training.deterministic)",
                "set it to null and give trainer.cpu_threads"),
     ConfigRule("trainer.router_aux_loss_coef",
-               lambda c: c.trainer.router_aux_loss_coef and c.trainer.strategy in _ENGINE_LIBRARIES,
+               lambda c: c.trainer.router_aux_loss_coef and c.trainer.strategy in _UNBALANCED,
                "trainer.strategy={c.trainer.strategy} does not have this loss", "set it to 0, or use fsdp2"),
     ConfigRule("trainer.attn_implementation",
                lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and c.trainer.attn_implementation != "sdpa",
@@ -530,7 +542,7 @@ NO_EFFECT = (
               lambda c: c.trainer.device == "cpu", "trainer.device is cpu, and this key is for GPUs",
               "set trainer.device=cuda"),
     only_with("trainer.optim.min_lr_ratio", "trainer.optim.decay", "linear", "cosine"),
-    no_effect("trainer.attn_implementation", lambda c: c.trainer.strategy in _ENGINE_LIBRARIES,
+    no_effect("trainer.attn_implementation", lambda c: c.trainer.strategy in _EXTRAS,
               "trainer.strategy={c.trainer.strategy} has an attention of its own", "leave this key out"),
     no_effect("ref.*", lambda c: not c.needs_reference, "the run has no reference model",
               "set algorithm.use_kl_loss=true or algorithm.use_kl_in_reward=true"),

@@ -186,6 +186,14 @@ def test_megatron_becomes_sharding(tmp_path: Path) -> None:
     assert_loads(migration, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("automodel", "nemo_automodel"), ("veomni", "veomni"), ("torchtitan", "torchtitan")]
+)
+def test_other_libraries_keep_their_name_or_get_that_of_asyncrl(theirs: str, ours: str) -> None:
+    migration = migrated([*FULLY_ASYNC, f"actor_rollout_ref.actor.fsdp_config.strategy={theirs}"])
+    assert values(migration)["trainer.strategy"] == ours
+
+
 def test_tensor_parallelism_that_the_remaining_ranks_cannot_have_is_left_out(tmp_path: Path) -> None:
     """Half of verl's eight GPUs generate, and a group of the Trainer would need all eight."""
     tensor = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"

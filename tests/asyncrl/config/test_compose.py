@@ -190,6 +190,13 @@ def test_expert_parallelism_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) 
     assert not errors(check_config(None, [parallel, more]).problems)
 
 
+def test_pipeline_stages_are_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = ["rollout.pipeline_parallel_size=2"]
+    assert "fails on CPUs" in errors(check_config(None, stages).problems)[0].consequence
+    monkeypatch.setattr(engine_arguments, "visible_gpus", lambda: 2)
+    assert not errors(check_config(None, stages).problems)
+
+
 def test_the_formats_of_quantized_engines_are_those_of_vllm() -> None:
     from vllm.config.quantization import _ONLINE_SHORTHANDS
 
@@ -258,6 +265,13 @@ def test_keys_of_a_disabled_section_and_of_a_mapping_can_be_set() -> None:
     assert config.data.reasoning_gym is not None
     assert config.data.reasoning_gym.kwargs == {"min_terms": 2}
     assert config.rollout.engine_kwargs == {"block_size": 16}
+
+
+def test_an_empty_mapping_on_the_command_line_removes_what_the_file_has(tmp_path: Path) -> None:
+    rollout = "rollout: {engine_kwargs: {block_size: 16}, node_labels: {pool: a}}\n"
+    file = write(tmp_path / "my.yaml", f"defaults: [quickstart]\n{rollout}ray: {{address: auto}}\n")
+    config = load_config(file, ["rollout.engine_kwargs={}", "rollout.node_labels={}", "rollout.node_labels.zone=b"])
+    assert (config.rollout.engine_kwargs, config.rollout.node_labels) == ({}, {"zone": "b"})
 
 
 FREE_TEXT = ["007", "1e5", "true", "a,b", "with (parentheses)", 'say "hi"', "back\\slash", "end\\", '\\"', "x: y"]

@@ -423,6 +423,18 @@ def test_an_engine_without_its_library_is_reported(strategy: str, module: str, m
     assert machine_problems({"trainer.strategy": strategy}) == []
 
 
+@pytest.mark.parametrize("strategy", ["nemo_automodel", "veomni"])
+def test_a_library_that_does_not_fit_the_requirements_has_no_extra(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == strategy else object())
+    problem = single(machine_problems({"trainer.strategy": strategy}))
+    assert f"needs {strategy}," in problem.consequence
+    assert problem.fix == "install it in an environment of its own (docs/training.md), or use fsdp2 or fsdp"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert strategy not in extras
+
+
 def test_the_configuration_knows_all_that_is_built_in() -> None:
     from rollouter.interactions import loading as interactions
     from rollouter.rewards import functions

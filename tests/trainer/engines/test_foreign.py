@@ -6,13 +6,16 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import ConfigError
 from tests.fakes.selfcheck import SELFCHECK_S, selfcheck_document
 from tests.fakes.trainer_model import make_spec
@@ -21,9 +24,17 @@ from trainer.engines.base import EngineSpec
 from trainer.engines.compute.attention import enable_packing
 from trainer.engines.foreign import Attention, ForeignModel, check_settings, check_weights
 from trainer.engines.registry import new_engine
+from trainer.engines.torchtitan import TitanModel, TorchtitanEngine
 from trainer.selfcheck.checks import checks_of
 
-LIBRARIES = {"torchtitan": "torchtitan", "megatron_layers": "megatron.core"}
+LIBRARIES = {
+    "torchtitan": "torchtitan",
+    "megatron_layers": "megatron.core",
+    "nemo_automodel": "nemo_automodel",
+    "veomni": "veomni",
+}
+OWN_MODELS = ("torchtitan", "megatron_layers")
+"""Backends whose versions of a model are not derived from transformers'."""
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 
 
@@ -47,9 +58,8 @@ def test_a_missing_library_is_named_with_its_package(backend: str, monkeypatch: 
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)  # importing the library fails
-    with pytest.raises(
-        ConfigError, match=rf"trainer\.strategy={backend}: it needs .*pip install 'asyncrl\[{package}\]'"
-    ):
+    wanted = rf"'asyncrl\[{package}\]'" if backend in OWN_MODELS else r"[\w-]+==[\d.]+ in an environment of its own"
+    with pytest.raises(ConfigError, match=rf"trainer\.strategy={backend}: it needs .*pip install {wanted}"):
         new_engine(spec(backend))
 
 
@@ -69,11 +79,11 @@ def test_backends_are_found_without_their_library_ray_or_vllm() -> None:
         "import trainer.selfcheck.__main__\n"
         "from trainer.engines.registry import BUILT_IN, LIBRARY_ENGINES, engines, find_engine\n"
         "for name in BUILT_IN: find_engine(name)\n"
-        "assert {'torchtitan', 'megatron_layers'} == set(LIBRARY_ENGINES) <= set(engines())\n"
+        f"assert {set(LIBRARIES)} == set(LIBRARY_ENGINES) <= set(engines())\n"
         "assert 'trainer.engines.torchtitan' not in sys.modules\n"
-        "for name in ('torchtitan', 'megatron_layers'):\n"
+        "for name in LIBRARY_ENGINES:\n"
         "    assert find_engine(name).model_types == ('language_model',)\n"
-        "assert not {'torchtitan', 'megatron'} & set(sys.modules)\n"
+        "assert not {'torchtitan', 'megatron', 'nemo_automodel', 'veomni'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True, timeout=100)
 
@@ -86,6 +96,20 @@ def test_a_backend_meets_the_contract(backend: str, ranks: int) -> None:
     results = selfcheck_document("--backend", backend, ranks=ranks)["results"]
     assert [result["detail"] for result in results if not result["passed"]] == []
     assert len(results) == len(checks_of(backend, "cpu", ranks))
+    split = "sequence_parallel_ranks_give_the_same_step"  # by Ulysses, which is this project's
+    assert (ranks > 1) == (split in {result["check"] for result in results})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * SELFCHECK_S + 30)
+@pytest.mark.parametrize("backend", ["torchtitan", "nemo_automodel"])
+def test_four_ranks_meet_the_contract(backend: str) -> None:
+    """FSDP2 splits what the library's tensor parallelism leaves to a rank, also in groups with copies of the model."""
+    need(backend)
+    results = selfcheck_document("--backend", backend, ranks=4)["results"]
+    assert [result["detail"] for result in results if not result["passed"]] == []
+    with_meshes = {"ranks_that_share_layers_equal_the_reference", "groups_of_ranks_with_copies_equal_the_reference"}
+    assert with_meshes <= {result["check"] for result in results}
 
 
 def configurations(backend: str) -> list[PretrainedConfig]:
@@ -97,7 +121,7 @@ def configurations(backend: str) -> list[PretrainedConfig]:
         Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True),
         Qwen2Config(**sizes),
     ]
-    return every if backend == "megatron_layers" else every[:-1]
+    return every[:-1] if backend == "torchtitan" else every
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
@@ -119,7 +143,7 @@ def test_models_of_a_backend_compute_the_results_of_transformers(backend: str, t
         engine.close()
 
 
-@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("backend", OWN_MODELS)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -138,11 +162,51 @@ def test_a_model_that_a_backend_would_compute_differently_is_refused(
         new_engine(spec(backend, tmp_path))
 
 
-@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("backend", OWN_MODELS)
 def test_kernels_for_transformers_models_are_refused(backend: str) -> None:
     need(backend)
     with pytest.raises(ConfigError, match="use_liger=true with"):
         new_engine(spec(backend, use_liger=True))
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "padding", "local"),
+    [(0, 2, 0, 0), (1, 2, 0, None), (1, 2, 6, 2), (0, 2, None, None), (2, 3, 6, 0)],
+)
+def test_the_layers_of_torchtitan_are_shared_by_its_plan(
+    rank: int, size: int, padding: int | None, local: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank looks the padding token, whose embedding has no gradient, up in its own rows. Logits are whole."""
+    mesh: Any = SimpleNamespace(size=lambda: size, get_local_rank=lambda: rank)
+    logits, weight = torch.ones(2, 7), Mock(to_local=lambda: torch.ones(7, 1).chunk(size)[rank])
+    inner = Mock(enable_weight_tying=True, tok_embeddings=Mock(padding_idx=padding, num_embeddings=7))
+    head = SimpleNamespace(weight=weight, forward=lambda hidden: Mock(full_tensor=lambda: hidden * logits))
+    library = SimpleNamespace(ParallelDims=Mock())
+    monkeypatch.setitem(sys.modules, "torchtitan", SimpleNamespace(distributed=library))
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed", library)
+    model: Any = SimpleNamespace(inner=inner, head=head)
+    TitanModel.share_layers(model, mesh)
+    inner.parallelize.assert_called_once_with(library.ParallelDims.return_value)
+    sizes = {"tp": size, "world_size": size, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "pp": 1, "ep": 1}
+    library.ParallelDims.assert_called_once_with(
+        **sizes, spmd_backend="partial_dtensor", _single_axis_meshes={"tp": mesh}
+    )
+    assert inner.tok_embeddings.weight is weight and inner.tok_embeddings.padding_idx == local
+    assert torch.equal(head.forward(torch.full((2, 1), 3.0)), 3 * logits)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "words"),
+    [(4, {}, "does not divide the model's 2 heads"), (2, {"lora_rank": 4}, r"adapters in them \(model\.lora_rank\)")],
+)
+def test_what_torchtitan_cannot_share_is_refused(size: int, changes: dict[str, Any], words: str) -> None:
+    engine: Any = TorchtitanEngine.__new__(TorchtitanEngine)
+    engine.spec = SimpleNamespace(model=ModelConfig(path="/nowhere", **changes))
+    model = TitanModel.__new__(TitanModel)
+    nn.Module.__init__(model)
+    model.config = LlamaConfig(**SIZES, num_key_value_heads=2)
+    with pytest.raises(ConfigError, match=rf"trainer\.tensor_parallel_size={size}: .*{words}"):
+        engine._share_layers(model, SimpleNamespace(size=lambda: size))
 
 
 # ----------------------------------------------------------------------------------- the interface, without any library

@@ -45,6 +45,7 @@ def test_models_that_cannot_be_shared_are_refused_before_the_start(
     assert [(one.key, one.fix) for one in problems] == [("trainer.tensor_parallel_size", "set it to 1")] * bool(reason)
     assert all(reason in one.consequence for one in problems)
     assert list(check_model(config_with(changes | {"trainer.tensor_parallel_size": 1}))) == []
+    assert list(check_model(config_with(changes | {"trainer.strategy": "torchtitan"}))) == []
     assert list(check_model(config_with(changes | {"model.path": str(tmp_path / "none")}))) == []
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from asyncrl.config.environment import model_config
@@ -49,15 +49,7 @@ def share_layers(model: nn.Module, mesh: DeviceMesh) -> list[str]:
             f"trainer.{KEY}={size}: {name} has weights before it is shared (adapters, quantized or own code); set "
             f"trainer.{KEY}=1"
         )
-    keys = ("num_attention_heads", "num_key_value_heads", *(["num_experts"] if experts else []))
-    numbers = {key: getattr(text, key) for key in keys}
-    for key, number in numbers.items():
-        if number % size:
-            what = "experts" if key == "num_experts" else "heads"
-            raise ConfigError(
-                f"trainer.{KEY}={size}: does not divide the model's {number} {what} ({key}); set it to 1, or to "
-                f"another divisor of {math.gcd(*numbers.values())}"
-            )
+    check_divides(text, size, with_experts=bool(experts))
     try:
         apply_tensor_parallelism(model, mesh, {key: style for key, style in plan.items() if style != PARTIAL})
     except ValueError as error:  # a dimension cannot be divided, for example that of the vocabulary
@@ -66,11 +58,28 @@ def share_layers(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     return [name for name, _ in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
 
 
+def check_divides(config: PretrainedConfig, size: int, *, with_experts: bool) -> None:
+    """Check that each of `size` ranks gets as many heads, and experts, as the others.
+
+    Raises:
+        ConfigError: `size` does not divide their number.
+    """
+    keys = ("num_attention_heads", "num_key_value_heads", *(["num_experts"] if with_experts else []))
+    numbers = {key: getattr(config, key) for key in keys}
+    for key, number in numbers.items():
+        if number % size:
+            what = "experts" if key == "num_experts" else "heads"
+            raise ConfigError(
+                f"trainer.{KEY}={size}: does not divide the model's {number} {what} ({key}); set it to 1, or to "
+                f"another divisor of {math.gcd(*numbers.values())}"
+            )
+
+
 def check_model(config: Config) -> Iterator[ConfigProblem]:
     """Refuse `trainer.tensor_parallel_size` for a model whose layers cannot be shared. The model is built without
     weights. Models that are not on this machine, or cannot be built like that, are left to the ranks."""
     size, path = config.trainer.tensor_parallel_size, config.model.path
-    if size == 1 or not model_config(path):
+    if size == 1 or config.trainer.strategy == "torchtitan" or not model_config(path):  # it has its own plans
         return
     model = empty_model(path, attn_implementation="eager", trust_remote_code=config.model.trust_remote_code)
     if model is not None and (problem := _plan(model)[2]):

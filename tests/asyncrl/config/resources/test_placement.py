@@ -73,14 +73,19 @@ def test_the_example_of_the_documentation_is_drawn_as_it_says(tmp_path: Path) ->
     assert expected == [list(row) for row in node_rows(placement)[: len(expected)]]
 
 
-def test_a_replica_spans_nodes_only_if_the_configuration_says_so() -> None:
+@pytest.mark.parametrize(
+    "parallel",
+    [["rollout.tensor_parallel_size=16"], ["rollout.tensor_parallel_size=8", "rollout.pipeline_parallel_size=2"]],
+)
+def test_a_replica_spans_nodes_only_if_the_configuration_says_so(parallel: list[str]) -> None:
     nodes = [node("head", 64), *(node(f"r{number}", 64, 8) for number in range(3))]
-    on_one = configured("rollout.tensor_parallel_size=16", "trainer.device=cpu")
+    on_one = configured(*parallel, "trainer.device=cpu", "rollout.device=cuda")
     (problem,) = place(gangs(on_one, gpus=True), nodes).lacks
     assert "16 GPUs" in problem.consequence and "at most 64 CPUs and 8 GPUs on each" in problem.consequence
     spanning = configured(
-        "rollout.tensor_parallel_size=16", "rollout.nnodes=2", "rollout.n_gpus_per_node=8", "trainer.device=cpu"
+        *parallel, "rollout.nnodes=2", "rollout.n_gpus_per_node=8", "trainer.device=cpu", "rollout.device=cuda"
     )
+    assert spanning.rollout.num_replicas == 1
     placement = place(gangs(spanning, gpus=True), nodes)
     assert not placement.lacks and not placement.unplaced
     assert sorted(found["engine worker"] for found in placement.processes.values()) == [0, 0, 8, 8]
@@ -96,6 +101,8 @@ def test_a_replica_spans_nodes_only_if_the_configuration_says_so() -> None:
         (["rollout.nnodes=2", "rollout.n_gpus_per_node=8", "rollout.num_replicas=3"], "rollout.num_replicas"),
         (["rollout.nnodes=2", "rollout.n_gpus_per_node=8", "rollout.tensor_parallel_size=3"],
          "rollout.tensor_parallel_size"),
+        (["rollout.nnodes=2", "rollout.n_gpus_per_node=6", "rollout.tensor_parallel_size=4",
+          "rollout.pipeline_parallel_size=3", "rollout.device=cuda"], "rollout.tensor_parallel_size"),
         (["rollout.node_labels={pool: 'a b'}"], "rollout.node_labels"),
         (["trainer.node_labels={'': a}"], "trainer.node_labels"),
     ],

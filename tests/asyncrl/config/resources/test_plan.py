@@ -80,6 +80,7 @@ def test_ranks_have_the_parts_into_which_their_engine_splits_a_model() -> None:
     assert rank_bytes(eight)[key] == 2
     assert rank_bytes(eight | {"trainer.fsdp_size": 2})[key] == 8
     assert rank_bytes(eight | {"trainer.fsdp_size": 2, "trainer.tensor_parallel_size": 2})[key] == 4
+    assert rank_bytes(eight | {"trainer.fsdp_size": 2, "trainer.strategy": "torchtitan"})[key] == 8
     assert rank_bytes(eight | {"trainer.strategy": "megatron_layers"})[key] == 16
     assert rank_bytes(eight | {"trainer.strategy": "fsdp"})[key] == 2
     reference = {"algorithm.use_kl_loss": True, "ref.strategy": "ddp"}
