@@ -71,6 +71,17 @@ def test_one_gpu_is_the_engines_unless_both_use_it_in_turns(
     assert {part["name"]: part["gpus"] for part in parts if part["computes"]} == {"engine (vLLM)": 1, "policy rank": 0}
 
 
+def test_the_page_lends_gpus_also_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"^    asyncrl (launch .+ \\\n.+lend_after_s.+)$", PAGE, flags=re.MULTILINE)
+    assert dry_run(command.replace("\\\n", ""), 8, monkeypatch) == 0, capsys.readouterr()
+    document = json.loads(capsys.readouterr().out)
+    assert sum(part["count"] * part["gpus"] for part in document["plan"]["parts"]) == 8
+    assert not [one for one in document["warnings"] if one["key"] == "trainer.lend_after_s"]
+
+
 def test_the_page_has_the_commands_of_the_readme_and_names_files_that_exist() -> None:
     for command, _ in COMMANDS:
         assert f"`{command.partition('my.yaml ')[2]}`" in PAGE

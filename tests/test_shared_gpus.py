@@ -84,7 +84,7 @@ async def test_gpus_are_lent_in_a_long_wait_and_taken_back_for_the_step(tmp_path
     with anyio.fail_after(120):
         _, steps = await run(config, tmp_path, calls=calls, prepare=prepare)
     assert [step.step for step in steps] == [1, 2, 3, 4]
-    sleep = ["pause abort", "sleep 1"]
+    sleep = ["pause keep", "pause abort", "sleep 1"]
     expected = [
         "offload",  # what the start of the Trainer has loaded, before the engines start
         *sleep, *TRAIN,

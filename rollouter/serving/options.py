@@ -298,6 +298,7 @@ def _engine_kwargs(config: Config, gpus: bool, shares_gpus: bool) -> dict[str, A
         "max_model_len": config.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "tensor_parallel_size": rollout.tensor_parallel_size,
+        "pipeline_parallel_size": rollout.pipeline_parallel_size,
         "trust_remote_code": config.model.trust_remote_code,
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
         "worker_extension_cls": WORKER_EXTENSION,

@@ -12,6 +12,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.core.process_health import EngineLoad
 from rollouter.serving.ray_internals import VLLMEngine
+from rollouter.serving.replica.batched_outputs import batch_outputs
 from rollouter.serving.replica.vllm_imports import first_module_of_processes
 
 
@@ -96,4 +97,5 @@ class RolloutEngine(OpenAIEngine):
         """
         context = self.llm_config.get_or_create_callback().ctx
         args, _, config = self._prepare_engine_config(context)
+        batch_outputs(config)
         self._engine_client = self._start_async_llm_engine(args, config, context.placement_group)

@@ -34,6 +34,7 @@ from asyncrl.core.types import FinishReason, Media
 from asyncrl.storage.media import digest, frames_of, video_array
 from rollouter.serving.client import Delta, cut_delta
 from rollouter.serving.handles import own_log
+from rollouter.serving.replica.batched_outputs import AT_ONCE
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.request_phases import EnginePauses, RequestRecorder
 
@@ -63,7 +64,8 @@ class RunningRequest:
     """One request in vLLM, and its tokens so far.
 
     vLLM reports a request once, when it ends (`FINAL_ONLY`), which costs nothing per token. Until then, the tokens are
-    read from vLLM's state in this process, which survives the death of the engine core. Use this class on the event
+    read from vLLM's state in this process, which survives the death of the engine core, but lacks the newest tokens
+    (`batched_outputs`). Use this class on the event
     loop of the engine client, where the state changes only during an await.
     """
 
@@ -356,6 +358,7 @@ class TokenGeneration:
                 logprobs=0,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={AT_ONCE: True} if request.stream else None,
             )
             # vLLM does not check all types, and an engine that receives a wrong one answers no request any more.
             msgspec.convert(msgspec.to_builtins(params), SamplingParams)

@@ -511,6 +511,8 @@ class WeightUpdates:
         self._health.enter("pausing")
         # `AsyncLLM.pause_generation` does the same, but then sleeps for 20 ms to let outputs arrive.
         with self._span("sync.drain", weights_version):
+            if mode == "abort":  # which would lose the tokens that wait in the engine core, see `batched_outputs`
+                await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
         # The other modes leave no requests in the engine, though their last outputs may still be on the way.
         held = self._llm.output_processor.get_num_unfinished_requests() if mode == "keep" else 0

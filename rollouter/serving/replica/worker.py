@@ -29,7 +29,7 @@ import torch
 import vllm._custom_ops
 import vllm.model_executor.layers.utils
 from numpy.typing import NDArray
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -47,9 +47,14 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader, row_parallel_weight_loader
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.platforms import current_platform
 
@@ -160,7 +165,7 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
         """Begin to map this version into this process, with a deadline of `limit_s`. Return at once. `compares`:
         whether its checksums will be compared."""
         self._version = weights_version
-        counts = compares and self.quantizes and get_tensor_model_parallel_rank() == 0
+        counts = compares and self.quantizes and get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank
         self._chunks = in_background(_fetch, weights_version, self._store, limit_s, counts)
 
     def await_fetch(self, timeout_s: float) -> bool:
@@ -284,7 +289,10 @@ class StoreTransfer(WeightTransferEngine[StoreAddress, FetchedVersion]):
             if not name.endswith(_SINKS):
                 yield name, tensor
                 continue
-            parameter = self.model.get_parameter(name if mapper is None else mapper.map_name(name))
+            own_name = name if mapper is None else mapper.map_name(name)
+            if is_pp_missing_parameter(own_name, self.model):  # another stage has this layer
+                continue
+            parameter = self.model.get_parameter(own_name)
             heads = len(parameter)
             load = getattr(parameter, "weight_loader", default_weight_loader)
             load(parameter, tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
@@ -442,7 +450,8 @@ def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     Each rank counts its shard of a sharded layer. If there are fewer key and value heads than ranks, several ranks hold
     the same head, and the first of them counts it. Rank 0 counts everything unsharded, including the biases of
-    row-parallel layers.
+    row-parallel layers. Each pipeline stage counts its own layers. If the last one has a copy of the input embedding
+    for tied weights, only the first one counts it.
     """
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     seen: set[int] = set()
@@ -452,6 +461,9 @@ def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if derived or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
+            is_input = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+            if is_input and not get_pp_group().is_first_rank:
+                continue
             if size == 1:
                 yield name, parameter
             elif isinstance(module, QKVParallelLinear) and rank % module.num_kv_head_replicas:

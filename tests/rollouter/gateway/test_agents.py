@@ -173,12 +173,15 @@ async def test_other_histories_and_parallel_conversations_get_separate_rows() ->
     assert len(one.rows) == 4 and len(one.turns) == 6
     texts = [(rig.text(row.prompt_ids), mask_text(rig, one, number)) for number, row in enumerate(one.rows)]
     start = "<bos><user>{}=<eos><assistant>"
-    assert texts == [
+    # Either of the first two requests may arrive first.
+    assert sorted(texts[:2]) == [
         (start.format("2*4"), ["8<eos>", "<user>+1=<eos><assistant>", "1<eos>"]),
         (start.format("3*3"), ["9<eos>", "<user>+4=<eos><assistant>", "4<eos>"]),
+    ]
+    assert texts[2:] == [
         (start.format("2*4") + "8<eos><user>+2=<eos><assistant>", ["2<eos>"]),
         (start.format("2*4") + "9<eos><user>+3=<eos><assistant>", ["3<eos>"]),
-    ]  # fmt: skip
+    ]
     sampled = sum(int(row.response_mask.sum()) for row in one.rows)
     assert sampled == one.num_sampled == 12, "every turn is in exactly one row"
     assert [message["content"] for message in one.messages] == ["3*3=", "9", "+4=", "4"], (

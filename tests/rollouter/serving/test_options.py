@@ -43,6 +43,9 @@ def test_the_device_decides_on_a_cluster_that_has_no_gpu_yet_and_on_one_that_has
     kwargs = on_gpus.llm_config["engine_kwargs"]
     assert (kwargs["enforce_eager"], kwargs["gpu_memory_utilization"]) == (False, 0.85)
     assert "TORCHDYNAMO_DISABLE" not in on_gpus.env_vars
+    stages = options(gpus=True, rollout={"tensor_parallel_size": 2, "pipeline_parallel_size": 3})
+    assert deployment_options(stages)["placement_group_bundles"] == [{"GPU": 1.0, "CPU": 1.0}] * 6
+    assert [stages.llm_config["engine_kwargs"][f"{kind}_parallel_size"] for kind in ("tensor", "pipeline")] == [2, 3]
     assert options(gpus=True, rollout={"device": "cpu"}) == options()
 
 

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     row_parallel_weight_loader,
     sharded_weight_loader,
 )
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
 from vllm.model_executor.utils import set_weight_attrs
 
 from asyncrl.core.ports import WeightsVersion
@@ -235,8 +235,9 @@ def test_chunks_that_may_get_changes_are_kept_until_the_next_version_is_loaded(
 
 
 @pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("rank_and_stage", [(1, 0), (0, 1)])
 def test_an_engine_that_rounds_its_weights_reports_the_checksums_of_what_it_loaded(
-    monkeypatch: pytest.MonkeyPatch, rounds: bool
+    monkeypatch: pytest.MonkeyPatch, rounds: bool, rank_and_stage: tuple[int, int]
 ) -> None:
     config = SimpleNamespace(
         parallel_config=None,
@@ -253,8 +254,9 @@ def test_an_engine_that_rounds_its_weights_reports_the_checksums_of_what_it_load
     )
     monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: 1)
     shares = []
-    for rank in (0, 1):
+    for rank, stage in ((0, 0), rank_and_stage):
         monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(worker, "get_pp_group", lambda stage=stage: SimpleNamespace(is_first_rank=stage == 0))
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])})
         model.load_weights = lambda tensors: list(tensors)
         extension: Any = worker.WorkerExtension()
@@ -331,6 +333,35 @@ def test_each_rank_counts_its_own_part_and_the_first_one_what_all_have(monkeypat
     assert counted == [[*own, *first], own]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_pipeline_stage_counts_its_layers_and_the_first_one_a_tied_embedding(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The last stage has a copy of a tied embedding, and `lm_head` is the same tensor, as in vLLM's model of Llama."""
+
+    class Embedding(worker.VocabParallelEmbedding):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    class Head(Embedding, worker.ParallelLMHead):
+        pass
+
+    monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: size)
+    monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
+    counted = []
+    for stage, is_tied in ((0, True), (1, True), (1, False)):
+        monkeypatch.setattr(worker, "get_pp_group", lambda stage=stage: SimpleNamespace(is_first_rank=stage == 0))
+        layers = [torch.nn.Linear(1, 1, bias=False) if number == stage else PPMissingLayer() for number in range(2)]
+        embedding = Embedding() if is_tied else PPMissingLayer()
+        head: torch.nn.Module = PPMissingLayer() if stage == 0 else Head()
+        if is_tied and stage == 1:
+            head.weight = embedding.weight
+        model = torch.nn.ModuleDict({"embed": embedding, "layers": torch.nn.ModuleList(layers), "head": head})
+        counted.append([name for name, _ in worker._counted(model)])
+    assert counted == [["embed.weight", "layers.0.weight"], ["layers.1.weight"], ["layers.1.weight", "head.weight"]]
+
+
 class SinksModel(torch.nn.Module):
     """Loads its sinks as vLLM's model of GPT-OSS does (`_load_weights_other`), in layers of vLLM's names."""
 
@@ -350,6 +381,13 @@ class SinksModel(torch.nn.Module):
                 parameter.data.copy_(tensor.narrow(0, 2 * worker.get_tensor_model_parallel_rank(), 2))
             else:
                 getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+
+
+def test_a_stage_leaves_out_the_sinks_of_layers_that_it_does_not_have() -> None:
+    transfer: Any = object.__new__(worker.StoreTransfer)
+    transfer.model = torch.nn.ModuleDict({"0": PPMissingLayer()})
+    sinks, weight = ("0.attn.sinks", torch.zeros(2)), ("1.weight", torch.zeros(2))
+    assert list(transfer._without_sinks([sinks, weight])) == [weight]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

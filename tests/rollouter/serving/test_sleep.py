@@ -89,7 +89,7 @@ async def test_engines_on_lent_gpus_abort_what_the_callers_continue_elsewhere() 
     updates = Updates()
     await updates.sleep("abort")
     await updates.apply(version(3), "keep", True)
-    expected = ["pause abort", "sleep 1", "fetch", "wake weights", "load 3", "wake kv_cache", "resume"]
+    expected = ["pause keep", "pause abort", "sleep 1", "fetch", "wake weights", "load 3", "wake kv_cache", "resume"]
     assert updates.engine.calls == expected
 
 
