@@ -15,6 +15,8 @@ os.environ.update(
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        # On a busy machine, Serve's proxy takes longer to start than the 5 s after which Serve kills it.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     }
 )
 

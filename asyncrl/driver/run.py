@@ -31,6 +31,7 @@ import ray
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from asyncrl.config.resources.placement import ranks_come_first
 from asyncrl.config.resources.plan import training_steps
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, DeadlineError, InfraError
@@ -47,6 +48,7 @@ from asyncrl.driver.run_status_writer import RunStatus
 from asyncrl.driver.service_watch import PART_TITLES, UNLIMITED, ServiceWatch
 from asyncrl.driver.stall_watchdog import StallError, Watchdog
 from asyncrl.driver.supervision import TICK_S, RestartBudget, Supervisor, probe
+from asyncrl.observe.formats import duration
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.status.run_status import ProcessInfo, Restart
 from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to
@@ -67,6 +69,8 @@ DEMANDS_S = 5.0
 """Interval at which Ray is asked for what the run waits for."""
 LAST_ANSWER_S = 5.0
 """Time limit of the last status reports after a failure; a healthy part answers within milliseconds."""
+STOP_STEPS = 3
+"""A run that stops has as long as so many steps took, if that is longer than `timeouts.stop_s`."""
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +204,7 @@ class Run:
         longest, start meanwhile, once it is decided whether the run needs them."""
         skip = self._config.skip.async_rollout
         async with anyio.create_task_group() as parts:
-            if self._config.shares_gpus:  # engines fill the GPUs on which the ranks have already reserved their shares
+            if ranks_come_first(self._config):
                 await self._start_first(self._trainer)
             else:
                 parts.start_soon(self._start_first, self._trainer)
@@ -457,22 +461,24 @@ class Run:
 
     async def _stop(self) -> None:
         """Ask Rollouter and Trainer for an orderly end; fail the run if they do not end within the limit."""
-        limit_s = self._config.timeouts.stop_s
+        # A step of a large model takes minutes, and so does its checkpoint.
+        limit_s = max(self._config.timeouts.stop_s, STOP_STEPS * (self._recorder.dashboard.step_s or 0.0))
         ending = (
             "with a checkpoint" if self._config.trainer.save_last else "without a checkpoint (trainer.save_last=false)"
         )
         self._stopping = True
         self._trainer_changed.set()
         self._status.phase = "stopping"
-        self._view.phase(f"stopping after this step, {ending}; Ctrl-C again stops at once")
+        self._view.phase(f"stopping after this step, {ending}, within {duration(limit_s)}; Ctrl-C again stops at once")
         with anyio.move_on_after(limit_s):
             await self._trainer.stop()
             await self._rollouter.stop()
             await self._ended.wait()
             return
         raise InfraError(
-            f"the run did not stop within timeouts.stop_s={limit_s:g}: the trainer's work since its last checkpoint "
-            f"is lost; raise timeouts.stop_s if a step takes that long"
+            f"the run did not stop within {duration(limit_s)} (timeouts.stop_s, or {STOP_STEPS} times the time of a "
+            "step): the trainer's work since its last checkpoint is lost; raise timeouts.stop_s if a step and its "
+            "checkpoint take that long"
         )
 
     async def _take_last_answers(self, limit_s: float) -> None:

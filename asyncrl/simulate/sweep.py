@@ -135,7 +135,7 @@ def _splits(config: Config, gpus: int) -> list[Settings]:
             f"rollout.autoscaling.enable = true: the run would change the number of replicas, and --gpus {gpus} "
             "compares fixed splits. Set it to false, or leave out --gpus"
         )
-    engine, ranks = config.rollout.tensor_parallel_size, config.trainer.fewest_ranks
+    engine, ranks = config.rollout.replica_size, config.trainer.fewest_ranks
     found = [
         (replicas, gpus - replicas * engine)
         for replicas in range(1, (gpus - 1) // engine + 1)
@@ -143,7 +143,8 @@ def _splits(config: Config, gpus: int) -> list[Settings]:
     ]
     if not found:
         raise ConfigError(
-            f"--gpus {gpus} cannot be split: a replica needs {engine} (rollout.tensor_parallel_size), and training a "
+            f"--gpus {gpus} cannot be split: a replica needs {engine} (rollout.tensor_parallel_size x "
+            f"rollout.pipeline_parallel_size), and training a "
             f"multiple of {ranks} (trainer.ulysses_sequence_parallel_size, trainer.tensor_parallel_size and "
             "trainer.fsdp_size). Give more GPUs"
         )
@@ -278,7 +279,7 @@ def _for_launch(one: SimulatedSetting, given: Config) -> str:
     would contradict it, if the configuration has them."""
     settings = dict(one.settings)
     for section, number, size in (
-        ("rollout", "num_replicas", one.config.rollout.tensor_parallel_size),
+        ("rollout", "num_replicas", one.config.rollout.replica_size),
         ("trainer", "num_workers", 1),
     ):
         pool: NodePool = getattr(given, section)
@@ -332,4 +333,4 @@ def bottleneck(one: SimulatedSetting) -> str:
 
 
 def _resources(config: Config) -> int:
-    return config.rollout.num_replicas * config.rollout.tensor_parallel_size + config.trainer.num_workers
+    return config.rollout.num_replicas * config.rollout.replica_size + config.trainer.num_workers

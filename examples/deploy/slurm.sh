@@ -57,6 +57,7 @@ done
 # The run directory is on the first node's own disk; checkpoints are on shared storage, so another node can go on.
 defaults=(
   run_dir="${SLURM_TMPDIR:-/tmp}/asyncrl-$name-$SLURM_JOB_ID" trainer.checkpoint_dir="$ASYNCRL_SHARED/$name" resume=auto
+  timeouts.stop_s=100  # of the two minutes: the step in progress ends, and the checkpoint is written
   trainer.nnodes=1 trainer.n_gpus_per_node="$gpus" 'trainer.node_labels={pool: train}'
   rollout.nnodes=$((${#nodes[@]} - 1)) rollout.n_gpus_per_node="$gpus" 'rollout.node_labels={pool: rollout}'
 )

@@ -103,6 +103,15 @@ def test_the_slurm_script_starts_a_cluster_and_returns_the_exit_code_of_the_run(
     assert {"run_dir=/local/asyncrl-grpo-17", "trainer.checkpoint_dir=/shared/grpo", "rollout.nnodes=2"} <= set(given)
 
 
+def test_a_run_under_slurm_may_take_most_of_the_time_that_the_signal_leaves(slurm: dict[str, str]) -> None:
+    """With the default of `timeouts.stop_s`, a run whose step or checkpoint takes longer would lose its last steps."""
+    (left,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", SCRIPT.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    environment = {**slurm, "ENDS_WITH": "0"}
+    assert subprocess.run(["bash", SCRIPT, "my.yaml"], env=environment, timeout=60, check=False).returncode == 0
+    (given,) = [text for text in launch_of(calls(slurm)) if text.startswith("timeouts.stop_s=")]
+    assert 0.8 * int(left) <= float(given.partition("=")[2]) < int(left)
+
+
 def test_the_slurm_script_leaves_what_its_arguments_set(slurm: dict[str, str]) -> None:
     own = ["rollout.nnodes=1", "trainer.nnodes=null", "trainer.n_gpus_per_node=null", "resume=none"]
     environment = {**slurm, "ENDS_WITH": "0"}

@@ -43,8 +43,9 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-_PRIVATE = {"RAY_raylet_start_wait_time_s": "120"}
-"""Environment of a private cluster: on a busy machine, its node starts late."""
+_PRIVATE = {"RAY_raylet_start_wait_time_s": "120", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+"""Environment of a private cluster: on a busy machine, its node and Serve's proxy start late. Serve would kill a proxy
+that is not ready after 5 s, and `serve.start`, which waits for 60 s, would fail."""
 _SLEEPING = {"OMP_WAIT_POLICY": "passive"}
 """Environment of a private cluster whose processes share CPUs (`share_cpus`). torch and vLLM bring GNU's OpenMP, which
 follows it, as LLVM's and Intel's do."""
@@ -256,7 +257,7 @@ def _start(config: Config, namespace: str) -> None:
     # know those that the installed packages cannot use.
     shared = config.trainer.num_workers if config.takes_turns else None
     replicas = config.rollout.max_replicas + config.num_lent_replicas
-    slots = replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
+    slots = replicas * config.rollout.replica_size * config.rollout.cpu_threads
     from rollouter.serving.ray_internals import processes_in_own_sessions
 
     with processes_in_own_sessions():

@@ -355,3 +355,56 @@ async def test_the_view_shows_how_far_the_data_is_until_the_rollouter_runs(
         driver.run._on_rollouter_status(status)
     driver.run._on_rollouter_status({"waits": [], "crash_isolation": {"explained": 0}})
     assert shown == ["tokenizing data.train_files: 3 of 9 rows"]
+
+
+@pytest.mark.parametrize("step_s", [None, 100.0])
+async def test_a_run_whose_steps_are_long_has_time_to_stop(tmp_path: Path, step_s: float | None) -> None:
+    driver = RunRig(tmp_path, timeouts={"stop_s": 0.01})
+    driver.run._trainer, driver.run._rollouter = AsyncMock(), AsyncMock()
+    if step_s is not None:
+        driver.recorder.dashboard = replace(driver.recorder.dashboard, step_times=(0.0, step_s))
+
+    async def end_later() -> None:
+        await anyio.sleep(0.1)
+        driver.run._ended.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(end_later)
+        if step_s is None:
+            with pytest.raises(InfraError, match=r"did not stop within 0\.0 s"):
+                await driver.run._stop()
+        else:
+            await driver.run._stop()
+
+
+CLUSTER = {"ray": {"address": "auto"}}
+POOL = {"nnodes": 1, "n_gpus_per_node": 8, "num_workers": 8}
+LABELS = {"node_labels": {"pool": "train"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "first"),
+    [
+        (CLUSTER | {"trainer": POOL}, True),
+        (CLUSTER | {"trainer": POOL | LABELS}, True),
+        (CLUSTER | {"trainer": POOL | LABELS, "rollout": {"node_labels": {"pool": "rollout"}}}, False),
+        (CLUSTER | {"trainer": POOL, "rollout": {"attach": "servers"}}, False),
+        (CLUSTER, False),
+        ({"trainer": POOL}, False),
+    ],
+)
+async def test_engines_wait_for_ranks_that_need_whole_nodes_which_the_engines_could_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], first: bool
+) -> None:
+    """Ray spreads engines over all nodes, and then no node would have `trainer.n_gpus_per_node` GPUs left."""
+    driver, engines_decided = RunRig(tmp_path, **sections).run, anyio.Event()
+
+    async def start(supervisor: Supervisor) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(driver, "_start_first", start)
+    async with anyio.create_task_group() as group:
+        group.start_soon(driver._start_parts, group, engines_decided)
+        await anyio.wait_all_tasks_blocked()
+        assert engines_decided.is_set() is not first
+        group.cancel_scope.cancel()

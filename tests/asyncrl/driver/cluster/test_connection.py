@@ -41,6 +41,17 @@ def test_the_libraries_of_ranks_and_engines_follow_the_policy(loading: str) -> N
     assert runtimes == {"libgomp.so.1"}
 
 
+def test_serve_waits_as_long_for_a_proxy_as_its_callers_do() -> None:
+    """Serve's controller kills a proxy that is not ready by then, with which `serve.start` fails."""
+    script = (
+        "from ray.serve._private.constants import HTTP_PROXY_TIMEOUT, PROXY_READY_CHECK_TIMEOUT_S\n"
+        "print(PROXY_READY_CHECK_TIMEOUT_S >= HTTP_PROXY_TIMEOUT)"
+    )
+    environment = {**os.environ, **run_environment(Config(), SMALL)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "True", done.stderr
+
+
 async def test_gpu_broadcasts_need_a_gpu_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [NodeResources("one", "one", cpus=64.0, gpus=0.0)]
     monkeypatch.setattr(state, "cluster_nodes", lambda: nodes)
