@@ -63,6 +63,8 @@ def _layout(lengths: str, layout: str) -> Callable[[Result], float]:
 
 
 def _against_trl(result: Result) -> float:
+    if failures := result["failures"]:
+        raise PeerFailedError("; ".join(f"{one['system']}: {one['error']}" for one in failures))
     (runs,) = result["runs"].values()
     ours, theirs = (median(run["trained_tokens_s"] for run in runs[system]) for system in ("asyncrl", "trl-hf"))
     return float(ours / theirs)
@@ -173,10 +175,10 @@ def _measure(guard: Guard) -> float:
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as directory:
         file = Path(directory) / "result.json"
         run_measured([sys.executable, "-m", *guard.command, "--json", str(file)], {}, Path(directory))
-        result = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     try:
-        return float(guard.read(result))
-    except (KeyError, ValueError) as error:
+        return float(guard.read(json.loads(text)))
+    except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PeerFailedError(f"the result of {' '.join(guard.command)} has no ratio: {error!r}") from error
 
 

@@ -72,7 +72,7 @@ def last_number(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def launch(mode: str, model: str, run_dir: Path, minutes: float, cores: int, overrides: Sequence[str]) -> list[Step]:
-    """Train for some minutes and return the steps.
+    """Train for some minutes and return the steps that ended within them.
 
     Raises:
         RuntimeError: the launch fails, does not end, or takes fewer than `FEWEST_STEPS` steps.
@@ -106,6 +106,7 @@ def launch(mode: str, model: str, run_dir: Path, minutes: float, cores: int, ove
             process.wait()
     metrics = run_dir / "metrics.jsonl"
     steps = read_steps(metrics, started_s) if metrics.is_file() else []
+    steps = [step for step in steps if step.minutes <= minutes]  # an interrupted launch finishes its step
     if process.returncode not in (0, INTERRUPTED) or len(steps) < FEWEST_STEPS:
         why = f"exited with {process.returncode} after {len(steps)} steps; at least {FEWEST_STEPS} are needed"
         raise RuntimeError(f"launch {mode} {why}:\n{output.read_text(encoding='utf-8', errors='replace')[-4000:]}")

@@ -126,7 +126,7 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """Return a table line for each workload and peer: medians, with the lowest and the highest round."""
         return [
-            _row(workload, peer, each, by_peer.get(OURS, ()))
+            _row(workload, peer, each, by_peer.get(OURS, ()), failed=(workload, peer) in self.errors)
             for workload, by_peer in self.runs.items()
             for peer, each in by_peer.items()
         ]
@@ -144,11 +144,13 @@ class Comparison:
         return {"rows": self.rows(), "failures": self.failures(), "runs": runs}
 
 
-def _row(workload: str, peer: str, runs: Sequence[Figures], ours: Sequence[Figures]) -> dict[str, Any]:
+def _row(workload: str, peer: str, runs: Sequence[Figures], ours: Sequence[Figures], *, failed: bool) -> dict[str, Any]:
+    missing = "failed" if failed else "not run yet"
+
     def spread(name: str) -> str:
         values = [value for run in runs if (value := getattr(run, name)) is not None]
         if not values:
-            return "failed" if not runs else "not reached"
+            return "not reached" if runs else missing
         few = f" in {len(values)} of {len(runs)}" * (len(values) < len(runs))
         return f"{median(values):,.4g} ({min(values):,.4g} to {max(values):,.4g}){few}"
 
@@ -167,7 +169,7 @@ def _row(workload: str, peer: str, runs: Sequence[Figures], ours: Sequence[Figur
         "first step after s": spread("cold_start_s"),
         f"reward {REWARD} after s": spread("reward_s"),
         "peak MB": spread("peak_mb"),
-        "CPU s/step": shares or "failed",
+        "CPU s/step": shares or missing,
         "asyncrl's tokens/s": _verdict(runs, ours) if peer != OURS else "",
     }
 

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_share,
         default=1.0,
         metavar="SHARE",
-        help="share of the time for which each worker may run: with 0.1 a machine with two cores shows how 4 workers "
+        help="share of a core that each worker may use: with 0.1 a machine with two cores shows how 4 workers "
         "scale, because they are the limit, not the cores (default 1)",
     )
     parser.add_argument(

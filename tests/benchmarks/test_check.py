@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.check import BASELINE, GUARDS, Guard, check, main
+from benchmarks.check import BASELINE, GUARDS, Guard, _measure, check, main
 from benchmarks.compare.measure import PeerFailedError
 
 
@@ -93,3 +93,23 @@ def test_an_update_keeps_what_was_measured_before_it_was_interrupted(
     with pytest.raises(KeyboardInterrupt):
         main(["--only", "rollout,queue", "--update"])
     assert json.loads(file.read_text()) == {"rollout": 1.5, "queue": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("guard", "result", "message"),
+    [
+        ("weight_sync", "", "has no ratio"),
+        ("weight_sync", '{"rows": []}', "has no ratio"),
+        ("glue", '{"glue": [{"Rollouter ms": 1.0, "queue ms": 1.0, "replicas ms": 0.0}]}', "has no ratio"),
+        ("peers", '{"failures": [{"system": "asyncrl", "error": "exited with 1"}]}', "asyncrl: exited with 1"),
+    ],
+)
+def test_a_result_without_the_ratio_is_a_failure_that_names_the_failed_system(
+    monkeypatch: pytest.MonkeyPatch, guard: str, result: str, message: str
+) -> None:
+    def run(command: list[str], *_: object) -> None:
+        Path(command[-1]).write_text(result, encoding="utf-8")
+
+    monkeypatch.setattr("benchmarks.check.run_measured", run)
+    with pytest.raises(PeerFailedError, match=message):
+        _measure(GUARDS[guard])

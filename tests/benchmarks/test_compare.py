@@ -157,6 +157,13 @@ def test_the_table_marks_losses_and_failures(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_system_that_has_not_run_yet_has_not_failed() -> None:
+    comparison = Comparison({"8M long": {"asyncrl": [run(100)], "trl-hf": []}}, {})
+    ours, hf = comparison.rows()
+    assert (hf["s/step"], hf["CPU s/step"], hf["asyncrl's tokens/s"]) == ("not run yet", "not run yet", "no comparison")
+    assert ours["trained tokens/s"] == "100 (100 to 100)"
+
+
 FAILING = "import sys; sys.stderr.write('Loading\\n\\nRuntimeError: this system needs a GPU\\n'); sys.exit(3)"
 WORKING = """
 import json, pathlib, sys, time

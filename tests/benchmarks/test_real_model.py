@@ -73,6 +73,11 @@ def test_a_launch_is_interrupted_when_its_time_is_over(tmp_path: Path, processes
     assert {"rollout.cpu_threads=4", "trainer.cpu_threads=4"} <= set(processes[1].command)
 
 
+def test_steps_after_the_time_do_not_count(tmp_path: Path, processes: list[Process]) -> None:
+    steps = launch("sync", "model", tmp_path / "run", 1, 4, [])
+    assert [round(60 * step.minutes) for step in steps] == [0, 10, 20, 30, 40, 50]
+
+
 def test_a_failed_launch_is_an_error(tmp_path: Path, processes: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "ends_with", 1)
     with pytest.raises(RuntimeError, match="launch sync exited with 1 after 12 steps"):
