@@ -110,7 +110,7 @@ def test_the_report_finds_a_slow_reward_function(tmp_path: Path) -> None:
         "    await asyncio.sleep(8)\n"
         "    return float(solution_str.strip() == str(ground_truth))\n"
     )
-    run = start(tmp_path, *KEYS, f"reward.function={rewards}:score", "reward.max_concurrency=1024")
+    run = start(tmp_path, *QUIET, f"reward.function={rewards}:score", "reward.max_concurrency=1024")
     (first,) = worst(run, 1)
     assert (first["kind"], first["what"]) == ("reward_slow", "reward")
     assert first["evidence"]["duration_s"] > 7.9 > first["evidence"]["normal_s"]

@@ -1,5 +1,5 @@
 """Models whose weights vLLM splits, packs or rearranges after it has loaded them: the engines compute what the Trainer
-publishes."""
+publishes. The table of docs/models.md has all architectures."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from benchmarks.architectures import check
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("name", "tensor_parallel"), [("Qwen3Moe", 1), ("Qwen3Moe", 2), ("Mixtral", 1), ("GptOss", 2), ("Phi3", 2)]
-)
+@pytest.mark.parametrize(("name", "tensor_parallel"), [("Qwen3Moe", 2), ("Mixtral", 1), ("GptOss", 2)])
 def test_the_engine_computes_what_the_trainer_publishes(tmp_path: Path, name: str, tensor_parallel: int) -> None:
     """The samples may differ more than the texts: if the scores of two experts are equal but for rounding, engine and
     Trainer may send a token to different ones. Wrong weights differ in the texts as well."""

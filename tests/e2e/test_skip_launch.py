@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,18 +146,6 @@ def test_a_recorded_run_is_replayed_bit_for_bit_without_engines(
 
 
 @pytest.mark.slow
-def test_skip_diff_finds_the_step_at_which_another_learning_rate_matters(
-    recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
-) -> None:
-    keys = ("trainer.total_training_steps=4", "data.val_files=[]", "trainer.optim.lr=1e-6")
-    other = launch(tmp_path, dump_dir, *keys, "skip.async_rollout.engines=auto")
-    assert other.wait() == 0, other.output()
-    code, result = diff(recorded, other)
-    # The first loss is computed with the initial weights; the second one with the weights after the first step.
-    assert (code, result["difference"]["step"]) == (1, 2)
-
-
-@pytest.mark.slow
 def test_a_synchronous_run_is_recorded_and_replayed_batch_by_batch(tmp_path: Path) -> None:
     dump_dir = tmp_path / "dump"
     short = ("trainer.total_training_steps=4", "data.val_files=[]")
@@ -208,21 +196,24 @@ def every_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedRun
         yield run
 
 
-def replay(every_role: LaunchedRun, where: Path, *roles: str) -> LaunchedRun:
-    """Replay the samples and these roles without engines, and check that every step is the same."""
+def replay(every_role: LaunchedRun, where: Path, *keys: str, roles: Sequence[str]) -> LaunchedRun:
+    """Replay the samples and these roles without engines, and with further `keys`."""
     records = every_role.run_dir.parent
-    keys = [key for role in roles for key in enabled(role, records / role)]
+    keys += tuple(key for role in roles for key in enabled(role, records / role))
     run = launch(where, records / "samples", *FOUR_STEPS, *OWN, *keys, "skip.async_rollout.engines=auto")
     assert run.wait() == 0, run.output()
-    assert diff(every_role, run) == (0, {"steps": 4, "difference": None})
     return run
 
 
 @pytest.mark.slow
-def test_reference_log_probs_and_rewards_are_replayed_too(every_role: LaunchedRun, tmp_path: Path) -> None:
-    counts = replay(every_role, tmp_path, "ref_log_prob", "reward").summary()["skip"]
-    assert counts["ref_log_prob"] == {"replayed": 4}
-    assert counts["reward"]["replayed"] >= 64
+def test_rewards_are_replayed_and_skip_diff_finds_the_step_at_which_another_learning_rate_matters(
+    every_role: LaunchedRun, tmp_path: Path
+) -> None:
+    other = replay(every_role, tmp_path, "trainer.optim.lr=1e-6", roles=["reward"])
+    assert other.summary()["skip"]["reward"]["replayed"] >= 64
+    code, result = diff(every_role, other)
+    # The first loss is computed with the initial weights; the second one with the weights after the first step.
+    assert (code, result["difference"]["step"]) == (1, 2)
 
 
 @pytest.mark.slow
@@ -274,11 +265,15 @@ def test_a_reward_model_is_served_in_a_run_without_engines(
 
 
 @pytest.mark.slow
-def test_a_class_for_verls_interface_is_attached_to_a_launch(every_role: LaunchedRun, tmp_path: Path) -> None:
+def test_reference_log_probs_and_a_class_for_verls_interface_are_replayed(
+    every_role: LaunchedRun, tmp_path: Path
+) -> None:
     grades = every_role.run_dir.parent / "roles.grade" / "grades"
     files = {path: path.stat().st_mtime_ns for path in grades.iterdir()}
     assert len({path.name.partition("-")[0] for path in files}) >= len(trained_on(every_role)) == 64
-    replayed = replay(every_role, tmp_path, "roles.grade")
+    replayed = replay(every_role, tmp_path, roles=["ref_log_prob", "roles.grade"])
+    assert diff(every_role, replayed) == (0, {"steps": 4, "difference": None})
     assert {path: path.stat().st_mtime_ns for path in grades.iterdir()} == files, "no grade was written again"
     assert every_role.summary()["skip"]["grade"]["recorded"] >= 64
-    assert replayed.summary()["skip"]["grade"]["replayed"] >= 64
+    counts = replayed.summary()["skip"]
+    assert (counts["ref_log_prob"], counts["grade"]["replayed"] >= 64) == ({"replayed": 4}, True)

@@ -31,7 +31,7 @@ from asyncrl.queue.operations import CommitSamples, RewindTraining, SetAppliedVe
 from asyncrl.queue.state import QueueState
 from asyncrl.storage import array_bytes
 from asyncrl.weights.object_store import WeightStoreActor
-from rollouter.crash_isolation import CrashBlame, ReplicaCrash
+from rollouter.crash_isolation import CrashBlame, ReplicaCrash, _sample_of
 from rollouter.serving import client
 from rollouter.serving.autoscaling import WANTED_REPLICAS
 from rollouter.weight_updates import WeightUpdateLoop
@@ -172,11 +172,11 @@ async def do_nothing(*args: Any) -> None:
     """Return at once."""
 
 
-def blame_every_session(self: CrashBlame, crash: ReplicaCrash) -> None:
+def blame_every_sample(self: CrashBlame, crash: ReplicaCrash) -> None:
     if not crash.assessed:
         _assess(self, crash)
-        for session in set(crash.messages) - set(crash.finished) - set(self._evidence):
-            self._blame(session, crash)
+        for sample in {_sample_of(session) for session in set(crash.messages) - set(crash.ended)} - set(self._evidence):
+            self._blame(sample, crash)
 
 
 def claim_to_know_the_newest(self: FuzzStore, number: int) -> None:
@@ -264,11 +264,11 @@ PLANTED = {
         ((client, "join_turns", lambda head, tail: tail),), ("tokens outlive their engine",)
     ),
     "a crashing sample is never blamed": PlantedBug(
-        ((CrashBlame, "_blame", lambda self, session, last: None),),
+        ((CrashBlame, "_blame", lambda self, sample, last: None),),
         ("poison that has crashed more than", "virtual seconds without an end"),
     ),
     "innocent samples are blamed": PlantedBug(
-        ((CrashBlame, "assess", blame_every_session),), ("innocent samples were dropped", "no prompt gets through"),
+        ((CrashBlame, "assess", blame_every_sample),), ("innocent samples were dropped", "no prompt gets through"),
         most_seeds=1000,
     ),
     "a validation is skipped": PlantedBug(
